@@ -1,0 +1,133 @@
+# Sets up what each target needs in .venv and builds the core; the stamp files in .venv/stamps say what is already done,
+# so the second run of a target only does its own work. Needs python3 (3.11+), a C++ compiler and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
+PROMPT ?= The water ran down the narrow channel to the wheel, and
+export PROMPT
+CACHE := $(or $(MILLRACE_CACHE),$(HOME)/.cache/millrace)
+
+# Exactly this form, and before transformers: a looser requirement may bring several gigabytes of GPU libraries.
+TORCH := torch==2.13.0
+
+CORE := $(sort $(wildcard core/*.cpp core/*.h))
+BUILD_INPUTS := $(CORE) CMakeLists.txt pyproject.toml
+PACKAGE := $(shell find src -name '*.py' -o -name '*.pyi')
+ASAN := build/asan
+
+.DELETE_ON_ERROR:
+.PHONY: help serve test test-asan lint format bench clean
+
+help:
+	@echo "make serve      run a generation from the best model at hand (MODEL=path: from that model, PROMPT=text)"
+	@echo "make test       build the core and run the tests"
+	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
+	@echo "make lint       check style and types"
+	@echo "make format     put Python and C++ into the project's style"
+	@echo "make bench      inspect and time a random model of the shape of Qwen2.5 0.5B"
+	@echo "make clean      remove .venv and build"
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 or later; set PYTHON.")'
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# $(call install,EXPRESSION): install the list that the Python EXPRESSION finds in pyproject.toml, `project` there.
+define install
+@echo "pip install: $(notdir $@)"
+@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt
+@$(PIP) --requirement $@.txt
+@touch $@
+endef
+
+$(STAMPS)/build: $(STAMPS)/venv pyproject.toml
+	$(call install,project["dependency-groups"]["build"])
+
+$(STAMPS)/runtime: $(STAMPS)/venv pyproject.toml
+	$(call install,project["project"]["dependencies"])
+
+$(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
+	$(call install,project["dependency-groups"]["lint"])
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	@echo "pip install: $(TORCH)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch pyproject.toml
+	$(call install,project["dependency-groups"]["test"])
+
+# An editable install: Python comes from src, the core from the last build. Object files stay in build/.
+$(STAMPS)/core: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS)
+	@echo "building the core"
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(STAMPS)/asan: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS) $(PACKAGE)
+	@echo "building the core with sanitizers"
+	@rm -rf $(ASAN)/site
+	@CXX="$(CXX)" $(PIP) --no-deps --no-build-isolation --target $(ASAN)/site . \
+	  --config-settings=build-dir=$(ASAN) --config-settings=cmake.define.MILLRACE_SANITIZE=address,undefined
+	@touch $@
+
+serve: $(STAMPS)/core
+	@set -e; model="$(MODEL)"; \
+	if [ -z "$$model" ]; then \
+	  model="$(CACHE)/models/tiny-random"; \
+	  [ -f "$$model/config.json" ] || $(BIN)/millrace make-model --like tiny "$$model"; \
+	  echo "No trained model is bundled yet. This one was made by 'millrace make-model --like tiny':"; \
+	  echo "its weights are random, so its text is noise. For a model of your own: MODEL=path make serve"; \
+	fi; \
+	echo "The server comes later; until then this runs one generation from $$model"; echo; \
+	printf '%s' "$$PROMPT"; \
+	$(BIN)/millrace generate "$$model" --prompt "$$PROMPT" --max-tokens 48
+
+test: $(STAMPS)/core $(STAMPS)/test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# -S keeps the editable install out of the way, so that the sanitized build is what the tests import. The sanitizer must
+# be loaded before Python, and libstdc++ with it, or the first C++ exception finds no real __cxa_throw.
+test-asan: $(STAMPS)/asan $(STAMPS)/test
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
+	PYTHONPATH="$(ASAN)/site:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+	$(BIN)/python -S -m pytest tests/core $(PYTEST_ARGS)
+
+lint: $(STAMPS)/lint $(STAMPS)/runtime
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/clang-format --dry-run -Werror $(CORE)
+
+format: $(STAMPS)/lint
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+	@$(BIN)/clang-format -i $(CORE)
+
+# First timings of one program on one shape, not a comparison with any other.
+bench: $(STAMPS)/core
+	@set -e; model="$(CACHE)/models/qwen2.5-0.5b-random"; \
+	[ -f "$$model/config.json" ] || $(BIN)/millrace make-model --like qwen2.5-0.5b "$$model"; \
+	$(BIN)/millrace inspect "$$model"; \
+	echo; echo "Measured on the same random weights in the shape of Qwen2.5 0.5B (one sequence; the text would be noise):"; \
+	prompt="$$(printf 'the water ran down the narrow channel to the wheel and %.0s' $$(seq 46))"; \
+	for weights in bf16 int8 int4; do \
+	  $(BIN)/millrace generate "$$model" --prompt "$$prompt" --weights $$weights --max-tokens 65 --ignore-eos --json \
+	    | $(BIN)/python -c "$$BENCH_LINE"; \
+	done
+
+define BENCH_LINE
+import json, sys
+run = json.load(sys.stdin)
+load = "mapped" if run["weights_mapped"] else "packed and saved"
+print(f"{run['weights']:9} prefill of {len(run['prompt_tokens'])} tokens {run['prefill_s'] * 1e3:,.0f} ms, "
+      f"decode {run['decode_s'] / (len(run['tokens']) - 1) * 1e3:.1f} ms a token, "
+      f"load {run['load_s']:.2f} s ({load}), {run['isa']}, {run['threads']} threads", flush=True)
+endef
+export BENCH_LINE
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,543 @@
+// The Python module `millrace._core`: checks what comes in, lets the GIL go, and calls the core. Owns no arithmetic.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "isa.h"
+#include "kv.h"
+#include "layout.h"
+#include "model.h"
+#include "pack.h"
+#include "pool.h"
+#include "probe.h"
+#include "sample.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace millrace {
+namespace {
+
+template <typename T, size_t Dims>
+using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+template <typename T, size_t Dims>
+using MutableArray = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+void check_aligned(const void* data, const char* what) {
+  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) refuse(std::string(what) + " must be aligned to 64 bytes");
+}
+
+struct Packed {
+  PackedView view;
+  Array<uint8_t, 1> owner;  // keeps the memory, which may be a mapped file
+};
+
+SourceType source_type(const std::string& name) {
+  if (name == "f32") return SourceType::kF32;
+  if (name == "bf16") return SourceType::kBf16;
+  if (name == "f16") return SourceType::kF16;
+  refuse("unknown source type '" + name + "': expected f32, bf16 or f16");
+}
+
+// A dense array is f32, or uint16 bits.
+using DenseArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+SourceType check_dense(const DenseArray& source, const std::string& name) {
+  SourceType type = source_type(name);
+  bool fits = type == SourceType::kF32 ? source.dtype() == nb::dtype<float>() : source.dtype() == nb::dtype<uint16_t>();
+  if (!fits) refuse("the source array does not hold " + name);
+  return type;
+}
+
+float pack(const DenseArray& source, const std::string& type_name, const std::string& format, int64_t group,
+           MutableArray<uint8_t, 1> out, Pool& pool) {
+  SourceType type = check_dense(source, type_name);
+  if (source.ndim() != 2) refuse("the source must have two dimensions");
+  DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
+  Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false);
+  if (static_cast<int64_t>(out.size()) != layout.bytes) refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
+  check_aligned(out.data(), "out");
+  nb::gil_scoped_release free;
+  return pack_dense(view, layout, out.data(), pool);
+}
+
+float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::object zeros, const std::string& format,
+                      int64_t group, MutableArray<uint8_t, 1> out) {
+  const bool asymmetric = !zeros.is_none();
+  Layout layout = Layout::of(format_from_name(format), static_cast<int64_t>(codes.shape(0)),
+                             static_cast<int64_t>(codes.shape(1)), group, asymmetric);
+  if (!is_integer(layout.format)) refuse("codes are packed as int8 or int4");
+  auto per_group = [&](size_t rows, size_t columns) {
+    return static_cast<int64_t>(rows) == layout.outputs && static_cast<int64_t>(columns) == layout.groups;
+  };
+  if (!per_group(scales.shape(0), scales.shape(1))) refuse("scales must be [outputs, groups]");
+  const int16_t* zero_data = nullptr;
+  Array<int16_t, 2> zero_array;
+  if (asymmetric) {
+    zero_array = nb::cast<Array<int16_t, 2>>(zeros);
+    if (!per_group(zero_array.shape(0), zero_array.shape(1))) refuse("zeros must be [outputs, groups]");
+    zero_data = zero_array.data();
+  }
+  const int most = layout.format == Format::kInt4 ? 15 : 255;
+  for (int64_t i = 0; i < layout.outputs * layout.inputs; ++i) {
+    if (codes.data()[i] > most) refuse("a code does not fit " + format);
+  }
+  for (int64_t i = 0; zero_data != nullptr && i < layout.outputs * layout.groups; ++i) {
+    if (zero_data[i] < 0 || zero_data[i] > most) refuse("a zero does not fit " + format);
+  }
+  if (static_cast<int64_t>(out.size()) != layout.bytes) refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
+  check_aligned(out.data(), "out");
+  nb::gil_scoped_release free;
+  return pack_codes(codes.data(), scales.data(), zero_data, layout, out.data());
+}
+
+Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
+                   Array<uint8_t, 1> data, bool asymmetric) {
+  Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric);
+  if (static_cast<int64_t>(data.size()) != layout.bytes) {
+    refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
+  }
+  check_aligned(data.data(), "packed data");
+  PackedView view{layout, data.data(), gain};
+  return Packed{view, std::move(data)};
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
+  const Layout& layout = packed.view.layout;
+  auto values = std::make_unique<float[]>(static_cast<size_t>(layout.outputs * layout.inputs));
+  for (int64_t c = 0; c < layout.outputs; ++c) unpack_channel(packed.view, c, values.get() + c * layout.inputs);
+  float* data = values.release();
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return {data, {static_cast<size_t>(layout.outputs), static_cast<size_t>(layout.inputs)}, owner};
+}
+
+// One product as a step computes it: quantises the rows where the weights are integers.
+void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2> out, Pool& pool, const std::string& isa) {
+  const Layout& layout = packed.view.layout;
+  const int64_t count = static_cast<int64_t>(rows.shape(0));
+  const int64_t inputs = static_cast<int64_t>(rows.shape(1));
+  if (inputs != layout.inputs) refuse("rows must have " + std::to_string(layout.inputs) + " values");
+  if (static_cast<int64_t>(out.shape(0)) != count || static_cast<int64_t>(out.shape(1)) != layout.outputs) {
+    refuse("out must be [" + std::to_string(count) + ", " + std::to_string(layout.outputs) + "]");
+  }
+  const Kernels& kernels = kernels_of(isa);
+  const int64_t stride = round_up(inputs, kRowPad);
+  Buffer<float> padded(count * stride);
+  Buffer<int8_t> codes(is_integer(layout.format) ? count * layout.padded_inputs : 0);
+  Buffer<float> scales(count * layout.groups);
+  Buffer<int32_t> sums(count * layout.groups);
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = padded.data() + r * stride;
+    std::memcpy(row, rows.data() + r * inputs, static_cast<size_t>(inputs) * sizeof(float));
+    if (!is_integer(layout.format)) continue;
+    kernels.quantise_row(row, inputs, layout, codes.data() + r * layout.padded_inputs, scales.data() + r * layout.groups,
+                         sums.data() + r * layout.groups);
+  }
+  QuantisedRows quantised{codes.data(), scales.data(), sums.data(), layout.padded_inputs, layout.groups};
+  ProductArgs args;
+  args.weights = &packed.view;
+  args.rows = padded.data();
+  args.rows_stride = stride;
+  args.quantised = &quantised;
+  args.row_count = count;
+  args.out = out.data();
+  args.out_stride = layout.outputs;
+  nb::gil_scoped_release free;
+  std::lock_guard<std::mutex> turn(pool.turn());
+  pool.run(layout.panels, 1, [&](int64_t begin, int64_t end, int) { kernels.product(args, begin, end); });
+}
+
+// A model and what its weights point into.
+struct BoundModel {
+  std::unique_ptr<Model> model;
+  nb::object tensors;
+  nb::object pool;
+};
+
+// Reads the description and takes each tensor by its canonical name.
+class Assembly {
+ public:
+  Assembly(nb::dict description, nb::dict tensors) : description_(std::move(description)), tensors_(std::move(tensors)) {}
+
+  template <typename T>
+  T value(const char* key) const {
+    if (!description_.contains(key)) refuse(std::string("the description lacks '") + key + "'");
+    try {
+      return nb::cast<T>(description_[key]);
+    } catch (const nb::cast_error&) {
+      refuse(std::string("'") + key + "' in the description has the wrong type");
+    }
+  }
+
+  PackedView packed(const std::string& name) const {
+    nb::object tensor = tensor_of(name);
+    if (!nb::isinstance<Packed>(tensor)) refuse("tensor '" + name + "' must be packed");
+    return nb::cast<Packed&>(tensor).view;
+  }
+
+  Array<float, 1> vector(const std::string& name, int64_t size) const {
+    try {
+      Array<float, 1> values = nb::cast<Array<float, 1>>(tensor_of(name), false);
+      if (size >= 0 && static_cast<int64_t>(values.size()) != size) {
+        refuse("tensor '" + name + "' has " + std::to_string(values.size()) + " values, expected " + std::to_string(size));
+      }
+      return values;
+    } catch (const nb::cast_error&) {
+      refuse("tensor '" + name + "' must be a vector of f32");
+    }
+  }
+
+  bool has(const std::string& name) const { return tensors_.contains(name.c_str()); }
+
+  Buffer<float> padded(const std::string& name, int64_t size, int64_t multiple) const {
+    Array<float, 1> values = vector(name, size);
+    Buffer<float> buffer(round_up(size, multiple));
+    std::memcpy(buffer.data(), values.data(), static_cast<size_t>(size) * sizeof(float));
+    return buffer;
+  }
+
+  std::vector<float> list(const std::string& name) const {
+    if (!has(name)) return {};
+    Array<float, 1> values = vector(name, -1);
+    return {values.data(), values.data() + values.size()};
+  }
+
+  NormWeights norm(const std::string& name, int64_t size) const {
+    NormWeights norm;
+    if (!has(name)) return norm;
+    norm.weight = padded(name, size, kRowPad);
+    if (has(name + ".bias")) norm.bias = padded(name + ".bias", size, kRowPad);
+    return norm;
+  }
+
+  Product product(const std::string& name) const {
+    Product product;
+    product.weights = packed(name);
+    if (has(name + ".bias")) product.bias = padded(name + ".bias", product.weights.layout.outputs, kPanel);
+    return product;
+  }
+
+  Mlp mlp(const std::string& name, bool gated) const {
+    return {product(name + (gated ? ".gate_up" : ".up")), product(name + ".down")};
+  }
+
+ private:
+  nb::object tensor_of(const std::string& name) const {
+    if (!has(name)) refuse("tensor '" + name + "' is missing");
+    return nb::object(tensors_[name.c_str()]);
+  }
+
+  nb::dict description_;
+  nb::dict tensors_;
+};
+
+Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index, nb::handle entry) {
+  const std::string name = "layers." + std::to_string(index);
+  const std::string attn = name + ".attn";
+  const std::string feed = name + ".mlp";
+  Layer layer;
+  nb::dict facts = nb::cast<nb::dict>(entry);
+  layer.window = nb::cast<int64_t>(facts["window"]);
+  layer.rope = nb::cast<int>(facts["rope"]);
+  const int64_t experts = nb::cast<int64_t>(facts["experts"]);
+  layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
+  layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
+  layer.attn_residual_norm = parts.norm(attn + ".residual_norm", w.hidden);
+  layer.mlp_norm = parts.norm(feed + ".norm", w.hidden);
+  layer.mlp_out_norm = parts.norm(feed + ".out_norm", w.hidden);
+  layer.mlp_residual_norm = parts.norm(feed + ".residual_norm", w.hidden);
+  const bool full = w.qk_norm == QkNorm::kFull;
+  layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
+  layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
+  layer.qkv = parts.product(attn + ".qkv");
+  layer.o = parts.product(attn + ".o");
+  if (experts == 0) {
+    layer.mlp = parts.mlp(feed, w.gated);
+    return layer;
+  }
+  layer.router = parts.product(feed + ".router");
+  for (int64_t e = 0; e < experts; ++e) layer.experts.push_back(parts.mlp(feed + ".experts." + std::to_string(e), w.gated));
+  return layer;
+}
+
+int chosen(const std::string& name, const std::vector<std::string>& choices, const char* what) {
+  for (size_t i = 0; i < choices.size(); ++i) {
+    if (choices[i] == name) return static_cast<int>(i);
+  }
+  refuse(std::string("unknown ") + what + " '" + name + "'");
+}
+
+ModelWeights assemble(const Assembly& parts) {
+  ModelWeights w;
+  w.vocab = parts.value<int64_t>("vocab");
+  w.hidden = parts.value<int64_t>("hidden");
+  w.inner = parts.value<int64_t>("inner");
+  w.expert_inner = parts.value<int64_t>("expert_inner");
+  w.heads = parts.value<int64_t>("heads");
+  w.kv_heads = parts.value<int64_t>("kv_heads");
+  w.head_size = parts.value<int64_t>("head_size");
+  w.causal = parts.value<bool>("causal");
+  w.gated = parts.value<bool>("gated");
+  w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
+  w.eps = parts.value<float>("eps");
+  w.qk_norm = static_cast<QkNorm>(chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full"}, "qk norm"));
+  w.activation = static_cast<Activation>(
+      chosen(parts.value<std::string>("activation"), {"silu", "gelu", "gelu_tanh", "relu"}, "activation"));
+  w.attention_scale = parts.value<float>("attention_scale");
+  w.attention_softcap = parts.value<float>("attention_softcap");
+  w.logit_softcap = parts.value<float>("logit_softcap");
+  w.embedding_scale = parts.value<float>("embedding_scale");
+  w.top_k = parts.value<int64_t>("top_k");
+  w.normalise_experts = parts.value<bool>("normalise_experts");
+  if (w.vocab < 1 || w.hidden < 1 || w.heads < 1 || w.kv_heads < 1 || w.head_size < 1) refuse("sizes must be positive");
+
+  w.embed = parts.packed("embed");
+  w.positions = parts.list("positions");
+  if (w.positions.size() % static_cast<size_t>(w.hidden) != 0) refuse("positions has the wrong size");
+  w.token_type = parts.list("token_type");
+  if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden) refuse("token_type has the wrong size");
+  w.embed_norm = parts.norm("embed_norm", w.hidden);
+  for (nb::handle entry : parts.value<nb::list>("ropes")) {
+    nb::dict facts = nb::cast<nb::dict>(entry);
+    Rope rope;
+    rope.inv_freq[0] = nb::cast<std::vector<float>>(facts["inv_freq"]);
+    rope.inv_freq[1] = nb::cast<std::vector<float>>(facts["long_inv_freq"]);
+    rope.scale[0] = nb::cast<float>(facts["scale"]);
+    rope.scale[1] = nb::cast<float>(facts["long_scale"]);
+    w.ropes.push_back(std::move(rope));
+  }
+  size_t index = 0;
+  for (nb::handle entry : parts.value<nb::list>("layers")) w.layers.push_back(assemble_layer(parts, w, index++, entry));
+  w.final_norm = parts.norm("norm", w.hidden);
+  if (parts.value<bool>("tied")) {
+    w.head.weights = w.embed;
+  } else if (parts.has("head")) {
+    w.head = parts.product("head");
+  }
+  return w;
+}
+
+void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::object pool, int64_t max_rows,
+                const std::string& isa) {
+  ModelWeights weights = assemble(Assembly(std::move(description), tensors));
+  auto model = std::make_unique<Model>(std::move(weights), nb::cast<Pool&>(pool), max_rows, kernels_of(isa));
+  new (self) BoundModel{std::move(model), std::move(tensors), std::move(pool)};
+}
+
+void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
+          Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
+          MutableArray<float, 2> out, bool hidden) {
+  StepArgs args;
+  args.kv = &kv;
+  args.rows = static_cast<int64_t>(tokens.size());
+  args.sequences = static_cast<int64_t>(computed.size());
+  if (static_cast<int64_t>(offsets.size()) != args.sequences + 1 ||
+      static_cast<int64_t>(block_tables.shape(0)) != args.sequences ||
+      static_cast<int64_t>(rope_variants.size()) != args.sequences) {
+    refuse("offsets, computed, block_tables and rope_variants do not agree on the number of sequences");
+  }
+  args.tokens = tokens.data();
+  args.offsets = offsets.data();
+  args.computed = computed.data();
+  args.block_tables = block_tables.data();
+  args.table_stride = static_cast<int64_t>(block_tables.shape(1));
+  args.rope_variants = rope_variants.data();
+  args.wanted = wanted.data();
+  args.wanted_count = static_cast<int64_t>(wanted.size());
+  args.out = out.data();
+  args.hidden = hidden;
+  const ModelWeights& w = self.model->weights();
+  const int64_t width = hidden ? w.hidden : w.vocab;
+  if (static_cast<int64_t>(out.shape(0)) != args.wanted_count || static_cast<int64_t>(out.shape(1)) != width) {
+    refuse("out must be [" + std::to_string(args.wanted_count) + ", " + std::to_string(width) + "]");
+  }
+  nb::gil_scoped_release free;
+  self.model->step(args);
+}
+
+// A sampler and the pool that it runs on.
+struct BoundSampler {
+  std::unique_ptr<Sampler> sampler;
+  nb::object pool;
+};
+
+// Everything of one call but the logits; each array has an entry a row, the ragged ones an offset more.
+void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> numbers, Array<int32_t, 2> counts,
+            Array<uint64_t, 2> keys, Array<int32_t, 1> seen, Array<int32_t, 1> seen_counts, Array<int32_t, 1> seen_offsets,
+            Array<int32_t, 1> bias_tokens, Array<float, 1> biases, Array<int32_t, 1> bias_offsets, Array<uint32_t, 2> masks,
+            Array<int32_t, 1> mask_rows, MutableArray<int32_t, 1> tokens, MutableArray<float, 1> logprobs,
+            MutableArray<int32_t, 2> top, MutableArray<float, 2> top_logprobs) {
+  const size_t count = logits.shape(0);
+  const int64_t vocab = self.sampler->vocab();
+  auto agree = [&](bool right, const char* what) {
+    if (!right) refuse(std::string(what) + " does not have the shape that the logits ask for");
+  };
+  agree(static_cast<int64_t>(logits.shape(1)) == vocab, "logits");
+  agree(numbers.shape(0) == count && numbers.shape(1) == 6, "numbers");
+  agree(counts.shape(0) == count && counts.shape(1) == 2, "counts");
+  agree(keys.shape(0) == count && keys.shape(1) == 2, "keys");
+  agree(seen_offsets.size() == count + 1 && seen.size() == seen_counts.size(), "seen");
+  agree(bias_offsets.size() == count + 1 && bias_tokens.size() == biases.size(), "biases");
+  agree(mask_rows.size() == count && static_cast<int64_t>(masks.shape(1)) == (vocab + 31) / 32, "masks");
+  agree(tokens.size() == count && logprobs.size() == count, "tokens");
+  agree(top.shape(0) == count && top_logprobs.shape(0) == count && top.shape(1) == top_logprobs.shape(1), "top");
+  auto check_ragged = [&](const Array<int32_t, 1>& offsets, const Array<int32_t, 1>& entries, const char* what) {
+    int64_t at = 0;
+    for (size_t i = 0; i <= count; ++i) {
+      if (offsets.data()[i] < at || (i == 0 && offsets.data()[0] != 0)) refuse(std::string(what) + " offsets must ascend");
+      at = offsets.data()[i];
+    }
+    if (at != static_cast<int64_t>(entries.size())) refuse(std::string(what) + " offsets do not cover the entries");
+    for (size_t i = 0; i < entries.size(); ++i) {
+      if (entries.data()[i] < 0 || entries.data()[i] >= vocab) refuse(std::string(what) + " token is not in the vocabulary");
+    }
+  };
+  check_ragged(seen_offsets, seen, "seen");
+  check_ragged(bias_offsets, bias_tokens, "bias");
+  std::vector<SampleRow> rows(count);
+  for (size_t i = 0; i < count; ++i) {
+    SampleRow& row = rows[i];
+    const float* number = numbers.data() + i * 6;
+    row.temperature = number[0];
+    row.top_p = number[1];
+    row.min_p = number[2];
+    row.repetition = number[3];
+    row.frequency = number[4];
+    row.presence = number[5];
+    row.top_k = counts.data()[i * 2];
+    row.logprobs = counts.data()[i * 2 + 1];
+    if (!(row.temperature >= 0.0f) || !(row.repetition > 0.0f) || row.top_k < 0) refuse("a sampling number is out of range");
+    if (!(row.top_p > 0.0f && row.top_p <= 1.0f) || !(row.min_p >= 0.0f && row.min_p <= 1.0f)) {
+      refuse("top_p must be above 0 and at most 1, min_p from 0 to 1");
+    }
+    if (row.logprobs > static_cast<int64_t>(top.shape(1)) || row.logprobs > vocab) refuse("more logprobs than there is room for");
+    row.seed = keys.data()[i * 2];
+    row.position = keys.data()[i * 2 + 1];
+    const int32_t first = seen_offsets.data()[i];
+    row.seen_count = seen_offsets.data()[i + 1] - first;
+    row.seen = seen.data() + first;
+    row.counts = seen_counts.data() + first;
+    const int32_t first_bias = bias_offsets.data()[i];
+    row.bias_count = bias_offsets.data()[i + 1] - first_bias;
+    row.bias_tokens = bias_tokens.data() + first_bias;
+    row.biases = biases.data() + first_bias;
+    const int32_t mask = mask_rows.data()[i];
+    if (mask < -1 || mask >= static_cast<int64_t>(masks.shape(0))) refuse("a mask row does not exist");
+    row.mask = mask < 0 ? nullptr : masks.data() + mask * static_cast<int64_t>(masks.shape(1));
+  }
+  SampleResult result{tokens.data(), logprobs.data(), top.data(), top_logprobs.data(), static_cast<int64_t>(top.shape(1))};
+  nb::gil_scoped_release free;
+  self.sampler->choose(logits.data(), rows, result);
+}
+
+}  // namespace
+}  // namespace millrace
+
+NB_MODULE(_core, module) {
+  using namespace millrace;
+  nb::set_leak_warnings(false);  // models live until the process ends
+  module.attr("BLOCK") = kBlock;
+  module.attr("LAYOUT") = kLayoutVersion;
+  module.def("isa_available", &available_isas);
+  module.def("isa_default", &default_isa);
+
+  nb::class_<Pool>(module, "Pool")
+      .def(nb::init<int>(), "threads"_a)
+      .def_prop_ro("threads", &Pool::threads);
+
+  module.def(
+      "packed_bytes",
+      [](const std::string& format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric) {
+        return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric).bytes;
+      },
+      "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false);
+  module.def("pack", &pack, "source"_a, "source_type"_a, "format"_a, "group"_a, "out"_a, "pool"_a);
+  module.def("pack_codes", &pack_from_codes, "codes"_a, "scales"_a, "zeros"_a.none(), "format"_a, "group"_a, "out"_a);
+  module.def(
+      "find_nonfinite",
+      [](const DenseArray& source, const std::string& type_name, Pool& pool) {
+        SourceType type = check_dense(source, type_name);
+        nb::gil_scoped_release free;
+        return find_nonfinite(source.data(), type, static_cast<int64_t>(source.size()), pool);
+      },
+      "source"_a, "source_type"_a, "pool"_a);
+
+  nb::class_<Packed>(module, "Packed")
+      .def(
+          "__init__",
+          [](Packed* self, const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
+             Array<uint8_t, 1> data, bool asymmetric) {
+            new (self) Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric));
+          },
+          "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a, "asymmetric"_a = false)
+      .def("unpack", &unpack);
+
+  module.def("multiply", &multiply, "weights"_a, "rows"_a, "out"_a, "pool"_a, "isa"_a);
+
+  nb::class_<Kv>(module, "Kv")
+      .def(
+          "__init__",
+          [](Kv* self, int64_t layers, int64_t kv_heads, int64_t head_size, int64_t blocks, const std::string& type) {
+            new (self) Kv(KvLayout::of(layers, kv_heads, head_size, kv_type_from_name(type)), blocks);
+          },
+          "layers"_a, "kv_heads"_a, "head_size"_a, "blocks"_a, "type"_a)
+      .def_prop_ro("blocks", &Kv::blocks)
+      .def_prop_ro("bytes_per_block", [](const Kv& kv) { return kv.layout().block_bytes * kv.layout().layers; })
+      .def_static(
+          "block_bytes",
+          [](int64_t layers, int64_t kv_heads, int64_t head_size, const std::string& type) {
+            KvLayout layout = KvLayout::of(layers, kv_heads, head_size, kv_type_from_name(type));
+            return layout.block_bytes * layout.layers;
+          },
+          "layers"_a, "kv_heads"_a, "head_size"_a, "type"_a)
+      .def(
+          "copy_block",
+          [](Kv& kv, int64_t source, int64_t target) {
+            if (source < 0 || source >= kv.blocks() || target < 0 || target >= kv.blocks()) refuse("no such block");
+            if (source != target) kv.copy_block(source, target);
+          },
+          "source"_a, "target"_a);
+
+  nb::class_<BoundModel>(module, "Model")
+      .def("__init__", &make_model, "description"_a, "tensors"_a, "pool"_a, "max_rows"_a, "isa"_a)
+      .def_prop_ro("isa", [](const BoundModel& self) { return std::string(self.model->kernels().name); })
+      .def_prop_ro("scratch_bytes", [](const BoundModel& self) { return self.model->scratch_bytes(); })
+      .def("step", &step, "kv"_a, "tokens"_a, "offsets"_a, "computed"_a, "block_tables"_a, "rope_variants"_a, "wanted"_a,
+           "out"_a, "hidden"_a = false);
+
+  nb::class_<BoundSampler>(module, "Sampler")
+      .def(
+          "__init__",
+          [](BoundSampler* self, int64_t vocab, nb::object pool, const std::string& isa) {
+            auto sampler = std::make_unique<Sampler>(vocab, nb::cast<Pool&>(pool), kernels_of(isa));
+            new (self) BoundSampler{std::move(sampler), std::move(pool)};
+          },
+          "vocab"_a, "pool"_a, "isa"_a)
+      .def("choose", &choose, "logits"_a, "numbers"_a, "counts"_a, "keys"_a, "seen"_a, "seen_counts"_a, "seen_offsets"_a,
+           "bias_tokens"_a, "biases"_a, "bias_offsets"_a, "masks"_a, "mask_rows"_a, "tokens"_a, "logprobs"_a, "top"_a,
+           "top_logprobs"_a);
+
+  module.def(
+      "measure_bandwidth",
+      [](Pool& pool, int64_t mebibytes, double seconds) {
+        nb::gil_scoped_release free;
+        return measure_bandwidth(pool, mebibytes << 20, seconds);
+      },
+      "pool"_a, "mebibytes"_a, "seconds"_a);
+  module.def(
+      "measure_peak",
+      [](Pool& pool, const std::string& kind, double seconds) {
+        nb::gil_scoped_release free;
+        return measure_peak(pool, kind, seconds);
+      },
+      "pool"_a, "kind"_a, "seconds"_a);
+}

@@ -1,0 +1,15 @@
+// Which instruction sets this machine has, and which one to use. Owns the choice; MILLRACE_ISA forces it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace millrace {
+
+std::vector<std::string> available_isas();        // best first; never empty
+std::string default_isa();                        // throws std::invalid_argument when MILLRACE_ISA cannot be had
+const Kernels& kernels_of(const std::string& isa);  // throws std::invalid_argument
+
+}  // namespace millrace

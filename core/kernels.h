@@ -1,0 +1,97 @@
+// The table of kernels that one instruction set provides. Owns the signatures and what each kernel promises.
+//
+// Every row of a step is computed by one arithmetic in a fixed order, whatever other rows are there, so each kernel's result
+// for a row depends on that row's inputs alone. Rows are f32, zero beyond their width up to a multiple of 128.
+#pragma once
+
+#include <cstdint>
+
+#include "kv.h"
+#include "layout.h"
+
+namespace millrace {
+
+constexpr int64_t kRowPad = 128;         // floats; widths of row buffers are multiples of this
+constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolute positions
+
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
+
+// Rows quantised to int8 by groups of inputs: value = scale * code.
+struct QuantisedRows {
+  int8_t* codes = nullptr;   // [rows][stride]
+  float* scales = nullptr;   // [rows][groups_stride]
+  int32_t* sums = nullptr;   // [rows][groups_stride], of the codes of a group
+  int64_t stride = 0;        // bytes between rows
+  int64_t groups_stride = 0;
+};
+
+struct ProductArgs {
+  const PackedView* weights;
+  const float* rows = nullptr;           // for f32 and bf16 weights
+  int64_t rows_stride = 0;               // floats
+  const QuantisedRows* quantised = nullptr;  // for int8 and int4 weights
+  int64_t first_row = 0;
+  int64_t row_count = 0;
+  const float* bias = nullptr;  // [outputs] or none
+  float* out = nullptr;         // row r of this call is written at out + r * out_stride
+  int64_t out_stride = 0;
+};
+
+// One query row: the token of a sequence that asks, at its absolute position.
+struct AttentionRow {
+  int64_t source;    // row of q
+  int64_t target;    // row of out
+  int64_t begin;     // first token that it sees
+  int64_t end;       // one past the last token that it sees
+};
+
+struct AttentionArgs {
+  const AttentionRow* rows;  // of one sequence
+  int64_t row_count;         // at most tile_rows / heads_per_kv
+  const float* q;
+  int64_t q_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t kv_head;
+  int64_t heads_per_kv;
+  float scale;
+  float softcap;  // 0: none
+  const KvLayout* layout;
+  const uint8_t* layer_base;  // record of block 0, head 0 of the layer
+  const int32_t* block_table;
+  float* scratch;  // attention_scratch() floats of this thread
+};
+
+struct NormArgs {
+  const float* weight;
+  const float* bias;  // layer norm only
+  float eps;
+  bool layer;  // subtract the mean
+};
+
+struct Kernels {
+  const char* name;
+  void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel);
+  void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
+  void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
+  void (*activate)(Activation, bool gated, const float* in, int64_t width, float* out);
+  void (*attend)(const AttentionArgs&);
+  void (*softcap)(float* values, int64_t count, float cap);
+  void (*softmax)(float* values, int64_t count);
+  float (*peak)(const float* values, int64_t count);  // the largest; NaN where one is NaN
+  // out[i] = e^((values[i] - peak) * scale); returns their sum.
+  float (*exponentials)(const float* values, int64_t count, float peak, float scale, float* out);
+};
+
+// Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
+constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
+  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kBlock * padded_head_size + 64;
+}
+
+const Kernels& portable_kernels();
+#if defined(MILLRACE_X86)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace millrace

@@ -1,0 +1,66 @@
+// KV memory: blocks of 16 tokens in every layer. Owns the memory, its layout and the writing of one token's keys and values.
+//
+// A record holds one block of one KV head in one layer; `size` is the head size padded to 16:
+//
+//   f32    keys [size][16 tokens],        values [16 tokens][size]
+//   bf16   keys [size/2][16 tokens][2],   values [8 token pairs][size][2]
+//   int8   keys [size/4][16 tokens][4] u8 (code + 128), values [4 token quads][size][4] u8 (code + 128),
+//          then a f32 scale per token for keys [16] and for values [16]
+//
+// Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and quads
+// are what AMX and VNNI multiply.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace millrace {
+
+constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
+
+enum class KvType : int { kF32, kBf16, kInt8 };
+
+KvType kv_type_from_name(const std::string& name);  // throws std::invalid_argument
+
+struct KvLayout {
+  KvType type = KvType::kF32;
+  int64_t layers = 0;
+  int64_t heads = 0;
+  int64_t head_size = 0;
+  int64_t padded_size = 0;
+  int64_t values_offset = 0;  // bytes from a record's start
+  int64_t scales_offset = 0;  // bytes; int8 only
+  int64_t record_bytes = 0;
+  int64_t block_bytes = 0;  // all heads of one layer
+
+  static KvLayout of(int64_t layers, int64_t heads, int64_t head_size, KvType type);
+};
+
+class Kv {
+ public:
+  Kv(KvLayout layout, int64_t blocks);
+  ~Kv();
+  Kv(const Kv&) = delete;
+  Kv& operator=(const Kv&) = delete;
+
+  const KvLayout& layout() const { return layout_; }
+  int64_t blocks() const { return blocks_; }
+
+  uint8_t* record(int64_t layer, int64_t block, int64_t head) {
+    return data_ + (layer * blocks_ + block) * layout_.block_bytes + head * layout_.record_bytes;
+  }
+
+  void copy_block(int64_t source, int64_t target);
+
+ private:
+  KvLayout layout_;
+  int64_t blocks_;
+  size_t bytes_;
+  uint8_t* data_;
+};
+
+// Stores one token's key and value of one head into slot 0..15 of a record, rounding to nearest.
+void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value);
+
+}  // namespace millrace

@@ -1,0 +1,86 @@
+#include "layout.h"
+
+#include <stdexcept>
+
+#include "numbers.h"
+
+namespace millrace {
+
+Format format_from_name(const std::string& name) {
+  if (name == "f32") return Format::kF32;
+  if (name == "bf16") return Format::kBf16;
+  if (name == "int8") return Format::kInt8;
+  if (name == "int4") return Format::kInt4;
+  throw std::invalid_argument("unknown weight format '" + name + "': expected f32, bf16, int8 or int4");
+}
+
+Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric) {
+  constexpr int64_t kMaxOutputs = int64_t{1} << 24;
+  if (outputs < 1 || outputs > kMaxOutputs) throw std::invalid_argument("outputs out of range: " + std::to_string(outputs));
+  if (inputs < 1 || inputs > kMaxInputs) throw std::invalid_argument("inputs out of range: " + std::to_string(inputs));
+  if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
+    throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
+  }
+  Layout layout;
+  layout.format = format;
+  layout.outputs = outputs;
+  layout.inputs = inputs;
+  layout.panels = (outputs + kPanel - 1) / kPanel;
+  if (is_integer(format)) {
+    layout.asymmetric = asymmetric;
+    layout.group = group == 0 ? round_up(inputs, 64) : group;
+    layout.padded_inputs = round_up(inputs, layout.group);
+    layout.groups = layout.padded_inputs / layout.group;
+    layout.header_bytes = kPanel * 2 * (asymmetric ? 2 : 1);
+    int64_t code_bytes = kPanel * layout.group / (format == Format::kInt4 ? 2 : 1);
+    layout.group_bytes = layout.header_bytes + code_bytes;
+    layout.panel_bytes = layout.groups * layout.group_bytes;
+  } else {
+    layout.padded_inputs = format == Format::kBf16 ? round_up(inputs, 32) : inputs;
+    layout.panel_bytes = layout.padded_inputs * kPanel * (format == Format::kBf16 ? 2 : 4);
+  }
+  layout.bytes = layout.panels * layout.panel_bytes;
+  return layout;
+}
+
+void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
+  const Layout& layout = weights.layout;
+  const uint8_t* panel = weights.data + channel / kPanel * layout.panel_bytes;
+  int64_t lane = channel % kPanel;
+  switch (layout.format) {
+    case Format::kF32: {
+      const float* values = reinterpret_cast<const float*>(panel);
+      for (int64_t k = 0; k < layout.inputs; ++k) out[k] = values[k * kPanel + lane];
+      return;
+    }
+    case Format::kBf16: {
+      const uint16_t* values = reinterpret_cast<const uint16_t*>(panel);
+      for (int64_t k = 0; k < layout.inputs; ++k) out[k] = f32_from_bf16(values[(k / 2 * kPanel + lane) * 2 + k % 2]);
+      return;
+    }
+    case Format::kInt8:
+    case Format::kInt4: break;
+  }
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    const uint8_t* record = panel + g * layout.group_bytes;
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
+    const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
+    const uint8_t* codes = record + layout.header_bytes;
+    float scale = f32_from_f16(scales[lane]) * weights.gain;
+    int32_t zero = layout.asymmetric ? zeros[lane] : layout.symmetric_zero();
+    int64_t first = g * layout.group;
+    int64_t count = layout.inputs - first < layout.group ? layout.inputs - first : layout.group;
+    for (int64_t k = 0; k < count; ++k) {
+      int32_t code;
+      if (layout.format == Format::kInt8) {
+        code = codes[(k / 4 * kPanel + lane) * 4 + k % 4];
+      } else {
+        uint8_t pair = codes[(k / 8 * kPanel + lane) * 4 + k % 4];
+        code = k % 8 < 4 ? pair & 15 : pair >> 4;
+      }
+      out[first + k] = scale * static_cast<float>(code - zero);
+    }
+  }
+}
+
+}  // namespace millrace

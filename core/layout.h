@@ -1,0 +1,64 @@
+// How a weight matrix lies in memory, for every instruction set alike.
+//
+// Owns the packed layout: its sizes, its offsets, and reading single rows back. Knows nothing of how products are computed.
+//
+// Output channels go in panels of 32. A panel is one contiguous stream, read from front to back by a product:
+//
+//   f32    k rows of            [32 channels] f32
+//   bf16   k/2 rows of          [32 channels][2 inputs] bf16            (what AMX and vdpbf16ps multiply)
+//   int8   per group of inputs: [32] f16 scales, ([32] i16 zeros), then group/4 rows of [32 channels][4 inputs] u8
+//   int4   per group of inputs: [32] f16 scales, ([32] i16 zeros), then group/8 rows of [32 channels][4] bytes whose
+//          low nibbles are inputs 0..3 and high nibbles inputs 4..7       (one shift and mask give two int8 rows)
+//
+// The rows of four inputs are what AMX, VNNI and maddubs multiply. A weight is gain * scale * (code - zero); codes are
+// unsigned, so that activations can be the signed operand. Inputs are padded to whole groups with codes equal to the zero.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace millrace {
+
+constexpr int kLayoutVersion = 1;
+constexpr int64_t kPanel = 32;
+constexpr int64_t kMaxInputs = 65536;  // a product of int8 codes over all inputs must fit 32 bits
+
+enum class Format : int { kF32, kBf16, kInt8, kInt4 };
+
+inline bool is_integer(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
+
+Format format_from_name(const std::string& name);  // throws std::invalid_argument
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+struct Layout {
+  Format format = Format::kF32;
+  bool asymmetric = false;
+  int64_t outputs = 0;
+  int64_t inputs = 0;
+  int64_t group = 0;          // inputs that share a scale; 0 for f32 and bf16
+  int64_t groups = 0;         // 0 for f32 and bf16
+  int64_t padded_inputs = 0;  // what a panel holds
+  int64_t panels = 0;
+  int64_t header_bytes = 0;  // scales and zeros of one group
+  int64_t group_bytes = 0;   // header and codes of one group
+  int64_t panel_bytes = 0;
+  int64_t bytes = 0;
+
+  // group 0 means per channel. Throws std::invalid_argument on sizes that no model has.
+  static Layout of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric);
+
+  int32_t symmetric_zero() const { return format == Format::kInt4 ? 8 : 128; }
+};
+
+struct PackedView {
+  Layout layout;
+  const uint8_t* data = nullptr;
+  float gain = 1.0f;
+};
+
+// One output channel as f32: `out` gets layout.inputs values. Used for embeddings and tests.
+void unpack_channel(const PackedView& weights, int64_t channel, float* out);
+
+}  // namespace millrace

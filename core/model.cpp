@@ -1,0 +1,595 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace millrace {
+namespace {
+
+[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+constexpr int64_t kTileRows = 32;  // (token, head) rows that share the reading of a KV block
+
+int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
+
+// Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing.
+int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, panels / (threads * 8)); }
+
+}  // namespace
+
+template <typename T>
+void* Buffer<T>::allocate(size_t bytes) {
+  void* memory = ::operator new(bytes, std::align_val_t{64});
+  std::memset(memory, 0, bytes);
+  return memory;
+}
+template class Buffer<float>;
+template class Buffer<int8_t>;
+template class Buffer<int32_t>;
+
+Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& kernels)
+    : w_(std::move(weights)), pool_(pool), kernels_(kernels), max_rows_(max_rows) {
+  if (max_rows < 1 || max_rows > 65536) refuse("max_rows must be 1 to 65536, not " + std::to_string(max_rows));
+  check_weights();
+  const int64_t heads_per_kv = w_.heads / w_.kv_heads;
+  const int threads = pool.threads();
+  hidden_pad_ = pad_row(w_.hidden);
+  q_pad_ = pad_row(w_.heads * w_.head_size);
+  qkv_pad_ = pad_row((w_.heads + 2 * w_.kv_heads) * w_.head_size);
+  inner_pad_ = pad_row(std::max(w_.inner, w_.expert_inner));
+  tile_rows_ = std::max(kTileRows, heads_per_kv);
+
+  bool experts = false;
+  code_stride_ = 64;
+  group_stride_ = 1;
+  auto measure = [&](const Product& product) {
+    code_stride_ = std::max(code_stride_, round_up(product.weights.layout.padded_inputs, 64));
+    group_stride_ = std::max(group_stride_, product.weights.layout.groups);
+  };
+  for (const Layer& layer : w_.layers) {
+    measure(layer.qkv);
+    measure(layer.o);
+    if (layer.experts.empty()) {
+      measure(layer.mlp.up);
+      measure(layer.mlp.down);
+    }
+    for (const Mlp& expert : layer.experts) {
+      experts = true;
+      measure(expert.up);
+      measure(expert.down);
+    }
+    if (layer.router.present()) measure(layer.router);
+  }
+  if (w_.head.present()) measure(w_.head);
+
+  row_.resize(static_cast<size_t>(max_rows));
+  asking_.resize(static_cast<size_t>(max_rows));
+  residual_ = Buffer<float>(max_rows * hidden_pad_);
+  normed_ = Buffer<float>(max_rows * hidden_pad_);
+  joined_ = Buffer<float>(max_rows * hidden_pad_);
+  qkv_ = Buffer<float>(max_rows * qkv_pad_);
+  attended_ = Buffer<float>(max_rows * q_pad_);
+  expert_rows_ = experts ? max_rows * w_.top_k : 0;
+  const int64_t inner_rows = std::max(expert_rows_, max_rows);
+  wide_ = Buffer<float>(inner_rows * inner_pad_ * (w_.gated ? 2 : 1));
+  inner_ = Buffer<float>(inner_rows * inner_pad_);
+  if (experts) {
+    const size_t slots = static_cast<size_t>(expert_rows_);
+    const int64_t count = static_cast<int64_t>(w_.layers.front().experts.size());
+    int64_t most = count;
+    for (const Layer& layer : w_.layers) most = std::max(most, static_cast<int64_t>(layer.experts.size()));
+    expert_of_.resize(slots);
+    expert_order_.resize(slots);
+    expert_slot_.resize(slots);
+    expert_begin_.resize(static_cast<size_t>(most) + 1);
+    router_ = Buffer<float>(max_rows * pad_row(most));
+    expert_weight_ = Buffer<float>(expert_rows_);
+    expert_in_ = Buffer<float>(expert_rows_ * hidden_pad_);
+    expert_out_ = Buffer<float>(expert_rows_ * hidden_pad_);
+  }
+  codes_ = Buffer<int8_t>(inner_rows * code_stride_);
+  code_scales_ = Buffer<float>(inner_rows * group_stride_);
+  code_sums_ = Buffer<int32_t>(inner_rows * group_stride_);
+  half_pad_ = round_up((w_.head_size + 1) / 2, 16);
+  cosines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
+  sines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
+  attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(w_.head_size, 16)), 16);
+  attention_scratch_ = Buffer<float>(attention_stride_ * threads);
+  row_scratch_stride_ = pad_row(std::max(w_.heads * w_.head_size, w_.hidden));
+  row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
+}
+
+int64_t Model::scratch_bytes() const {
+  int64_t total = codes_.bytes() + code_scales_.bytes() + code_sums_.bytes();
+  for (const Buffer<float>* buffer :
+       {&residual_, &normed_, &qkv_, &attended_, &wide_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
+        &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
+    total += buffer->bytes();
+  }
+  return total;
+}
+
+void Model::check_weights() const {
+  auto within = [](const char* what, int64_t value, int64_t most) {
+    if (value < 1 || value > most) refuse(std::string(what) + " out of range: " + std::to_string(value));
+  };
+  within("vocab", w_.vocab, int64_t{1} << 24);
+  within("hidden", w_.hidden, kMaxInputs);
+  within("heads", w_.heads, 4096);
+  within("kv_heads", w_.kv_heads, 4096);
+  within("head_size", w_.head_size, 1024);
+  within("layers", static_cast<int64_t>(w_.layers.size()), 4096);
+  if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
+  if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
+  auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
+    const Layout& layout = product.weights.layout;
+    if (!product.present()) refuse(name + " is missing");
+    if (layout.outputs != outputs || layout.inputs != inputs) {
+      refuse(name + " is " + std::to_string(layout.outputs) + " x " + std::to_string(layout.inputs) + ", expected " +
+             std::to_string(outputs) + " x " + std::to_string(inputs));
+    }
+  };
+  auto mlp_shaped = [&](const Mlp& mlp, int64_t inner, const std::string& name) {
+    if (inner < 1 || inner > kMaxInputs) refuse(name + " has no inner size");
+    shaped(mlp.up, w_.gated ? 2 * round_up(inner, kPanel) : inner, w_.hidden, name + ".up");
+    shaped(mlp.down, w_.hidden, inner, name + ".down");
+  };
+  if (w_.embed.layout.outputs != w_.vocab || w_.embed.layout.inputs != w_.hidden) refuse("embed has the wrong shape");
+  if (w_.head.present()) shaped(w_.head, w_.vocab, w_.hidden, "head");
+  for (const Rope& rope : w_.ropes) {
+    for (const std::vector<float>& table : rope.inv_freq) {
+      if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
+    }
+  }
+  for (size_t i = 0; i < w_.layers.size(); ++i) {
+    const Layer& layer = w_.layers[i];
+    const std::string name = "layers." + std::to_string(i);
+    if (layer.rope >= static_cast<int>(w_.ropes.size())) refuse(name + " names a rope that is not there");
+    shaped(layer.qkv, (w_.heads + 2 * w_.kv_heads) * w_.head_size, w_.hidden, name + ".attn.qkv");
+    shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
+    if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
+      refuse(name + " lacks its q and k norms");
+    }
+    if (layer.experts.empty()) {
+      mlp_shaped(layer.mlp, w_.inner, name + ".mlp");
+      continue;
+    }
+    const int64_t count = static_cast<int64_t>(layer.experts.size());
+    if (w_.top_k < 1 || w_.top_k > count) refuse(name + " chooses more experts than it has");
+    shaped(layer.router, count, w_.hidden, name + ".mlp.router");
+    for (const Mlp& expert : layer.experts) mlp_shaped(expert, w_.expert_inner, name + ".mlp.experts");
+  }
+}
+
+void Model::check_step(const StepArgs& args) const {
+  const KvLayout& kv = args.kv->layout();
+  if (kv.layers != static_cast<int64_t>(w_.layers.size()) || kv.heads != w_.kv_heads || kv.head_size != w_.head_size) {
+    refuse("the KV memory belongs to a model of another shape");
+  }
+  if (args.rows < 1 || args.rows > max_rows_) {
+    refuse("a step takes 1 to " + std::to_string(max_rows_) + " rows, not " + std::to_string(args.rows));
+  }
+  if (args.sequences < 1 || args.offsets[0] != 0 || args.offsets[args.sequences] != args.rows) {
+    refuse("offsets do not cover the rows");
+  }
+  for (int64_t r = 0; r < args.rows; ++r) {
+    if (args.tokens[r] < 0 || args.tokens[r] >= w_.vocab) {
+      refuse("token " + std::to_string(args.tokens[r]) + " is not in the vocabulary");
+    }
+  }
+  const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;
+  for (int64_t s = 0; s < args.sequences; ++s) {
+    const int64_t fresh = int64_t{args.offsets[s + 1]} - args.offsets[s];
+    const int64_t computed = args.computed[s];
+    if (fresh < 1) refuse("sequence " + std::to_string(s) + " has no rows");
+    if (computed < 0 || computed + fresh > (int64_t{1} << 30)) refuse("computed tokens out of range");
+    if (!w_.causal && computed != 0) refuse("an encoder computes a sequence in one piece");
+    if (learned > 0 && computed + fresh > learned) refuse("the sequence is longer than the learned positions");
+    if (args.rope_variants[s] < 0 || args.rope_variants[s] > 1) refuse("rope variant must be 0 or 1");
+    const int64_t blocks = (computed + fresh + kBlock - 1) / kBlock;
+    if (blocks > args.table_stride) refuse("the block table of sequence " + std::to_string(s) + " is too short");
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int32_t block = args.block_tables[s * args.table_stride + b];
+      if (block < 0 || block >= args.kv->blocks()) refuse("block " + std::to_string(block) + " does not exist");
+    }
+  }
+  for (int64_t i = 0; i < args.wanted_count; ++i) {
+    if (args.wanted[i] < (i == 0 ? 0 : args.wanted[i - 1] + 1) || args.wanted[i] >= args.rows) {
+      refuse("wanted rows must ascend and exist");
+    }
+  }
+  if (!args.hidden && !w_.head.present() && args.wanted_count > 0) refuse("the model has no output head");
+}
+
+QuantisedRows Model::quantised() const {
+  return {codes_.data(), code_scales_.data(), code_sums_.data(), code_stride_, group_stride_};
+}
+
+void Model::quantise(const float* row, int64_t width, const Product& product, int64_t at) {
+  kernels_.quantise_row(row, width, product.weights.layout, codes_.data() + at * code_stride_,
+                        code_scales_.data() + at * group_stride_, code_sums_.data() + at * group_stride_);
+}
+
+void Model::place_rows(const StepArgs& args) {
+  for (int64_t s = 0; s < args.sequences; ++s) {
+    for (int32_t r = args.offsets[s]; r < args.offsets[s + 1]; ++r) {
+      row_[static_cast<size_t>(r)] = {static_cast<int32_t>(s), args.computed[s] + r - args.offsets[s]};
+    }
+  }
+}
+
+void Model::embed_rows(const StepArgs& args) {
+  pool_.run(args.rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* x = residual_.data() + r * hidden_pad_;
+      unpack_channel(w_.embed, args.tokens[r], x);
+      if (w_.embedding_scale != 1.0f) {
+        for (int64_t i = 0; i < w_.hidden; ++i) x[i] *= w_.embedding_scale;
+      }
+      if (!w_.token_type.empty()) {
+        for (int64_t i = 0; i < w_.hidden; ++i) x[i] += w_.token_type[static_cast<size_t>(i)];
+      }
+      if (!w_.positions.empty()) {
+        const float* position = w_.positions.data() + row_[static_cast<size_t>(r)].position * w_.hidden;
+        for (int64_t i = 0; i < w_.hidden; ++i) x[i] += position[i];
+      }
+      if (w_.embed_norm.present()) {
+        kernels_.norm({w_.embed_norm.weight.data(), w_.embed_norm.bias.data(), w_.eps, w_.layer_norm}, x, w_.hidden, x);
+      }
+    }
+  });
+}
+
+void Model::rotate_tables(const StepArgs& args) {
+  for (size_t i = 0; i < w_.ropes.size(); ++i) {
+    const Rope& rope = w_.ropes[i];
+    float* cosines = cosines_.data() + static_cast<int64_t>(i) * max_rows_ * half_pad_;
+    float* sines = sines_.data() + static_cast<int64_t>(i) * max_rows_ * half_pad_;
+    pool_.run(args.rows, 16, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        const Row& row = row_[static_cast<size_t>(r)];
+        const int variant = args.rope_variants[row.sequence];
+        const std::vector<float>& table = rope.inv_freq[variant];
+        for (size_t d = 0; d < table.size(); ++d) {
+          // The angle is rounded to f32 first, as every reference implementation does.
+          const float angle = static_cast<float>(row.position) * table[d];
+          cosines[r * half_pad_ + static_cast<int64_t>(d)] = static_cast<float>(std::cos(double{angle})) * rope.scale[variant];
+          sines[r * half_pad_ + static_cast<int64_t>(d)] = static_cast<float>(std::sin(double{angle})) * rope.scale[variant];
+        }
+      }
+    });
+  }
+}
+
+// residual -> normed, and quantised for the product that reads it.
+void Model::prepare(int64_t rows, const NormWeights& norm, const Product& product) {
+  const bool quantising = product.present() && is_integer(product.weights.layout.format);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = residual_.data() + r * hidden_pad_;
+      float* out = normed_.data() + r * hidden_pad_;
+      if (norm.present()) {
+        kernels_.norm({norm.weight.data(), norm.bias.data(), w_.eps, w_.layer_norm}, x, w_.hidden, out);
+      } else {
+        std::memcpy(out, x, static_cast<size_t>(w_.hidden) * sizeof(float));
+      }
+      if (quantising) quantise(out, w_.hidden, product, r);
+    }
+  });
+}
+
+void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
+                     int64_t out_stride) {
+  QuantisedRows codes = quantised();
+  ProductArgs args;
+  args.weights = &product.weights;
+  args.rows = in;
+  args.rows_stride = in_stride;
+  args.quantised = &codes;
+  args.row_count = rows;
+  args.bias = product.bias.data();
+  args.out = out;
+  args.out_stride = out_stride;
+  const int64_t panels = product.weights.layout.panels;
+  pool_.run(panels, panel_grain(panels, pool_.threads()),
+            [&](int64_t begin, int64_t end, int) { kernels_.product(args, begin, end); });
+}
+
+// Norms and rotates queries and keys in place, and stores keys and values into their blocks.
+void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index) {
+  const int64_t size = w_.head_size;
+  const int64_t q_size = w_.heads * size;
+  const int64_t kv_size = w_.kv_heads * size;
+  const int64_t table = std::max(layer.rope, 0) * max_rows_ * half_pad_;
+  pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
+    float* scratch = row_scratch_.data() + thread * row_scratch_stride_;
+    // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
+    auto normalise = [&](const NormWeights& norm, float* values, int64_t width) {
+      const int64_t padded = round_up(width, 16);
+      std::memcpy(scratch, values, static_cast<size_t>(width) * sizeof(float));
+      for (int64_t i = width; i < padded; ++i) scratch[i] = 0.0f;
+      kernels_.norm({norm.weight.data(), norm.bias.data(), w_.eps, false}, scratch, width, scratch);
+      std::memcpy(values, scratch, static_cast<size_t>(width) * sizeof(float));
+    };
+    for (int64_t r = begin; r < end; ++r) {
+      const Row& row = row_[static_cast<size_t>(r)];
+      float* q = qkv_.data() + r * qkv_pad_;
+      float* k = q + q_size;
+      const float* v = k + kv_size;
+      if (w_.qk_norm == QkNorm::kFull) {
+        normalise(layer.q_norm, q, q_size);
+        normalise(layer.k_norm, k, kv_size);
+      } else if (w_.qk_norm == QkNorm::kHead) {
+        for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size);
+        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size);
+      }
+      if (layer.rope >= 0) {
+        const Rope& rope = w_.ropes[static_cast<size_t>(layer.rope)];
+        const int64_t half = static_cast<int64_t>(rope.inv_freq[args.rope_variants[row.sequence]].size());
+        const float* cosine = cosines_.data() + table + r * half_pad_;
+        const float* sine = sines_.data() + table + r * half_pad_;
+        for (int64_t h = 0; h < w_.heads + w_.kv_heads; ++h) {  // keys follow queries
+          float* x = q + h * size;
+          for (int64_t d = 0; d < half; ++d) {
+            const float first = x[d];
+            const float second = x[d + half];
+            x[d] = first * cosine[d] - second * sine[d];
+            x[d + half] = second * cosine[d] + first * sine[d];
+          }
+        }
+      }
+      const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
+      for (int64_t h = 0; h < w_.kv_heads; ++h) {
+        write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size, v + h * size);
+      }
+    }
+  });
+}
+
+void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows) {
+  const int64_t heads_per_kv = w_.heads / w_.kv_heads;
+  const int64_t tile = std::max<int64_t>(1, tile_rows_ / heads_per_kv);
+  for (int64_t r = 0; r < rows; ++r) {
+    AttentionRow& asking = asking_[static_cast<size_t>(r)];
+    const Row& row = row_[static_cast<size_t>(asking.source)];
+    const int64_t fresh = int64_t{args.offsets[row.sequence + 1]} - args.offsets[row.sequence];
+    asking.target = r;
+    asking.end = w_.causal ? int64_t{row.position} + 1 : args.computed[row.sequence] + fresh;
+    asking.begin = layer.window > 0 ? std::max<int64_t>(0, int64_t{row.position} + 1 - layer.window) : 0;
+  }
+  // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are empty.
+  pool_.run(rows * w_.kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item / w_.kv_heads;
+      auto sequence_of = [&](int64_t r) { return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence; };
+      const int32_t sequence = sequence_of(first);
+      int64_t start = first;  // of this sequence's rows
+      start = std::lower_bound(asking_.begin(), asking_.begin() + first, sequence,
+                               [&](const AttentionRow& row, int32_t s) {
+                                 return row_[static_cast<size_t>(row.source)].sequence < s;
+                               }) -
+              asking_.begin();
+      if ((first - start) % tile != 0) continue;
+      int64_t count = 1;
+      while (count < tile && first + count < rows && sequence_of(first + count) == sequence) ++count;
+      AttentionArgs call;
+      call.rows = asking_.data() + first;
+      call.row_count = count;
+      call.q = qkv_.data();
+      call.q_stride = qkv_pad_;
+      call.out = attended_.data();
+      call.out_stride = q_pad_;
+      call.kv_head = item % w_.kv_heads;
+      call.heads_per_kv = heads_per_kv;
+      call.scale = w_.attention_scale;
+      call.softcap = w_.attention_softcap;
+      call.layout = &args.kv->layout();
+      call.layer_base = args.kv->record(index, 0, 0);
+      call.block_table = args.block_tables + sequence * args.table_stride;
+      call.scratch = attention_scratch_.data() + thread * attention_stride_;
+      kernels_.attend(call);
+    }
+  });
+  if (is_integer(layer.o.weights.layout.format)) {
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        quantise(attended_.data() + r * q_pad_, w_.heads * w_.head_size, layer.o, r);
+      }
+    });
+  }
+  multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
+}
+
+void Model::feed_forward(const Layer& layer, int64_t rows) {
+  const int64_t wide_stride = inner_pad_ * (w_.gated ? 2 : 1);
+  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, wide_.data(), wide_stride);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* opened = inner_.data() + r * inner_pad_;
+      kernels_.activate(w_.activation, w_.gated, wide_.data() + r * wide_stride, w_.inner, opened);
+      if (is_integer(layer.mlp.down.weights.layout.format)) quantise(opened, w_.inner, layer.mlp.down, r);
+    }
+  });
+  multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
+}
+
+// Each row goes to its top_k experts; rows are brought together by expert, and joined again in the row's own order.
+void Model::mix_experts(const Layer& layer, int64_t rows) {
+  const int64_t count = static_cast<int64_t>(layer.experts.size());
+  const int64_t router_stride = pad_row(count);
+  const int64_t slots = rows * w_.top_k;
+  const int64_t wide_stride = inner_pad_ * (w_.gated ? 2 : 1);
+  multiply(layer.router, normed_.data(), hidden_pad_, rows, router_.data(), router_stride);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* weights = router_.data() + r * router_stride;
+    kernels_.softmax(weights, count);
+    float total = 0.0f;
+    for (int64_t j = 0; j < w_.top_k; ++j) {
+      int64_t best = 0;
+      for (int64_t e = 1; e < count; ++e) best = weights[e] > weights[best] ? e : best;
+      expert_of_[static_cast<size_t>(r * w_.top_k + j)] = static_cast<int32_t>(best);
+      expert_weight_.data()[r * w_.top_k + j] = weights[best];
+      total += weights[best];
+      weights[best] = -1.0f;  // below every weight that is left
+    }
+    if (w_.normalise_experts) {
+      for (int64_t j = 0; j < w_.top_k; ++j) expert_weight_.data()[r * w_.top_k + j] /= total;
+    }
+  }
+  std::fill(expert_begin_.begin(), expert_begin_.begin() + count + 1, 0);
+  for (int64_t i = 0; i < slots; ++i) ++expert_begin_[static_cast<size_t>(expert_of_[static_cast<size_t>(i)]) + 1];
+  for (int64_t e = 0; e < count; ++e) expert_begin_[static_cast<size_t>(e) + 1] += expert_begin_[static_cast<size_t>(e)];
+  for (int64_t i = 0; i < slots; ++i) {
+    const size_t expert = static_cast<size_t>(expert_of_[static_cast<size_t>(i)]);
+    const int64_t at = expert_begin_[expert]++;
+    expert_order_[static_cast<size_t>(at)] = static_cast<int32_t>(i);
+    expert_slot_[static_cast<size_t>(i)] = static_cast<int32_t>(at);
+  }
+  for (int64_t e = count; e > 0; --e) expert_begin_[static_cast<size_t>(e)] = expert_begin_[static_cast<size_t>(e) - 1];
+  expert_begin_[0] = 0;
+
+  auto expert_at = [&](int64_t at) { return expert_of_[static_cast<size_t>(expert_order_[static_cast<size_t>(at)])]; };
+  pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t r = expert_order_[static_cast<size_t>(at)] / w_.top_k;
+      float* in = expert_in_.data() + at * hidden_pad_;
+      std::memcpy(in, normed_.data() + r * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
+      const Product& up = layer.experts[static_cast<size_t>(expert_at(at))].up;
+      if (is_integer(up.weights.layout.format)) quantise(in, w_.hidden, up, at);
+    }
+  });
+
+  // One region for all experts: an item is an expert and a panel of it.
+  auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+    const int64_t panels = product_of(layer.experts.front()).weights.layout.panels;
+    QuantisedRows codes = quantised();
+    pool_.run(count * panels, panel_grain(panels, pool_.threads()), [&](int64_t begin, int64_t end, int) {
+      for (int64_t item = begin; item < end;) {
+        const size_t e = static_cast<size_t>(item / panels);
+        const int64_t last = std::min(end, (item / panels + 1) * panels);
+        const Product& product = product_of(layer.experts[e]);
+        ProductArgs args;
+        args.weights = &product.weights;
+        args.rows = in;
+        args.rows_stride = in_stride;
+        args.quantised = &codes;
+        args.first_row = expert_begin_[e];
+        args.row_count = expert_begin_[e + 1] - expert_begin_[e];
+        args.bias = product.bias.data();
+        args.out = out + args.first_row * out_stride;
+        args.out_stride = out_stride;
+        const int64_t first_panel = item % panels;
+        if (args.row_count > 0) kernels_.product(args, first_panel, first_panel + (last - item));
+        item = last;
+      }
+    });
+  };
+  multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_, wide_.data(),
+                   wide_stride);
+  pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin; at < end; ++at) {
+      float* opened = inner_.data() + at * inner_pad_;
+      kernels_.activate(w_.activation, w_.gated, wide_.data() + at * wide_stride, w_.expert_inner, opened);
+      const Product& down = layer.experts[static_cast<size_t>(expert_at(at))].down;
+      if (is_integer(down.weights.layout.format)) quantise(opened, w_.expert_inner, down, at);
+    }
+  });
+  multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.down; }, inner_.data(), inner_pad_,
+                   expert_out_.data(), hidden_pad_);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* out = joined_.data() + r * hidden_pad_;
+      for (int64_t i = 0; i < w_.hidden; ++i) out[i] = 0.0f;
+      for (int64_t j = 0; j < w_.top_k; ++j) {
+        const int64_t slot = r * w_.top_k + j;
+        const float weight = expert_weight_.data()[slot];
+        const float* in = expert_out_.data() + expert_slot_[static_cast<size_t>(slot)] * hidden_pad_;
+        for (int64_t i = 0; i < w_.hidden; ++i) out[i] += weight * in[i];
+      }
+    }
+  });
+}
+
+// residual += [out_norm] joined, then [residual_norm].
+void Model::join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm) {
+  pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* x = residual_.data() + r * hidden_pad_;
+      float* y = joined_.data() + r * hidden_pad_;
+      if (out_norm.present()) {
+        kernels_.norm({out_norm.weight.data(), out_norm.bias.data(), w_.eps, w_.layer_norm}, y, w_.hidden, y);
+      }
+      for (int64_t i = 0; i < w_.hidden; ++i) x[i] += y[i];
+      if (residual_norm.present()) {
+        kernels_.norm({residual_norm.weight.data(), residual_norm.bias.data(), w_.eps, w_.layer_norm}, x, w_.hidden, x);
+      }
+    }
+  });
+}
+
+// After the last layer's keys and values are stored, only the wanted rows go on.
+void Model::keep_wanted(const StepArgs& args) {
+  for (int64_t i = 0; i < args.wanted_count; ++i) {
+    asking_[static_cast<size_t>(i)].source = args.wanted[i];
+    if (args.wanted[i] == i) continue;
+    std::memcpy(residual_.data() + i * hidden_pad_, residual_.data() + args.wanted[i] * hidden_pad_,
+                static_cast<size_t>(w_.hidden) * sizeof(float));
+  }
+}
+
+void Model::results(const StepArgs& args) {
+  static const Product kNone{};
+  if (args.hidden) {
+    prepare(args.wanted_count, w_.final_norm, kNone);
+    for (int64_t i = 0; i < args.wanted_count; ++i) {
+      std::memcpy(args.out + i * w_.hidden, normed_.data() + i * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
+    }
+    return;
+  }
+  prepare(args.wanted_count, w_.final_norm, w_.head);
+  multiply(w_.head, normed_.data(), hidden_pad_, args.wanted_count, args.out, w_.vocab);
+  if (w_.logit_softcap > 0.0f) {
+    pool_.run(args.wanted_count, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) kernels_.softcap(args.out + i * w_.vocab, w_.vocab, w_.logit_softcap);
+    });
+  }
+}
+
+void Model::step(const StepArgs& args) {
+  check_step(args);
+  std::lock_guard<std::mutex> turn(pool_.turn());
+  place_rows(args);
+  embed_rows(args);
+  rotate_tables(args);
+  for (int64_t r = 0; r < args.rows; ++r) asking_[static_cast<size_t>(r)].source = r;
+  int64_t rows = args.rows;
+  for (size_t i = 0; i < w_.layers.size(); ++i) {
+    const Layer& layer = w_.layers[i];
+    const int64_t index = static_cast<int64_t>(i);
+    prepare(rows, layer.attn_norm, layer.qkv);
+    multiply(layer.qkv, normed_.data(), hidden_pad_, rows, qkv_.data(), qkv_pad_);
+    split_heads(args, layer, index);
+    if (i + 1 == w_.layers.size()) {
+      keep_wanted(args);
+      rows = args.wanted_count;
+      if (rows == 0) return;
+    }
+    attention(args, layer, index, rows);
+    join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+    if (layer.experts.empty()) {
+      prepare(rows, layer.mlp_norm, layer.mlp.up);
+      feed_forward(layer, rows);
+    } else {
+      prepare(rows, layer.mlp_norm, layer.router);
+      mix_experts(layer, rows);
+    }
+    join(rows, layer.mlp_out_norm, layer.mlp_residual_norm);
+  }
+  results(args);
+}
+
+}  // namespace millrace

@@ -1,0 +1,179 @@
+// A model bound to its weights, and the step that computes it.
+//
+// Owns the order of operations of a layer and the scratch memory of a step; nothing is allocated in a step. Knows nothing of
+// requests: a step is a ragged batch of token rows, the KV blocks of each sequence, and the rows whose results are wanted.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "kv.h"
+#include "pool.h"
+
+namespace millrace {
+
+enum class QkNorm : int { kNone, kHead, kFull };
+
+// Zeroed memory aligned to 64 bytes.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t count) : count_(count) {
+    if (count > 0) data_.reset(static_cast<T*>(allocate(static_cast<size_t>(count) * sizeof(T))));
+  }
+  T* data() const { return data_.get(); }
+  int64_t bytes() const { return count_ * static_cast<int64_t>(sizeof(T)); }
+  bool empty() const { return count_ == 0; }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  static void* allocate(size_t bytes);
+  std::unique_ptr<T, Free> data_;
+  int64_t count_ = 0;
+};
+
+struct NormWeights {
+  Buffer<float> weight;  // padded with zeros to a multiple of kRowPad
+  Buffer<float> bias;
+  bool present() const { return !weight.empty(); }
+};
+
+struct Product {
+  PackedView weights;
+  Buffer<float> bias;  // padded with zeros to whole panels
+  bool present() const { return weights.data != nullptr; }
+};
+
+struct Mlp {
+  Product up;  // gated: gates and values in panels by turns, see kernels.h
+  Product down;
+};
+
+struct Layer {
+  int64_t window = 0;  // 0: sees all
+  int rope = -1;       // -1: no positions
+  NormWeights attn_norm, attn_out_norm, attn_residual_norm;
+  NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
+  NormWeights q_norm, k_norm;
+  Product qkv, o;
+  Mlp mlp;
+  Product router;
+  std::vector<Mlp> experts;
+};
+
+struct Rope {
+  std::vector<float> inv_freq[2];  // short and long
+  float scale[2] = {1.0f, 1.0f};
+};
+
+struct ModelWeights {
+  int64_t vocab = 0;
+  int64_t hidden = 0;
+  int64_t inner = 0;         // of the dense MLP
+  int64_t expert_inner = 0;  // of an expert
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_size = 0;
+  bool causal = true;
+  bool gated = true;
+  bool layer_norm = false;
+  float eps = 0.0f;
+  QkNorm qk_norm = QkNorm::kNone;
+  Activation activation = Activation::kSilu;
+  float attention_scale = 1.0f;
+  float attention_softcap = 0.0f;
+  float logit_softcap = 0.0f;
+  float embedding_scale = 1.0f;
+  int64_t top_k = 0;
+  bool normalise_experts = false;
+
+  PackedView embed;
+  std::vector<float> positions;  // [count][hidden] learned positions, or empty
+  std::vector<float> token_type;  // [hidden], of type 0, or empty
+  NormWeights embed_norm;
+  std::vector<Rope> ropes;
+  std::vector<Layer> layers;
+  NormWeights final_norm;
+  Product head;
+};
+
+struct StepArgs {
+  Kv* kv;
+  int64_t rows;
+  int64_t sequences;
+  const int32_t* tokens;         // [rows]
+  const int32_t* offsets;        // [sequences + 1]
+  const int32_t* computed;       // [sequences]
+  const int32_t* block_tables;   // [sequences][table_stride]
+  int64_t table_stride;
+  const int32_t* rope_variants;  // [sequences]
+  int64_t wanted_count;
+  const int32_t* wanted;  // [wanted_count], ascending rows
+  float* out;             // [wanted_count][vocab], or [wanted_count][hidden]
+  bool hidden;
+};
+
+class Model {
+ public:
+  // Throws std::invalid_argument when the weights do not fit together.
+  Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& kernels);
+
+  const Kernels& kernels() const { return kernels_; }
+  const ModelWeights& weights() const { return w_; }
+  int64_t scratch_bytes() const;
+
+  // Throws std::invalid_argument on rows, tokens or blocks that do not exist; then nothing was computed.
+  void step(const StepArgs& args);
+
+ private:
+  struct Row {
+    int32_t sequence;
+    int32_t position;
+  };
+
+  void check_weights() const;
+  void check_step(const StepArgs& args) const;
+  void place_rows(const StepArgs& args);
+  void embed_rows(const StepArgs& args);
+  void rotate_tables(const StepArgs& args);
+  void prepare(int64_t rows, const NormWeights& norm, const Product& product);
+  void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out, int64_t out_stride);
+  void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
+  void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
+  void feed_forward(const Layer& layer, int64_t rows);
+  void mix_experts(const Layer& layer, int64_t rows);
+  void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm);
+  void keep_wanted(const StepArgs& args);
+  void results(const StepArgs& args);
+  QuantisedRows quantised() const;
+  void quantise(const float* row, int64_t width, const Product& product, int64_t at);
+
+  ModelWeights w_;
+  Pool& pool_;
+  const Kernels& kernels_;
+  int64_t max_rows_;
+  int64_t expert_rows_ = 0;   // rows of the expert buffers
+  int64_t hidden_pad_, q_pad_, qkv_pad_, inner_pad_, tile_rows_;
+
+  std::vector<Row> row_;              // of every row of the step
+  std::vector<AttentionRow> asking_;  // rows whose attention is computed
+  std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
+  std::vector<int64_t> expert_begin_;
+  Buffer<float> residual_, normed_, qkv_, attended_, wide_, inner_, joined_;
+  Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
+  Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
+  Buffer<float> attention_scratch_, row_scratch_;
+  Buffer<int8_t> codes_;
+  Buffer<float> code_scales_;
+  Buffer<int32_t> code_sums_;
+  int64_t code_stride_ = 0, group_stride_ = 0, half_pad_ = 0;
+  int64_t attention_stride_ = 0, row_scratch_stride_ = 0;
+};
+
+}  // namespace millrace

@@ -1,0 +1,286 @@
+#include "pack.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "numbers.h"
+
+// Sanitizers and the resolvers of cloned functions do not go together.
+#if defined(MILLRACE_X86) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MILLRACE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define MILLRACE_CLONES
+#endif
+
+namespace millrace {
+namespace {
+
+void read_row(const DenseView& source, int64_t row, float* out) {
+  int64_t first = row * source.inputs;
+  switch (source.type) {
+    case SourceType::kF32:
+      std::memcpy(out, static_cast<const float*>(source.data) + first, static_cast<size_t>(source.inputs) * 4);
+      return;
+    case SourceType::kBf16: {
+      const uint16_t* bits = static_cast<const uint16_t*>(source.data) + first;
+      for (int64_t k = 0; k < source.inputs; ++k) out[k] = f32_from_bf16(bits[k]);
+      return;
+    }
+    case SourceType::kF16: {
+      const uint16_t* bits = static_cast<const uint16_t*>(source.data) + first;
+      for (int64_t k = 0; k < source.inputs; ++k) out[k] = f32_from_f16(bits[k]);
+      return;
+    }
+  }
+}
+
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+constexpr int kLanes = 16;               // sums run in lanes, so that they vectorise without changing a bit
+
+// With code = clamp(round(value * inverse)): the sums of value * code and of code * code.
+struct Fit {
+  float along;
+  float squared;
+};
+
+// The lanes are summed in one order and nothing is contracted, so every clone gives the same bits.
+MILLRACE_CLONES Fit fit_of(const float* values, int64_t count, float inverse, float lowest, float highest) {
+  float along[kLanes] = {};
+  float squared[kLanes] = {};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      float code = (values[k + i] * inverse + kRounder) - kRounder;
+      code = code < lowest ? lowest : code;
+      code = code > highest ? highest : code;
+      along[i] += values[k + i] * code;
+      squared[i] += code * code;
+    }
+  }
+  Fit fit{0.0f, 0.0f};
+  for (int i = 0; i < kLanes; ++i) {
+    fit.along += along[i];
+    fit.squared += squared[i];
+  }
+  return fit;
+}
+
+struct Scaling {
+  float scale;    // least-squares scale of the codes
+  float inverse;  // what the codes were rounded with
+};
+
+// The clip that loses least: for each candidate the best scale of its codes leaves an error of
+// sum(value^2) - along^2 / squared, so the largest along^2 / squared wins.
+Scaling best_scaling(const float* values, int64_t count, bool four_bits) {
+  float peak = 0.0f;
+  float extreme = 0.0f;
+  for (int64_t k = 0; k < count; ++k) {
+    float magnitude = std::fabs(values[k]);
+    if (magnitude > peak) {
+      peak = magnitude;
+      extreme = values[k];
+    }
+  }
+  Scaling best{0.0f, 0.0f};
+  if (!(peak > 0.0f)) return best;
+  float best_gain = -1.0f;
+  auto consider = [&](float inverse, float lowest, float highest) {
+    if (!std::isfinite(inverse)) return;
+    Fit fit = fit_of(values, count, inverse, lowest, highest);
+    if (!(fit.squared > 0.0f)) return;
+    float gain = fit.along * (fit.along / fit.squared);
+    if (gain > best_gain) {
+      best_gain = gain;
+      best = {fit.along / fit.squared, inverse};
+    }
+  };
+  if (four_bits) {
+    // The side with the extreme value gets the code that only one side has (-8); or both sides get 7.
+    for (int step = 0; step <= 10; ++step) {
+      float clip = 1.0f - 0.04f * static_cast<float>(step);
+      consider(-8.0f / (extreme * clip), -8.0f, 7.0f);
+      consider(7.0f / (peak * clip), -8.0f, 7.0f);
+    }
+  } else {
+    for (int step = 0; step <= 5; ++step) {
+      float clip = 1.0f - 0.03f * static_cast<float>(step);
+      consider(127.0f / (peak * clip), -127.0f, 127.0f);
+    }
+  }
+  return best;
+}
+
+struct Placement {
+  uint8_t* panel;
+  int64_t lane;
+};
+
+Placement place(const Layout& layout, uint8_t* out, int64_t channel) {
+  return {out + channel / kPanel * layout.panel_bytes, channel % kPanel};
+}
+
+void put_code(const Layout& layout, uint8_t* codes, int64_t lane, int64_t k, uint8_t code) {
+  if (layout.format == Format::kInt8) {
+    codes[(k / 4 * kPanel + lane) * 4 + k % 4] = code;
+  } else {
+    uint8_t& pair = codes[(k / 8 * kPanel + lane) * 4 + k % 4];
+    pair = static_cast<uint8_t>(k % 8 < 4 ? (pair & 0xf0) | code : (pair & 0x0f) | (code << 4));
+  }
+}
+
+// Scales are f16; a power of two keeps those of the largest weights in the middle of its range.
+float gain_for(float largest_scale) {
+  if (!(largest_scale > 0.0f) || !std::isfinite(largest_scale)) return 1.0f;
+  int exponent;
+  std::frexp(largest_scale, &exponent);
+  if (exponent > -12 && exponent <= 12) return 1.0f;  // the usual case: scales are stored as they are
+  exponent = exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
+  return std::ldexp(1.0f, exponent);
+}
+
+void pack_float_row(const Layout& layout, const float* row, int64_t channel, uint8_t* out) {
+  Placement at = place(layout, out, channel);
+  if (layout.format == Format::kF32) {
+    float* values = reinterpret_cast<float*>(at.panel);
+    for (int64_t k = 0; k < layout.inputs; ++k) values[k * kPanel + at.lane] = row[k];
+  } else {
+    uint16_t* values = reinterpret_cast<uint16_t*>(at.panel);
+    for (int64_t k = 0; k < layout.inputs; ++k) {
+      values[(k / 2 * kPanel + at.lane) * 2 + k % 2] = bf16_from_f32(row[k]);
+    }
+  }
+}
+
+void pack_integer_row(const Layout& layout, const float* row, const Scaling* scalings, float gain, int64_t channel,
+                      uint8_t* out) {
+  Placement at = place(layout, out, channel);
+  const int32_t zero = layout.symmetric_zero();
+  const float lowest = layout.format == Format::kInt4 ? -8.0f : -127.0f;
+  const float highest = layout.format == Format::kInt4 ? 7.0f : 127.0f;
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    uint8_t* record = at.panel + g * layout.group_bytes;
+    reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scalings[g].scale / gain);
+    if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = static_cast<int16_t>(zero);
+    uint8_t* codes = record + layout.header_bytes;
+    for (int64_t k = 0; k < layout.group; ++k) {
+      float code = (row[g * layout.group + k] * scalings[g].inverse + kRounder) - kRounder;
+      code = code < lowest ? lowest : code > highest ? highest : code;
+      put_code(layout, codes, at.lane, k, static_cast<uint8_t>(static_cast<int32_t>(code) + zero));
+    }
+  }
+}
+
+// Channels past the last one in the last panel.
+void pack_empty_rows(const Layout& layout, uint8_t* out) {
+  if (!is_integer(layout.format)) return;
+  std::vector<float> zeros(static_cast<size_t>(layout.padded_inputs), 0.0f);
+  std::vector<Scaling> scalings(static_cast<size_t>(layout.groups), Scaling{0.0f, 0.0f});
+  for (int64_t channel = layout.outputs; channel < layout.panels * kPanel; ++channel) {
+    pack_integer_row(layout, zeros.data(), scalings.data(), 1.0f, channel, out);
+  }
+}
+
+}  // namespace
+
+float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Pool& pool) {
+  std::lock_guard<std::mutex> turn(pool.turn());
+  std::memset(out, 0, static_cast<size_t>(layout.bytes));
+  const int64_t width = round_up(layout.padded_inputs, kLanes);
+  std::vector<float> rows(static_cast<size_t>(width * pool.threads()), 0.0f);
+  if (!is_integer(layout.format)) {
+    pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
+      float* row = rows.data() + thread * width;
+      for (int64_t channel = begin; channel < end; ++channel) {
+        read_row(source, channel, row);
+        pack_float_row(layout, row, channel, out);
+      }
+    });
+    return 1.0f;
+  }
+  std::vector<Scaling> scalings(static_cast<size_t>(layout.outputs * layout.groups));
+  std::vector<float> largest(static_cast<size_t>(pool.threads()), 0.0f);
+  pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
+    float* row = rows.data() + thread * width;
+    for (int64_t channel = begin; channel < end; ++channel) {
+      read_row(source, channel, row);
+      for (int64_t g = 0; g < layout.groups; ++g) {
+        Scaling scaling = best_scaling(row + g * layout.group, layout.group, layout.format == Format::kInt4);
+        scalings[static_cast<size_t>(channel * layout.groups + g)] = scaling;
+        float& seen = largest[static_cast<size_t>(thread)];
+        if (std::fabs(scaling.scale) > seen) seen = std::fabs(scaling.scale);
+      }
+    }
+  });
+  float overall = 0.0f;
+  for (float seen : largest) overall = seen > overall ? seen : overall;
+  const float gain = gain_for(overall);
+  // A nibble of a byte belongs to one channel, so panels are packed without sharing a byte between threads.
+  pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
+    float* row = rows.data() + thread * width;
+    for (int64_t channel = begin; channel < end; ++channel) {
+      read_row(source, channel, row);
+      pack_integer_row(layout, row, scalings.data() + channel * layout.groups, gain, channel, out);
+    }
+  });
+  pack_empty_rows(layout, out);
+  return gain;
+}
+
+float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const Layout& layout, uint8_t* out) {
+  std::memset(out, 0, static_cast<size_t>(layout.bytes));
+  pack_empty_rows(layout, out);
+  float largest = 0.0f;
+  for (int64_t i = 0; i < layout.outputs * layout.groups; ++i) {
+    float magnitude = std::fabs(scales[i]);
+    if (magnitude > largest) largest = magnitude;
+  }
+  const float gain = gain_for(largest);
+  for (int64_t channel = 0; channel < layout.outputs; ++channel) {
+    Placement at = place(layout, out, channel);
+    for (int64_t g = 0; g < layout.groups; ++g) {
+      uint8_t* record = at.panel + g * layout.group_bytes;
+      int64_t index = channel * layout.groups + g;
+      reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scales[index] / gain);
+      int16_t zero = static_cast<int16_t>(zeros == nullptr ? layout.symmetric_zero() : zeros[index]);
+      if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = zero;
+      for (int64_t k = 0; k < layout.group; ++k) {
+        int64_t input = g * layout.group + k;
+        uint8_t code = input < layout.inputs ? codes[channel * layout.inputs + input] : static_cast<uint8_t>(zero);
+        put_code(layout, record + layout.header_bytes, at.lane, k, code);
+      }
+    }
+  }
+  return gain;
+}
+
+int64_t find_nonfinite(const void* data, SourceType type, int64_t count, Pool& pool) {
+  constexpr int64_t kRun = 1 << 16;
+  std::lock_guard<std::mutex> turn(pool.turn());
+  std::atomic<int64_t> first{count};
+  pool.run((count + kRun - 1) / kRun, 1, [&](int64_t begin, int64_t end, int) {
+    int64_t last = end * kRun < count ? end * kRun : count;
+    for (int64_t start = begin * kRun; start < last; start += kRun) {
+      int64_t stop = start + kRun < last ? start + kRun : last;
+      auto bad = [&](int64_t i) {
+        if (type == SourceType::kF32) return !std::isfinite(static_cast<const float*>(data)[i]);
+        uint16_t exponent = type == SourceType::kBf16 ? 0x7f80 : 0x7c00;
+        return (static_cast<const uint16_t*>(data)[i] & exponent) == exponent;
+      };
+      int found = 0;
+      for (int64_t i = start; i < stop; ++i) found |= bad(i) ? 1 : 0;
+      if (found == 0) continue;
+      int64_t i = start;
+      while (!bad(i)) ++i;
+      int64_t known = first.load();
+      while (i < known && !first.compare_exchange_weak(known, i)) {
+      }
+      return;
+    }
+  });
+  int64_t index = first.load();
+  return index == count ? -1 : index;
+}
+
+}  // namespace millrace

@@ -1,0 +1,30 @@
+// Making packed weights from dense ones or from codes. Owns round-to-nearest with a clip found by least squared error.
+// One arithmetic on every machine: packed bytes never depend on the instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "layout.h"
+#include "pool.h"
+
+namespace millrace {
+
+enum class SourceType : int { kF32, kBf16, kF16 };
+
+struct DenseView {
+  const void* data;  // [outputs][inputs]
+  SourceType type;
+  int64_t outputs;
+  int64_t inputs;
+};
+
+// Fills `out` (layout.bytes, aligned to 64) and returns the gain by which every scale is to be multiplied.
+float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Pool& pool);
+
+// Lays out codes that came from elsewhere: weight = scales * (codes - zeros); zeros may be null when symmetric.
+float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const Layout& layout, uint8_t* out);
+
+// Index of the first NaN or infinity of a dense array, or -1.
+int64_t find_nonfinite(const void* data, SourceType type, int64_t count, Pool& pool);
+
+}  // namespace millrace

@@ -1,0 +1,236 @@
+#include "probe.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+#if defined(MILLRACE_X86)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12's own intrinsics (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#endif
+
+namespace millrace {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Adds up what every thread does in `once`, which returns an amount, until the time is over.
+template <typename Once>
+double rate(Pool& pool, double seconds, const Once& once) {
+  std::lock_guard<std::mutex> turn(pool.turn());
+  std::atomic<double> total{0.0};
+  const Clock::time_point start = Clock::now();
+  pool.run(pool.threads(), 1, [&](int64_t begin, int64_t end, int) {
+    double amount = 0.0;
+    for (int64_t share = begin; share < end; ++share) {
+      do amount += once(share);
+      while (seconds_since(start) < seconds);
+    }
+    total.fetch_add(amount);
+  });
+  return total.load() / seconds_since(start);
+}
+
+volatile uint64_t g_sink;  // keeps results alive
+
+uint64_t read_portable(const uint8_t* data, int64_t bytes) {
+  uint64_t sums[8] = {};
+  for (int64_t i = 0; i + 64 <= bytes; i += 64) {
+    uint64_t line[8];
+    std::memcpy(line, data + i, 64);
+    for (int j = 0; j < 8; ++j) sums[j] ^= line[j];
+  }
+  return sums[0] ^ sums[1] ^ sums[2] ^ sums[3] ^ sums[4] ^ sums[5] ^ sums[6] ^ sums[7];
+}
+
+constexpr int64_t kRounds = 20000;
+
+double fma_portable() {
+  float sums[32];
+  for (int i = 0; i < 32; ++i) sums[i] = static_cast<float>(i);
+  for (int64_t round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < 32; ++i) sums[i] = sums[i] * 0.999f + 0.001f;
+  }
+  float total = 0.0f;
+  for (float sum : sums) total += sum;
+  g_sink = static_cast<uint64_t>(total);
+  return 2.0 * 32 * kRounds;
+}
+
+#if defined(MILLRACE_X86)
+
+__attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t bytes) {
+  __m256i sums[4] = {};
+  for (int64_t i = 0; i + 128 <= bytes; i += 128) {
+    for (int j = 0; j < 4; ++j) {
+      sums[j] = _mm256_xor_si256(sums[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * j)));
+    }
+  }
+  __m256i all = _mm256_xor_si256(_mm256_xor_si256(sums[0], sums[1]), _mm256_xor_si256(sums[2], sums[3]));
+  return static_cast<uint64_t>(_mm256_extract_epi64(all, 0));
+}
+
+// Twelve or sixteen chains: more than latency times width needs. The empty asm keeps the loop from being folded.
+#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops)                    \
+  type sums[chains];                                                              \
+  for (int i = 0; i < chains; ++i) sums[i] = initial;                             \
+  for (int64_t round = 0; round < kRounds; ++round) {                             \
+    for (int i = 0; i < chains; ++i) sums[i] = step;                              \
+    asm volatile("" ::: "memory");                                                \
+  }                                                                               \
+  alignas(64) unsigned char bytes[sizeof(type) * chains];                         \
+  std::memcpy(bytes, sums, sizeof bytes);                                         \
+  g_sink = bytes[0];                                                              \
+  return static_cast<double>(lanes_ops) * chains * static_cast<double>(kRounds)
+
+__attribute__((target("avx2,fma"))) double fma_avx2() {
+  const __m256 factor = _mm256_set1_ps(0.999f), term = _mm256_set1_ps(0.001f);
+  MILLRACE_CHAINS(__m256, 12, term, _mm256_fmadd_ps(sums[i], factor, term), 16);
+}
+__attribute__((target("avx512f"))) double fma_avx512() {
+  const __m512 factor = _mm512_set1_ps(0.999f), term = _mm512_set1_ps(0.001f);
+  MILLRACE_CHAINS(__m512, 16, term, _mm512_fmadd_ps(sums[i], factor, term), 32);
+}
+__attribute__((target("avx2"))) double dot_int8_avx2() {
+  const __m256i codes = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
+  MILLRACE_CHAINS(__m256i, 10, codes,
+                  _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(codes, sums[i]), ones)), 64);
+}
+__attribute__((target("avx512f,avx512vnni"))) double dot_int8_avx512() {
+  const __m512i codes = _mm512_set1_epi8(3);
+  MILLRACE_CHAINS(__m512i, 16, codes, _mm512_dpbusd_epi32(sums[i], codes, codes), 128);
+}
+__attribute__((target("avx512f,avx512bf16"))) double dot_bf16_avx512() {
+  const __m512i bits = _mm512_set1_epi32(0x3c003c00);
+  __m512bh pairs;
+  std::memcpy(&pairs, &bits, sizeof pairs);
+  MILLRACE_CHAINS(__m512, 16, _mm512_set1_ps(0.0f), _mm512_dpbf16_ps(sums[i], pairs, pairs), 64);
+}
+
+#undef MILLRACE_CHAINS
+
+// AMX needs the kernel's leave for its large state, once per process.
+bool amx_allowed() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  static const bool allowed = __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+struct TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+constexpr int64_t kTileRounds = 4000;
+
+// Four accumulators (tiles 0 to 3), two left and two right tiles, all full: 16 rows of 64 bytes.
+__attribute__((target("amx-tile,amx-int8,amx-bf16"))) double amx_tiles(bool int8) {
+  alignas(64) TileConfig config;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = 16;
+  }
+  alignas(64) static const uint8_t zeros[1024] = {};
+  // gcc 12 names only the first bytes of the struct as this instruction's input: without the barrier the rest is not stored.
+  asm volatile("" ::: "memory");
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, zeros, 64);
+  _tile_loadd(5, zeros, 64);
+  _tile_loadd(6, zeros, 64);
+  _tile_loadd(7, zeros, 64);
+  for (int64_t round = 0; round < kTileRounds; ++round) {
+    if (int8) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_release();
+  return 2.0 * 16 * 16 * (int8 ? 64 : 32) * 4 * static_cast<double>(kTileRounds);
+}
+
+#endif
+
+using Burst = double (*)();
+
+Burst burst_of(const std::string& kind) {
+#if defined(MILLRACE_X86)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
+  if (kind == "fma_f32") return avx512 ? fma_avx512 : avx2 ? fma_avx2 : fma_portable;
+  if (kind == "dot_int8") {
+    return avx512 && __builtin_cpu_supports("avx512vnni") ? dot_int8_avx512 : avx2 ? dot_int8_avx2 : nullptr;
+  }
+  if (kind == "dot_bf16") return avx512 && __builtin_cpu_supports("avx512bf16") ? dot_bf16_avx512 : nullptr;
+  if (kind == "amx_int8") {
+    return __builtin_cpu_supports("amx-int8") && amx_allowed() ? +[] { return amx_tiles(true); } : nullptr;
+  }
+  if (kind == "amx_bf16") {
+    return __builtin_cpu_supports("amx-bf16") && amx_allowed() ? +[] { return amx_tiles(false); } : nullptr;
+  }
+#else
+  if (kind == "fma_f32") return fma_portable;
+  if (kind == "dot_int8" || kind == "dot_bf16" || kind == "amx_int8" || kind == "amx_bf16") return nullptr;
+#endif
+  throw std::invalid_argument("unknown peak '" + kind + "'");
+}
+
+}  // namespace
+
+double measure_bandwidth(Pool& pool, int64_t bytes, double seconds) {
+  const int64_t share = bytes / pool.threads() / 4096 * 4096;
+  if (share < 4096) throw std::invalid_argument("the buffer is too small to share");
+  struct Free {
+    void operator()(uint8_t* p) const { ::operator delete(p, std::align_val_t{4096}); }
+  };
+  const size_t total = static_cast<size_t>(share * pool.threads());
+  std::unique_ptr<uint8_t, Free> buffer(static_cast<uint8_t*>(::operator new(total, std::align_val_t{4096})));
+  std::memset(buffer.get(), 1, total);
+  auto* read = read_portable;
+#if defined(MILLRACE_X86)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) read = read_avx2;
+#endif
+  return rate(pool, seconds, [&](int64_t index) {
+    g_sink = read(buffer.get() + index * share, share);
+    return static_cast<double>(share);
+  });
+}
+
+double measure_peak(Pool& pool, const std::string& kind, double seconds) {
+  Burst burst = burst_of(kind);
+  if (burst == nullptr) return 0.0;
+  return rate(pool, seconds, [&](int64_t) { return burst(); });
+}
+
+}  // namespace millrace

@@ -1,0 +1,169 @@
+// Sixteen lanes as two AVX2 registers. Owns the vector types and primitives that kernels_impl.h is written in; included by
+// one file.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace millrace {
+namespace {
+
+constexpr int kRowsInteger = 2;
+constexpr int kRowsFloat = 2;
+constexpr int32_t kInt8Bias = 128;  // maddubs needs the weight's magnitude below 129, so int8 codes are made signed
+
+struct F16 {
+  __m256 a, b;
+};
+struct I16 {
+  __m256i a, b;
+};
+
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F16 divide(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F16 maximum(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F16 minimum(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F16 absolute(F16 x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
+  return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline F16 keep_lanes(F16 x, int begin, int end, F16 other) {
+  const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i high = _mm256_add_epi32(low, _mm256_set1_epi32(8));
+  const __m256i from = _mm256_set1_epi32(begin - 1);
+  const __m256i until = _mm256_set1_epi32(end);
+  __m256i keep_a = _mm256_and_si256(_mm256_cmpgt_epi32(low, from), _mm256_cmpgt_epi32(until, low));
+  __m256i keep_b = _mm256_and_si256(_mm256_cmpgt_epi32(high, from), _mm256_cmpgt_epi32(until, high));
+  return {_mm256_blendv_ps(other.a, x.a, _mm256_castsi256_ps(keep_a)),
+          _mm256_blendv_ps(other.b, x.b, _mm256_castsi256_ps(keep_b))};
+}
+inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline __m256 add_exponent8(__m256 x, __m256 n) {
+  return _mm256_castsi256_ps(
+      _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
+inline F16 add_exponent(F16 x, F16 n) { return {add_exponent8(x.a, n.a), add_exponent8(x.b, n.b)}; }
+
+inline I16 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I16 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I16 sub_int(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I16 mul_int(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+
+inline F16 load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline I16 load_i16(const int16_t* p) {
+  return {_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline __m256i load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void load_bf16_pairs(const uint16_t* p, F16& even, F16& odd) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  __m256i a = load_bytes(p);
+  __m256i b = load_bytes(p + 16);
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+}
+inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
+  const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x80));
+  __m256i a = _mm256_xor_si256(load_bytes(p), bias);
+  __m256i b = _mm256_xor_si256(load_bytes(p + 32), bias);
+  out[0] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
+  out[1] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 16), 24)),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 16), 24))};
+  out[2] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 8), 24)),
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 8), 24))};
+  out[3] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 24)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 24))};
+}
+
+inline float reduce_add(F16 x) {
+  __m256 eight = _mm256_add_ps(x.a, x.b);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float reduce_max(F16 x) {
+  __m256 eight = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline int32_t reduce_add_int(__m256i x) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+inline int32_t store_rounded(int8_t* p, F16 x) {
+  const __m256 rounder = _mm256_set1_ps(12582912.0f);
+  const __m256i base = _mm256_set1_epi32(0x4b400000);
+  __m256i a = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base);
+  __m256i b = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.b, rounder)), base);
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return reduce_add_int(_mm256_madd_epi16(_mm256_cvtepi8_epi16(bytes), _mm256_set1_epi16(1)));
+}
+
+struct Codes {
+  __m256i a, b;
+};
+using SmallCodes = Codes;
+struct WideCodes {
+  Codes magnitude, sign;
+};
+
+inline Codes load_codes(const uint8_t* p) { return {load_bytes(p), load_bytes(p + 32)}; }
+inline SmallCodes low_nibbles(Codes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+inline SmallCodes high_nibbles(Codes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
+}
+inline WideCodes widen(Codes x) {
+  const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x80));
+  __m256i a = _mm256_xor_si256(x.a, bias);
+  __m256i b = _mm256_xor_si256(x.b, bias);
+  return {{_mm256_abs_epi8(a), _mm256_abs_epi8(b)}, {a, b}};
+}
+
+inline __m256i broadcast4(const int8_t* four) {
+  int32_t word;
+  std::memcpy(&word, four, 4);
+  return _mm256_set1_epi32(word);
+}
+// No pair of products saturates 16 bits: 15 * 127 * 2 here, 128 * 127 * 2 = 32512 below.
+inline __m256i dot4_8(__m256i sum, __m256i codes, __m256i rows) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, rows), _mm256_set1_epi16(1)));
+}
+inline I16 dot4_small(I16 sum, SmallCodes x, const int8_t* four) {
+  __m256i rows = broadcast4(four);
+  return {dot4_8(sum.a, x.a, rows), dot4_8(sum.b, x.b, rows)};
+}
+inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) {
+  __m256i rows = broadcast4(four);
+  return {dot4_8(sum.a, x.magnitude.a, _mm256_sign_epi8(rows, x.sign.a)),
+          dot4_8(sum.b, x.magnitude.b, _mm256_sign_epi8(rows, x.sign.b))};
+}
+
+}  // namespace
+}  // namespace millrace

@@ -1,0 +1,102 @@
+// Sixteen lanes as one AVX-512 register, with VNNI. Owns the vector types and primitives that kernels_impl.h is written in;
+// included by one file.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace millrace {
+namespace {
+
+constexpr int kRowsInteger = 8;
+constexpr int kRowsFloat = 8;
+constexpr int32_t kInt8Bias = 0;
+
+using F16 = __m512;
+using I16 = __m512i;
+
+inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
+inline F16 splat(float x) { return _mm512_set1_ps(x); }
+inline F16 add(F16 x, F16 y) { return _mm512_add_ps(x, y); }
+inline F16 sub(F16 x, F16 y) { return _mm512_sub_ps(x, y); }
+inline F16 mul(F16 x, F16 y) { return _mm512_mul_ps(x, y); }
+inline F16 divide(F16 x, F16 y) { return _mm512_div_ps(x, y); }
+inline F16 fma(F16 x, F16 y, F16 z) { return _mm512_fmadd_ps(x, y, z); }
+inline F16 maximum(F16 x, F16 y) { return _mm512_max_ps(x, y); }
+inline F16 minimum(F16 x, F16 y) { return _mm512_min_ps(x, y); }
+inline F16 absolute(F16 x) { return _mm512_abs_ps(x); }
+inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
+}
+inline F16 keep_lanes(F16 x, int begin, int end, F16 other) {
+  uint32_t below_end = end >= 16 ? 0xffffu : (1u << (end < 0 ? 0 : end)) - 1u;
+  uint32_t below_begin = begin >= 16 ? 0xffffu : (1u << (begin < 0 ? 0 : begin)) - 1u;
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(below_end & ~below_begin), other, x);
+}
+inline F16 to_float(I16 x) { return _mm512_cvtepi32_ps(x); }
+inline F16 add_exponent(F16 x, F16 n) {
+  return _mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
+}
+
+inline I16 zero_int() { return _mm512_setzero_si512(); }
+inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline I16 sub_int(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }
+inline I16 mul_int(I16 x, I16 y) { return _mm512_mullo_epi32(x, y); }
+
+inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline F16 load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load_words(p)); }
+inline I16 load_i16(const int16_t* p) { return _mm512_cvtepi16_epi32(load_words(p)); }
+inline void load_bf16_pairs(const uint16_t* p, F16& even, F16& odd) {
+  __m512i pairs = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
+  __m512i quads = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)));
+  out[0] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 24), 24));
+  out[1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 16), 24));
+  out[2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 8), 24));
+  out[3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(quads, 24));
+}
+
+inline float reduce_add(F16 x) {
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float reduce_max(F16 x) { return _mm512_reduce_max_ps(x); }
+
+inline int32_t store_rounded(int8_t* p, F16 x) {
+  __m512i codes = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(x, _mm512_set1_ps(12582912.0f))),
+                                   _mm512_set1_epi32(0x4b400000));
+  __m128i bytes = _mm512_cvtsepi32_epi8(codes);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
+}
+
+using Codes = __m512i;
+using SmallCodes = __m512i;
+using WideCodes = __m512i;
+
+inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline SmallCodes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline SmallCodes high_nibbles(Codes x) {
+  return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+}
+inline WideCodes widen(Codes x) { return x; }
+
+inline I16 dot4(I16 sum, __m512i codes, const int8_t* four) {
+  int32_t word;
+  std::memcpy(&word, four, 4);
+  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+}
+inline I16 dot4_small(I16 sum, SmallCodes x, const int8_t* four) { return dot4(sum, x, four); }
+inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) { return dot4(sum, x, four); }
+
+}  // namespace
+}  // namespace millrace

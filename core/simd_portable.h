@@ -1,0 +1,162 @@
+// Sixteen lanes in plain C++. Owns the vector types and primitives that kernels_impl.h is written in; included by one file.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace millrace {
+namespace {
+
+constexpr int kRowsInteger = 4;  // rows that one pass over a panel serves
+constexpr int kRowsFloat = 2;
+constexpr int32_t kInt8Bias = 0;  // dot4_u8 multiplies code - kInt8Bias
+
+struct F16 {
+  float v[16];
+};
+struct I16 {
+  int32_t v[16];
+};
+
+#define MILLRACE_LANES(expression)                    \
+  F16 result;                                         \
+  for (int i = 0; i < 16; ++i) result.v[i] = expression; \
+  return result
+
+inline F16 load(const float* p) { MILLRACE_LANES(p[i]); }
+inline void store(float* p, const F16& a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F16 splat(float x) { MILLRACE_LANES(x); }
+inline F16 add(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] + b.v[i]); }
+inline F16 sub(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] - b.v[i]); }
+inline F16 mul(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] * b.v[i]); }
+inline F16 divide(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] / b.v[i]); }
+// One rounding, as on every other instruction set, even where it takes a library call: so all give the same bits.
+inline F16 fma(const F16& a, const F16& b, const F16& c) { MILLRACE_LANES(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline F16 maximum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 minimum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 absolute(const F16& a) { MILLRACE_LANES(a.v[i] < 0.0f ? -a.v[i] : a.v[i]); }
+inline F16 where_less(const F16& a, const F16& b, const F16& yes, const F16& no) {
+  MILLRACE_LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
+}
+inline F16 keep_lanes(const F16& a, int begin, int end, const F16& other) {
+  MILLRACE_LANES(i >= begin && i < end ? a.v[i] : other.v[i]);
+}
+
+#undef MILLRACE_LANES
+
+inline F16 to_float(const I16& a) {
+  F16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = static_cast<float>(a.v[i]);
+  return result;
+}
+// The f32 with the bits of `a` plus `b` shifted left by 23: scales a by a power of two.
+inline F16 add_exponent(const F16& a, const F16& b) {
+  F16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = f32_from_bits(bits_from_f32(a.v[i]) + (bits_from_f32(b.v[i]) << 23));
+  return result;
+}
+
+inline I16 zero_int() { return I16{}; }
+inline I16 splat_int(int32_t x) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = x;
+  return result;
+}
+inline I16 sub_int(const I16& a, const I16& b) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = a.v[i] - b.v[i];
+  return result;
+}
+inline I16 mul_int(const I16& a, const I16& b) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = a.v[i] * b.v[i];
+  return result;
+}
+
+inline F16 load_f16(const uint16_t* p) {
+  F16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = f32_from_f16(p[i]);
+  return result;
+}
+inline I16 load_i16(const int16_t* p) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = p[i];
+  return result;
+}
+// Lane i of the two halves of 16 pairs of bf16.
+inline void load_bf16_pairs(const uint16_t* p, F16& even, F16& odd) {
+  for (int i = 0; i < 16; ++i) {
+    even.v[i] = f32_from_bf16(p[2 * i]);
+    odd.v[i] = f32_from_bf16(p[2 * i + 1]);
+  }
+}
+// Lane i of byte j of 16 quads of biased codes, minus 128.
+inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 16; ++i) out[j].v[i] = static_cast<float>(static_cast<int32_t>(p[4 * i + j]) - 128);
+  }
+}
+
+inline float reduce_add(const F16& a) {
+  float eight[8], four[4];
+  for (int i = 0; i < 8; ++i) eight[i] = a.v[i] + a.v[i + 8];
+  for (int i = 0; i < 4; ++i) four[i] = eight[i] + eight[i + 4];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+inline float reduce_max(const F16& a) {
+  float peak = a.v[0];
+  for (int i = 1; i < 16; ++i) peak = a.v[i] > peak ? a.v[i] : peak;
+  return peak;
+}
+
+// Rounds to int8, returns the sum of the codes.
+inline int32_t store_rounded(int8_t* p, const F16& a) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) {
+    int32_t code = static_cast<int32_t>(bits_from_f32(a.v[i] + 12582912.0f)) - 0x4b400000;
+    p[i] = static_cast<int8_t>(code);
+    sum += p[i];
+  }
+  return sum;
+}
+
+// 16 channels by 4 inputs of codes.
+struct Codes {
+  uint8_t v[64];
+};
+
+inline Codes load_codes(const uint8_t* p) {
+  Codes result;
+  std::memcpy(result.v, p, 64);
+  return result;
+}
+inline Codes low_nibbles(const Codes& a) {
+  Codes result;
+  for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] & 15;
+  return result;
+}
+inline Codes high_nibbles(const Codes& a) {
+  Codes result;
+  for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] >> 4;
+  return result;
+}
+using SmallCodes = Codes;  // codes below 16
+using WideCodes = Codes;
+inline WideCodes widen(const Codes& a) { return a; }
+
+inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) {
+    int32_t total = sum.v[i];
+    for (int j = 0; j < 4; ++j) total += static_cast<int32_t>(a.v[4 * i + j]) * four[j];
+    result.v[i] = total;
+  }
+  return result;
+}
+inline I16 dot4_small(const I16& sum, const SmallCodes& a, const int8_t* four) { return dot4(sum, a, four); }
+inline I16 dot4_wide(const I16& sum, const WideCodes& a, const int8_t* four) { return dot4(sum, a, four); }
+
+}  // namespace
+}  // namespace millrace

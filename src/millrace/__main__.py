@@ -1,0 +1,9 @@
+"""`python -m millrace` is the command `millrace`."""
+
+from __future__ import annotations
+
+import sys
+
+from millrace.cli import main
+
+sys.exit(main())

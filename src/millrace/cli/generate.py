@@ -1,0 +1,190 @@
+"""`millrace generate`: continue a prompt with a model and stream the text.
+
+Owns the command's flags and its output. Runs the executor directly, one sequence, without a server.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from millrace.engine.cpu import CpuExecutor
+from millrace.engine.offline import Generated
+from millrace.engine.offline import generate as generated
+from millrace.engine.sampling import Sampling
+from millrace.errors import RequestError
+from millrace.models.cache_folder import cache_folder
+from millrace.models.loading import ModelFolder, find_model, open_model
+from millrace.models.tokenizer import Detokenizer
+
+
+class Report(msgspec.Struct):
+    """What --json prints."""
+
+    model: str
+    text: str
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: list[int]
+    tokens: list[int]
+    load_s: float
+    prefill_s: float  # to the first token
+    decode_s: float  # all tokens after the first
+    isa: str
+    threads: int
+    weights: str
+    kv: str
+    weight_bytes: int
+    weights_mapped: bool  # packed weights were in the cache
+
+
+def generate(
+    model: str,
+    /,
+    *,
+    prompt: Annotated[str, Parameter(name=["--prompt", "-p"], allow_leading_hyphen=True)],
+    chat: bool = False,
+    max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    weights: str = "bf16",
+    group: str | None = None,
+    keep: Annotated[list[str] | None, Parameter(negative=())] = None,
+    kv: str = "bf16",
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+    context: int | None = None,
+    cache: bool = True,
+    json: bool = False,
+) -> None:
+    """Continue a prompt with a model and stream the text.
+
+    Parameters
+    ----------
+    model
+        Model folder, or a hub id (owner/name) with the extra `hub`.
+    prompt
+        Text to continue; `-` reads it from standard input.
+    chat
+        Put the prompt through the model's chat template, as a user's message.
+    max_tokens
+        Most tokens to generate.
+    temperature
+        0 takes the likeliest token; above 0 draws one.
+    top_k
+        Draw among this many likeliest tokens; 0 is all.
+    top_p
+        Draw among the likeliest tokens that together have this probability.
+    min_p
+        Draw among tokens at least this probable beside the likeliest one.
+    repetition_penalty
+        Above 1 makes tokens of the prompt and the answer less likely.
+    frequency_penalty
+        Taken off a token's logit for each time that it is in the answer.
+    presence_penalty
+        Taken off a token's logit once it is in the answer.
+    seed
+        Seed of the draws.
+    ignore_eos
+        Go on past the model's end-of-sequence tokens.
+    weights
+        Precision of the weights: f32, bf16, int8 or int4.
+    group
+        Inputs that share a scale in int8 and int4: 32, 64, 128 or channel.
+    keep
+        PATTERN=PRECISION for the tensors whose names match, such as "layers.*.attn.o=bf16". May be given several times.
+    kv
+        Precision of the KV cache: f32, bf16 or int8.
+    threads
+        Threads to compute with; the machine's cores by default.
+    context
+        Most tokens, prompt and answer together; the model's own, or 8,192 where it allows more, by default.
+    cache
+        Keep packed weights in the cache folder for the next start.
+    json
+        Print one JSON object at the end in place of the text.
+    """
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", parameter="max_tokens")
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
+    )
+    folder = open_model(find_model(model))
+    sampling.check(folder.spec.vocab_size)  # before the weights are loaded
+    if folder.spec.kind != "decoder":
+        raise RequestError(
+            f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
+        )
+    ids = _encode(folder, sys.stdin.read() if prompt == "-" else prompt, chat=chat)
+    executor = CpuExecutor.load(
+        folder,
+        weights=weights,
+        group=group,
+        keep=keep or (),
+        kv=kv,
+        threads=threads,
+        context=context,
+        cache=cache_folder() if cache else None,
+    )
+    stop_ids = frozenset[int]() if ignore_eos else folder.tokenizer.eos_ids
+    room = min(max_tokens, executor.capacity.context - len(ids))
+    if room < 1:
+        raise RequestError(
+            f"the prompt's {len(ids)} tokens leave no room in the context of {executor.capacity.context}",
+            parameter="prompt",
+        )
+    detokenizer = Detokenizer(folder.tokenizer)
+    made: list[Generated] = []
+    text: list[str] = []
+    for step in generated(executor, ids, max_tokens=room, sampling=sampling, stop_ids=stop_ids):
+        made.append(step)
+        piece = "" if step.token in stop_ids else detokenizer.push(step.token)
+        text.append(piece)
+        if not json:
+            print(piece, end="", flush=True)
+    text.append(detokenizer.finish())
+    executor.close()
+    if not json:
+        print(text[-1])
+        return
+    tokens = [step.token for step in made]
+    report = Report(
+        model=str(folder.path),
+        text="".join(text),
+        finish_reason="stop" if tokens[-1] in stop_ids else "length",
+        prompt_tokens=ids,
+        tokens=tokens,
+        load_s=executor.load_report.seconds,
+        prefill_s=made[0].seconds,
+        decode_s=sum(step.seconds for step in made[1:]),
+        isa=executor.isa,
+        threads=executor.threads,
+        weights=executor.plan.default.name,
+        kv=executor.kv_type,
+        weight_bytes=executor.load_report.weight_bytes,
+        weights_mapped=executor.load_report.mapped,
+    )
+    print(msgspec.json.encode(report).decode())
+
+
+def _encode(folder: ModelFolder, prompt: str, *, chat: bool) -> list[int]:
+    tokenizer = folder.tokenizer
+    if not chat:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)

@@ -1,0 +1,1 @@
+"""RUN a model: executors, and what feeds them."""

@@ -1,0 +1,1 @@
+"""PROVE it: what a machine can do at most, and what servers really do."""

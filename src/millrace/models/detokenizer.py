@@ -1,0 +1,202 @@
+"""From generated tokens to text, one token at a time.
+
+Owns Detokenizer and the reading of a tokenizer's decoder. Knows nothing of files or of where tokens come from. A piece
+of text is handed out as soon as nothing that follows can change it:
+
+- byte-level decoders turn every token into bytes; bytes wait until they complete a character;
+- SentencePiece-like decoders turn a token into text, or, by byte fallback, into one byte;
+- what any other decoder does is found by decoding a short window again, and may differ from the decoding of the whole.
+
+`tokenizers` replaces every byte of a byte-fallback run by U+FFFD where the run as a whole is not UTF-8, so it cannot
+say anything of a run before its end. Here the complete characters of such a run stay, and only the bytes that belong to
+none are replaced: a script that is written in bytes alone can be streamed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+import tokenizers
+
+_MOST_WAITING: Final = 16  # tokens that the window decoder holds back, waiting for a character's last byte
+
+
+class DecoderKind(NamedTuple):
+    """What a tokenizer's decoder does to tokens, as far as it can be done one token at a time."""
+
+    form: str  # "bytes", "pieces" or "window"
+    replaces: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    first_without: str | None = None  # a character that is dropped from the first token
+    strip: tuple[str, int] = ("", 0)  # a character, and how many of it are dropped at the beginning of the text
+
+
+def read_decoder(tokenizer: tokenizers.Tokenizer) -> DecoderKind:
+    decoder: Any = tokenizer.decoder
+    if decoder is None:
+        return DecoderKind("window")
+    state = cast("dict[str, Any]", json.loads(decoder.__getstate__()))
+    steps = cast("list[dict[str, Any]]", state["decoders"]) if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return DecoderKind("bytes")
+    return _read_pieces(steps) or DecoderKind("window")
+
+
+def _read_pieces(steps: list[dict[str, Any]]) -> DecoderKind | None:
+    """The steps of a SentencePiece-like decoder; None where one of them, or their order, is not known."""
+    # A later step may not come before an earlier one: what each does depends on what it is given.
+    order = ("Replace", "ByteFallback", "Metaspace", "Fuse", "Strip")
+    found = DecoderKind("pieces")
+    stage = 0
+    for step in steps:
+        kind: str = step["type"]
+        if kind not in order or order.index(kind) < stage:
+            return None
+        # Only replacing may happen twice; stripping is of the whole text only after the pieces were fused.
+        stage = order.index(kind) + (kind != "Replace")
+        match kind:
+            case "Replace":
+                pattern = step["pattern"]
+                if "String" not in pattern:
+                    return None
+                found = found._replace(replaces=(*found.replaces, (pattern["String"], step["content"])))
+            case "ByteFallback":
+                found = found._replace(byte_fallback=True)
+            case "Metaspace":
+                mark = step["replacement"]
+                dropped = mark if step.get("prepend_scheme", "always") != "never" else None
+                found = found._replace(replaces=(*found.replaces, (mark, " ")), first_without=dropped)
+            case "Strip":
+                if step["stop"] or not any(other["type"] == "Fuse" for other in steps):
+                    return None
+                found = found._replace(strip=(step["content"], step["start"]))
+            case _:
+                pass
+    return found
+
+
+class Pieces:
+    """Every token's own bytes or text, found once; shared by the detokenizers of one tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Iterable[str] = ()) -> None:
+        self.kind = read_decoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special.update(id for token in special_tokens if (id := tokenizer.token_to_id(token)) is not None)
+        self._known: dict[int, bytes | str] = {}
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def raw(self, token: int) -> bytes | str:
+        """Bytes that join those around them, or text; before anything is done to the first token."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._find(self._tokenizer.id_to_token(token) or "")
+        return known
+
+    def window(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _find(self, text: str) -> bytes | str:
+        if self.kind.form == "bytes":
+            table = _byte_of_character()
+            mapped = [table.get(character) for character in text]
+            return text.encode() if None in mapped else bytes(cast("list[int]", mapped))
+        if self.kind.byte_fallback and (byte := _fallback_byte(text)) is not None:
+            return byte
+        return text
+
+
+class HasPieces(Protocol):
+    @property
+    def pieces(self) -> Pieces: ...
+
+
+class Detokenizer:
+    """The text of one sequence. Joined, what `push` and `finish` return is the text of all its tokens."""
+
+    def __init__(self, tokenizer: HasPieces, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        """`continues`: the text goes on after a prompt, so the space before its first word stays."""
+        self._pieces = pieces = tokenizer.pieces
+        self._skip = skip_special_tokens
+        self._first = not continues
+        character, count = pieces.kind.strip
+        self._strip_character = character
+        self._strip = 0 if continues else count
+        self._utf8: Any = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window: list[int] = []
+        self._shown = 0  # tokens of the window whose text was handed out
+        self.push: Callable[[int], str] = self._push_window if pieces.kind.form == "window" else self._push_piece
+
+    def finish(self) -> str:
+        """What was still waiting; bytes that never became a character become U+FFFD."""
+        if self._pieces.kind.form == "window":
+            return self._window_text(force=True)
+        return self._stripped(self._utf8.decode(b"", True))
+
+    def _push_piece(self, token: int) -> str:
+        if self._skip and self._pieces.is_special(token):
+            return ""
+        piece = self._pieces.raw(token)
+        if isinstance(piece, bytes):
+            if piece:
+                self._first = False
+            return self._stripped(self._utf8.decode(piece))
+        kind = self._pieces.kind
+        if self._first and piece:
+            self._first = False
+            if kind.first_without is not None:
+                piece = piece.replace(kind.first_without, "")
+        for old, new in kind.replaces:
+            piece = piece.replace(old, new)
+        # A text ends the run of bytes before it.
+        return self._stripped(self._utf8.decode(b"", True) + piece)
+
+    def _push_window(self, token: int) -> str:
+        if self._skip and self._pieces.is_special(token):
+            return ""
+        self._window.append(token)
+        return self._window_text(force=False)
+
+    def _window_text(self, *, force: bool) -> str:
+        before = self._pieces.window(self._window[: self._shown])
+        after = self._pieces.window(self._window)
+        waiting = len(self._window) - self._shown
+        if after.endswith("\ufffd") and not force and waiting < _MOST_WAITING:
+            return ""
+        # The tokens just shown stay as the context of those that follow.
+        self._window = self._window[self._shown :]
+        self._shown = len(self._window)
+        return after[len(before) :]
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(self._strip_character):
+                self._strip = 0
+            else:
+                text = text[1:]
+                self._strip -= 1
+        return text
+
+
+def _fallback_byte(text: str) -> bytes | None:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes.fromhex(text[3:5])
+        except ValueError:
+            return None
+    return None
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level tokenizers write every byte as a printable character: itself, or one from U+0100 on."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,181 @@
+"""WHAT a model is: an immutable description of a decoder or an encoder.
+
+Owns ModelSpec, its parts, and the names and shapes of the canonical tensors that follow from it. Knows nothing of
+files, of Hugging Face names (families do) or of how a step is computed (executors do).
+
+The sublayers of a layer, in the order in which they are computed; norms in brackets are there when the spec says so:
+
+    h = [pre_norm] x            q, k, v = qkv(h)            q, k = [qk_norm] q, k        rope
+    y = o(attention)            x = [residual_norm](x + [out_norm] y)
+    h = [pre_norm] x            y = down(act(gate(h)) * up(h))
+                                x = [residual_norm](x + [out_norm] y)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+QkNorm = Literal["none", "head", "full"]
+Pooling = Literal["mean", "cls", "last"]
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary positions of one kind of layer: angle = position * inv_freq[i] for the pair (i, i + len(inv_freq)).
+
+    A long-context model (longrope) has a second table. Which one a sequence uses is fixed when the sequence is
+    admitted, from the most tokens it may reach, and never changes: its logits must not depend on how it was batched.
+    """
+
+    inv_freq: tuple[float, ...]  # every value exact in f32; 2 * len(inv_freq) <= head_size leading dims are rotated
+    scale: float = 1.0  # multiplies cos and sin (the attention factor of yarn and longrope)
+    long_inv_freq: tuple[float, ...] | None = None  # for sequences that may pass original_context
+    long_scale: float = 1.0
+    original_context: int = 0  # tokens; 0 where there is no long table
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    window: int = 0  # tokens that a query sees, itself included; 0 sees all
+    rope: int | None = 0  # index into ModelSpec.ropes; None: the layer has no positions (SmolLM3)
+    experts: bool = False  # a mixture of experts in place of the dense MLP
+
+
+class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalise: bool  # the chosen experts' softmax weights are rescaled to sum to one
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    family: str  # "llama", "qwen", ...
+    architecture: str  # the Hugging Face class name, for messages
+    kind: Literal["decoder", "encoder"] = "decoder"
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the dense MLP; 0 when every layer is a mixture of experts
+    heads: int
+    kv_heads: int
+    head_size: int
+    layers: tuple[LayerSpec, ...]
+    context: int  # most positions that the model was made for
+
+    norm: NormKind = "rms"
+    norm_eps: float
+    norm_offset: float = 0.0  # added to norm weights at load (Gemma stores w - 1)
+    pre_norm: bool = True
+    out_norm: bool = False  # the sublayer's output is normalised before it joins the residual (Gemma, OLMo-2)
+    residual_norm: bool = False  # the residual is normalised after the sublayer joined it (BERT)
+    final_norm: bool = True
+    qk_norm: QkNorm = "none"  # "head": over each head's dims; "full": over all heads' dims at once
+
+    activation: Activation = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    ropes: tuple[RopeSpec, ...] = ()
+    attention_scale: float
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0  # 0: none
+    embedding_scale: float = 1.0
+    tied: bool = False  # the output head is the embedding
+    experts: ExpertSpec | None = None
+
+    # Encoders only.
+    learned_positions: int = 0
+    token_types: int = 0
+    embedding_norm: bool = False
+    pooling: Pooling | None = None
+    normalise_embedding: bool = False  # unit length after pooling
+
+    @property
+    def causal(self) -> bool:
+        return self.kind == "decoder"
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_size
+
+    def rope_variant(self, total_tokens: int) -> int:
+        """1 when a sequence that may reach `total_tokens` must use the long rope tables, else 0."""
+        return int(any(r.long_inv_freq is not None and total_tokens > r.original_context for r in self.ropes))
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor of the model, in load order, with its shape: [outputs, inputs] for products.
+
+    `qkv` is q, then k, then v rows; `gate_up` is gate, then up rows.
+    """
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def norm(name: str, size: int = hidden) -> None:
+        shapes[name] = (size,)
+        if spec.norm == "layer":
+            shapes[f"{name}.bias"] = (size,)
+
+    def product(name: str, outputs: int, inputs: int, *, bias: bool) -> None:
+        shapes[name] = (outputs, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (outputs,)
+
+    def mlp(name: str, inner: int, *, bias: bool) -> None:
+        if spec.gated:
+            product(f"{name}.gate_up", 2 * inner, hidden, bias=bias)
+        else:
+            product(f"{name}.up", inner, hidden, bias=bias)
+        product(f"{name}.down", hidden, inner, bias=bias)
+
+    def around(name: str) -> None:
+        for present, kind in (
+            (spec.pre_norm, "norm"),
+            (spec.out_norm, "out_norm"),
+            (spec.residual_norm, "residual_norm"),
+        ):
+            if present:
+                norm(f"{name}.{kind}")
+
+    shapes["embed"] = (spec.vocab_size, hidden)
+    if spec.learned_positions:
+        shapes["positions"] = (spec.learned_positions, hidden)
+    if spec.token_types:
+        shapes["token_types"] = (spec.token_types, hidden)
+    if spec.embedding_norm:
+        norm("embed_norm")
+    for index, layer in enumerate(spec.layers):
+        attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
+        around(attn)
+        product(f"{attn}.qkv", spec.q_size + 2 * spec.kv_size, hidden, bias=spec.qkv_bias)
+        if spec.qk_norm == "head":
+            shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
+        elif spec.qk_norm == "full":
+            shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
+        product(f"{attn}.o", hidden, spec.q_size, bias=spec.o_bias)
+        around(feed)
+        if layer.experts and spec.experts is not None:
+            shapes[f"{feed}.router"] = (spec.experts.count, hidden)
+            for expert in range(spec.experts.count):
+                mlp(f"{feed}.experts.{expert}", spec.experts.intermediate_size, bias=False)
+        else:
+            mlp(feed, spec.intermediate_size, bias=spec.mlp_bias)
+    if spec.final_norm:
+        norm("norm")
+    if spec.kind == "decoder" and not spec.tied:
+        shapes["head"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def is_product(name: str) -> bool:
+    """True for the tensors whose precision can be chosen: the matrices of products, the embedding and the head."""
+    leaf = name.rsplit(".", 1)[-1]
+    return leaf in {"qkv", "o", "gate_up", "up", "down"} or name in {"embed", "head"}

@@ -1,0 +1,251 @@
+"""The tokenizer of a model folder, with its special tokens, its chat templates and the tokens that end a text.
+
+Owns Tokenizer and the reading of tokenizer.json and of the files beside it. Knows nothing of weights; of the model it
+knows the size of its vocabulary, which no token may pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import tokenizers
+
+from millrace.errors import ModelError, RequestError
+from millrace.models.detokenizer import Detokenizer, Pieces
+from millrace.models.json_file import parse_json_object, read_json, read_text
+from millrace.models.template import SOURCE_LIMIT, ChatTemplate
+
+__all__ = ["Detokenizer", "Tokenizer"]
+
+TOKENIZER_LIMIT: Final = 256 * 1024 * 1024  # 256 MiB; the largest in use are about 40 MiB
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Files of tokenizers that `tokenizers` cannot read by itself.
+_SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer:
+    """Text to tokens and back; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        special_tokens: Mapping[str, str],
+        eos_ids: frozenset[int],
+        templates: Mapping[str, ChatTemplate],
+        frame: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.pieces = Pieces(tokenizer, special_tokens.values())
+        self._templates = dict(templates)
+        self._frame = frame  # tokens before and after a text; None: the tokenizer's own
+        self.vocab_size = vocab_size
+        self.special_tokens = dict(special_tokens)
+        self.bos_id = _token_id(tokenizer, special_tokens.get("bos_token"))
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
+        """ModelError for files that are missing, corrupt, or do not fit a model of `vocab_size` tokens."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise _missing(folder)
+        config = _optional_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
+        tokenizer = _within_vocabulary(read_text(path, limit=TOKENIZER_LIMIT), vocab_size, path)
+        # Limits that somebody saved with the tokenizer would cut prompts in silence.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _mark_special(tokenizer, special_tokens)
+        return cls(
+            tokenizer,
+            vocab_size=vocab_size,
+            special_tokens=special_tokens,
+            eos_ids=_eos_ids(folder, tokenizer, special_tokens, vocab_size),
+            templates=_templates(folder, config, special_tokens),
+            frame=_frame(config, tokenizer, special_tokens),
+        )
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of a chat without tools."""
+        return self._templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        own_frame = add_special_tokens and self._frame is None
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=own_frame).ids
+        except (TypeError, UnicodeEncodeError):  # which of the two depends on the version of `tokenizers`
+            raise RequestError("the text holds half of a surrogate pair, which is no character") from None
+        if add_special_tokens and self._frame is not None:
+            return [*self._frame[0], *ids, *self._frame[1]]
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The same text that a Detokenizer gives piece by piece."""
+        if self.pieces.kind.form != "pieces":
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def is_special(self, token: int) -> bool:
+        return self.pieces.is_special(token)
+
+    def apply_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,  # `extra` comes from requests and may have any name in it
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt of a chat, to be encoded with add_special_tokens=False: the template writes them itself."""
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self.template
+        if template is None:
+            raise RequestError("the model has no chat template; it completes text only", parameter="messages")
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+
+
+def _missing(folder: Path) -> ModelError:
+    slow = next((name for name in _SLOW if (folder / name).exists()), None)
+    if slow is None:
+        return ModelError("no tokenizer: expected tokenizer.json", path=folder)
+    return ModelError(
+        f"the tokenizer is there only as '{slow}'; expected tokenizer.json. Convert it with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+        path=folder,
+    )
+
+
+def _optional_json(path: Path) -> dict[str, object]:
+    return read_json(path) if path.exists() else {}
+
+
+def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # `tokenizers` raises nothing more precise
+        raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
+    except BaseException as error:
+        # A panic of Rust code is no Exception, so that nobody catches it by accident; here it means a corrupt file.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
+
+
+def _within_vocabulary(text: str, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
+    tokenizer = _parse(text, path)
+    past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
+    if not past:
+        return tokenizer
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    token, highest = max(past.items(), key=lambda item: item[1])
+    if not past.keys() <= added or past.keys() & tokenizer.get_vocab(with_added_tokens=False).keys():
+        raise ModelError(
+            f"token {token[:80]!r} has id {highest}, but the model's vocabulary has {vocab_size} tokens", path=path
+        )
+    # Public models have such tokens (Gemma 3 1B: <image_soft_token>, of its larger sisters). The model knows nothing of
+    # them, so their text is text like any other.
+    content = parse_json_object(text.encode(), path=path)
+    listed = cast("list[dict[str, object]]", content.get("added_tokens"))
+    content["added_tokens"] = [entry for entry in listed if cast(int, entry["id"]) < vocab_size]
+    return _parse(json.dumps(content), path)
+
+
+def _special_tokens(config: Mapping[str, object], legacy: Mapping[str, object]) -> dict[str, str]:
+    """Special tokens by the names that templates know them by."""
+    found: dict[str, str] = {}
+    for source in (legacy, config):
+        for name in _NAMED:
+            if (content := _token_content(source.get(name))) is not None:
+                found[name] = content
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        for name, value in cast("dict[str, object]", extra).items():
+            if (content := _token_content(value)) is not None:
+                found.setdefault(name, content)
+    return found
+
+
+def _token_content(value: object) -> str | None:
+    """A special token is written as its text, or as an object that has it as "content"."""
+    if isinstance(value, dict):
+        value = cast("dict[str, object]", value).get("content")
+    return value if isinstance(value, str) else None
+
+
+def _token_id(tokenizer: tokenizers.Tokenizer, token: str | None) -> int | None:
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    """Named special tokens that are in the vocabulary but not marked, as older converters left them."""
+    marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    known = {token for token in special_tokens.values() if tokenizer.token_to_id(token) is not None}
+    missing = [tokenizers.AddedToken(token, special=True, normalized=False) for token in sorted(known - marked)]
+    tokenizer.add_special_tokens(missing)  # pyright: ignore[reportUnknownMemberType] - a bare `list` in its stubs
+
+
+def _frame(
+    config: Mapping[str, object], tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[list[int], list[int]] | None:
+    """What add_bos_token and add_eos_token put around a text, where they are set: they rule over tokenizer.json."""
+    if not isinstance(config.get("add_bos_token"), bool) and not isinstance(config.get("add_eos_token"), bool):
+        return None
+    ends: list[list[int]] = []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token = _token_id(tokenizer, special_tokens.get(name))
+        ends.append([token] if config.get(flag) is True and token is not None else [])
+    return ends[0], ends[1]
+
+
+def _eos_ids(
+    folder: Path, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str], vocab_size: int
+) -> frozenset[int]:
+    """Tokens that end a text, from the first file that names any."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = _optional_json(path).get("eos_token_id")
+        ids = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+            raise ModelError("eos_token_id must be an integer or a list of integers", path=path)
+        # An id past the vocabulary can never be generated.
+        fitting = frozenset(id for id in cast("list[int]", ids) if 0 <= id < vocab_size)
+        if fitting:
+            return fitting
+    eos = _token_id(tokenizer, special_tokens.get("eos_token"))
+    return frozenset() if eos is None else frozenset({eos})
+
+
+def _templates(
+    folder: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> dict[str, ChatTemplate]:
+    sources: dict[str, tuple[str, Path]] = {}
+    path = folder / "tokenizer_config.json"
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        sources["default"] = (value, path)
+    elif isinstance(value, list):
+        for entry in cast("list[object]", value):
+            named = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+            name, source = named.get("name"), named.get("template")
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+            sources[name] = (source, path)
+    elif value is not None:
+        raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+    for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (folder / place).exists():
+            sources[name] = (read_text(folder / place, limit=4 * SOURCE_LIMIT), folder / place)
+    return {
+        name: ChatTemplate(source, special_tokens=special_tokens, path=origin)
+        for name, (source, origin) in sources.items()
+        if name in ("default", "tool_use")
+    }

@@ -1,0 +1,43 @@
+"""`millrace inspect`: the tables name what a user needs, and the JSON holds the same facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.cli import REFUSED, main
+
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.measure.machine._RUNS", 1)
+
+
+def test_the_json_holds_sizes_floors_and_what_fits(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_folder), "--json", "--threads", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["parameters"] > 0
+    assert [entry["precision"] for entry in facts["precisions"]] == ["f32", "bf16", "int8-g64", "int4-g32"]
+    sizes = [entry["weight_bytes"] for entry in facts["precisions"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(entry["decode_ms"] > 0 and entry["prefill_ms"] > entry["decode_ms"] for entry in facts["precisions"])
+    kv = facts["kv_bytes_per_token"]
+    assert kv["f32"] == 2 * kv["bf16"] > 2 * kv["int8"]
+    fits = facts["tokens_that_fit"]["int8-g64"]
+    expected = (facts["machine"]["memory"] - facts["precisions"][2]["weight_bytes"]) // kv["bf16"]
+    assert fits["bf16"] == pytest.approx(expected, abs=1)
+
+
+def test_the_tables_name_model_machine_and_floors(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny_folder)]) == 0
+    out = capsys.readouterr().out
+    for word in ("LlamaForCausalLM", "million parameters", "int4-g32", "tok/s", "KV type", "Machine"):
+        assert word in out
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path)]) == REFUSED
+    assert "config.json" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""Model folders that many tests share: made by `millrace make-model`'s own code, without torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from millrace.models.random_model import write_random_model
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama-like decoder with random weights; not to be changed."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model("tiny", folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """A copy of a model folder that the test may spoil."""
+
+    def copy(folder: Path) -> Path:
+        target = tmp_path / "copy"
+        shutil.copytree(folder, target)
+        return target
+
+    return copy

@@ -1,0 +1,186 @@
+"""The forward pass of any ModelSpec in plain float64 numpy, one sequence at a time.
+
+Owns the mathematics that the core is held to, written from the spec's own words and sharing no code with the core. Knows
+nothing of batches, blocks or formats, except that `stored` may round what would be kept in KV memory and `read` the rows that a
+product of integer weights reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.models.spec import ModelSpec, RopeSpec
+
+Doubles = NDArray[np.float64]
+Tensors = Mapping[str, NDArray[np.float32]]
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def exact(values: Doubles) -> Doubles:
+    return values
+
+
+def bf16(values: Doubles) -> Doubles:
+    """Rounded to the nearest bf16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def int8(values: Doubles) -> Doubles:
+    """Rounded to 127 steps on either side, with one scale for each last axis."""
+    scale = np.abs(values).max(axis=-1, keepdims=True) / 127
+    return np.rint(values / np.where(scale > 0, scale, 1)) * scale
+
+
+def int8_rows(group: int) -> Callable[[Doubles], Doubles]:
+    """Rounds each group of a row by itself; group 0 is the whole row."""
+
+    def rounded(values: Doubles) -> Doubles:
+        if not group:
+            return int8(values)
+        starts = range(0, values.shape[-1], group)
+        return np.concatenate([int8(values[..., start : start + group]) for start in starts], axis=-1)
+
+    return rounded
+
+
+STORED: dict[str, Callable[[Doubles], Doubles]] = {"f32": exact, "bf16": bf16, "int8": int8}
+
+
+def forward(
+    spec: ModelSpec,
+    tensors: Tensors,
+    tokens: Sequence[int],
+    *,
+    variant: int = 0,
+    stored: Callable[[Doubles], Doubles] = exact,
+    read: Callable[[Doubles], Doubles] = exact,
+    hidden: bool = False,
+) -> Doubles:
+    """Logits of every token, or its final hidden state."""
+
+    def weight(name: str) -> Doubles:
+        return tensors[name].astype(np.float64)
+
+    def product(name: str, x: Doubles) -> Doubles:
+        y = read(x) @ weight(name).T
+        return y + weight(f"{name}.bias") if f"{name}.bias" in tensors else y
+
+    def norm(name: str, x: Doubles) -> Doubles:
+        if spec.norm == "layer":
+            x = x - x.mean(axis=-1, keepdims=True)
+        y = rms(x, spec.norm_eps) * weight(name)
+        return y + weight(f"{name}.bias") if spec.norm == "layer" else y
+
+    def mlp(name: str, x: Doubles, inner: int) -> Doubles:
+        if spec.gated:
+            both = product(f"{name}.gate_up", x)
+            opened = activation(spec.activation, both[:, :inner]) * both[:, inner:]
+        else:
+            opened = activation(spec.activation, product(f"{name}.up", x))
+        return product(f"{name}.down", opened)
+
+    def mixture(name: str, x: Doubles) -> Doubles:
+        assert spec.experts is not None
+        chances = softmax(x @ weight(f"{name}.router").T)
+        y = np.zeros_like(x)
+        for row, chance in enumerate(chances):
+            best = np.argsort(-chance)[: spec.experts.top_k]
+            share = chance[best] / (chance[best].sum() if spec.experts.normalise else 1.0)
+            for expert, part in zip(best, share, strict=True):
+                one = mlp(f"{name}.experts.{expert}", x[row : row + 1], spec.experts.intermediate_size)
+                y[row] += part * one[0]
+        return y
+
+    def around(name: str, x: Doubles, sublayer: Callable[[Doubles], Doubles]) -> Doubles:
+        y = sublayer(norm(f"{name}.norm", x) if spec.pre_norm else x)
+        x = x + (norm(f"{name}.out_norm", y) if spec.out_norm else y)
+        return norm(f"{name}.residual_norm", x) if spec.residual_norm else x
+
+    def attention(name: str, index: int, h: Doubles) -> Doubles:
+        count = len(h)
+        q, k, v = np.split(product(f"{name}.qkv", h), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+        if spec.qk_norm == "full":
+            q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
+        q, k, v = (x.reshape(count, -1, spec.head_size) for x in (q, k, v))
+        if spec.qk_norm == "head":
+            q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
+        layer = spec.layers[index]
+        if layer.rope is not None:
+            q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
+        k, v = stored(k), stored(v)
+        repeat = spec.heads // spec.kv_heads
+        k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
+        scores = np.einsum("ihd,jhd->hij", q, k) * spec.attention_scale
+        if spec.attention_softcap:
+            scores = spec.attention_softcap * np.tanh(scores / spec.attention_softcap)
+        i, j = np.arange(count)[:, None], np.arange(count)[None, :]
+        seen = (j <= i) if spec.causal else np.full((count, count), True)
+        if layer.window:
+            seen &= j > i - layer.window
+        weights = softmax(np.where(seen, scores, -np.inf))
+        return product(f"{name}.o", np.einsum("hij,jhd->ihd", weights, v).reshape(count, spec.q_size))
+
+    x = weight("embed")[list(tokens)] * spec.embedding_scale
+    if spec.token_types:
+        x = x + weight("token_types")[0]
+    if spec.learned_positions:
+        x = x + weight("positions")[: len(tokens)]
+    if spec.embedding_norm:
+        x = norm("embed_norm", x)
+    for index, layer in enumerate(spec.layers):
+        attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
+        x = around(attn, x, lambda h, attn=attn, index=index: attention(attn, index, h))
+        if layer.experts:
+            x = around(feed, x, lambda h, feed=feed: mixture(feed, h))
+        else:
+            x = around(feed, x, lambda h, feed=feed: mlp(feed, h, spec.intermediate_size))
+    if spec.final_norm:
+        x = norm("norm", x)
+    if hidden:
+        return x
+    logits = read(x) @ weight("embed" if spec.tied else "head").T
+    return spec.logit_softcap * np.tanh(logits / spec.logit_softcap) if spec.logit_softcap else logits
+
+
+def rms(x: Doubles, eps: float) -> Doubles:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def softmax(x: Doubles) -> Doubles:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def activation(kind: str, x: Doubles) -> Doubles:
+    match kind:
+        case "silu":
+            return x / (1.0 + np.exp(-x))
+        case "gelu":
+            return x / 2 * (1.0 + _erf(x / math.sqrt(2.0)))
+        case "gelu_tanh":
+            return x / 2 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        case _:
+            assert kind == "relu"
+            return np.maximum(x, 0.0)
+
+
+def rotated(x: Doubles, rope: RopeSpec, variant: int) -> Doubles:
+    """[tokens, heads, dims] turned by each token's position; dims beyond the table stay."""
+    table, scale = rope.inv_freq, rope.scale
+    if variant and rope.long_inv_freq is not None:
+        table, scale = rope.long_inv_freq, rope.long_scale
+    half = len(table)
+    # The angle itself is an f32, as in every implementation that models are trained and published with.
+    positions = np.arange(len(x), dtype=np.float32)[:, None, None]
+    angles = (positions * np.array(table, dtype=np.float32)).astype(np.float64)
+    cosine, sine = np.cos(angles) * scale, np.sin(angles) * scale
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = [first * cosine - second * sine, second * cosine + first * sine, x[..., 2 * half :]]
+    return np.concatenate(turned, axis=-1)

@@ -1,0 +1,118 @@
+"""The core's forward pass against the float64 reference, feature by feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from millrace import _core
+from millrace.models.precision import Format, KvType
+from millrace.models.spec import ModelSpec
+
+from .reference import STORED, Doubles, exact, forward, int8_rows
+from .tiny import ENCODER, ISAS, SPECS, Floats, Share, Tiny, packed_model, random_tensors, text
+
+LENGTH = 70  # tokens: past every window, past one attention chunk, not whole blocks
+BLOCKS = (3, 1, 4, 0, 5)
+
+
+def off_by(found: Floats, expected: Doubles) -> float:
+    """The largest difference, in units of the largest value."""
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_the_references(name: str, isa: str) -> None:
+    model = SPECS[name]
+    tokens = text(LENGTH, model)
+    found = Tiny(model, isa=isa).rows(tokens, BLOCKS)
+    assert off_by(found, forward(model, random_tensors(model), tokens)) < 3e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("length", [1, 16, LENGTH, ENCODER.learned_positions])
+def test_hidden_states_of_an_encoder_are_the_references(length: int, isa: str) -> None:
+    tokens = text(length, ENCODER)
+    found = Tiny(ENCODER, isa=isa).rows(tokens, range(7), hidden=True)
+    assert off_by(found, forward(ENCODER, random_tensors(ENCODER), tokens, hidden=True)) < 3e-6
+
+
+def test_hidden_states_of_a_decoder_are_normed_last_states() -> None:
+    model = SPECS["soft_caps"]
+    tokens = text(9, model)
+    found = Tiny(model).rows(tokens, BLOCKS, hidden=True)
+    assert off_by(found, forward(model, random_tensors(model), tokens, hidden=True)) < 3e-6
+
+
+def test_a_long_sequence_turns_by_the_long_rope() -> None:
+    model = SPECS["partial_rope"]
+    tokens = text(LENGTH, model)
+    tiny = Tiny(model)
+    short, long = (forward(model, random_tensors(model), tokens, variant=variant) for variant in (0, 1))
+    assert off_by(tiny.rows(tokens, BLOCKS, variant=1), long) < 3e-6
+    assert off_by(tiny.rows(tokens, BLOCKS, variant=0), short) < 3e-6
+    assert off_by(tiny.rows(tokens, BLOCKS, variant=1), short) > 1e-2
+    both = tiny.step([Share(tokens, 0, BLOCKS, 0), Share(tokens, 0, (10, 11, 12, 13, 14), 1)])
+    assert off_by(both, np.concatenate([short, long])) < 3e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["plain", "window", "head_norms", "narrow"])
+def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvType, isa: str) -> None:
+    model = SPECS[name]
+    tokens = text(LENGTH, model)
+    found = Tiny(model, kv=kv, isa=isa).rows(tokens, BLOCKS)
+    tensors = random_tensors(model)
+    rounded = off_by(found, forward(model, tensors, tokens, stored=STORED[kv]))
+    unrounded = off_by(found, forward(model, tensors, tokens))
+    assert rounded < 2e-3  # a key that lies almost between two steps may fall to the other side
+    assert rounded < unrounded / 3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("format", "group"),
+    [("bf16", 0), ("int8", 32), ("int8", 128), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 0)],
+)
+@pytest.mark.parametrize("name", ["plain", "soft_caps", "gated_biases", "experts", "plain_experts"])
+def test_rounded_weights_give_what_the_unpacked_weights_give(name: str, format: Format, group: int, isa: str) -> None:
+    model = SPECS[name]
+    tokens = text(20, model)
+    found = Tiny(model, format, group, isa=isa).rows(tokens, BLOCKS)
+    read = exact if format == "bf16" else int8_rows(group)
+    expected = forward(model, unpacked_tensors(model, format, group), tokens, read=read)
+    if format == "bf16":
+        assert off_by(found, expected) < 3e-6
+    else:
+        # A value that lies almost between two of a row's 127 steps may fall to the other side, and is seen by all rows after.
+        errors = np.sqrt(((found - expected) ** 2).mean(axis=1) / (expected**2).mean(axis=1))
+        assert errors.min() < 1e-6
+        assert np.median(errors) < 5e-3
+
+
+def unpacked_tensors(model: ModelSpec, format: Format, group: int) -> Mapping[str, Floats]:
+    plain = dict(random_tensors(model))
+    for name, tensor in packed_model(model, format, group).items():
+        if not isinstance(tensor, _core.Packed):
+            continue
+        values = tensor.unpack()
+        if name.endswith(".gate_up"):
+            inner = len(plain[name]) // 2
+            panels = values.reshape(-1, 2, 32, values.shape[1])
+            values = np.concatenate([panels[:, half].reshape(-1, values.shape[1])[:inner] for half in range(2)])
+        plain[name] = values
+    return plain
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_instruction_sets_agree(name: str) -> None:
+    model = SPECS[name]
+    tokens = text(LENGTH, model)
+    found = [Tiny(model, "int8", 32, isa=isa).rows(tokens, BLOCKS) for isa in ISAS]
+    for other in found[1:]:
+        assert off_by(other, found[0].astype(np.float64)) < 1e-5

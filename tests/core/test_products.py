@@ -1,0 +1,184 @@
+"""One product on every instruction set, against the documented arithmetic written in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import _core
+from millrace.models.packing import aligned_bytes
+from millrace.models.precision import Format
+
+from .test_layout import INTEGERS, group_of, random_codes
+from .tiny import ISAS, Floats, packed, same_bits
+
+Doubles = NDArray[np.float64]
+
+SHAPES = [(1, 1), (33, 31), (77, 72), (32, 128), (130, 200)]  # outputs, inputs
+
+
+def random_rows(count: int, width: int, seed: int = 1) -> Floats:
+    rows = np.random.default_rng(seed).standard_normal((count, width)) * np.logspace(-3, 3, count)[:, None]
+    return rows.astype(np.float32)
+
+
+def product(weights: _core.Packed, rows: Floats, outputs: int, isa: str, threads: int = 1) -> Floats:
+    out = np.full((len(rows), outputs), np.nan, dtype=np.float32)
+    _core.multiply(weights, rows, out, _core.Pool(threads), isa)
+    return out
+
+
+def from_codes(
+    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | None, format: Format, group: int
+) -> _core.Packed:
+    outputs, inputs = codes.shape
+    out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, zeros is not None))
+    gain = _core.pack_codes(codes, scales, zeros, format, group, out)
+    return _core.Packed(format, outputs, inputs, group, gain, out, zeros is not None)
+
+
+def rounded_rows(rows: Floats, size: int) -> tuple[NDArray[np.int64], Floats]:
+    """Each group of a row as codes of -127..127 and a scale, every operation in f32 as documented."""
+    count, width = rows.shape
+    groups = -(-width // size)
+    padded = np.zeros((count, groups * size), np.float32)
+    padded[:, :width] = rows
+    parts = padded.reshape(count, groups, size)
+    peaks = np.abs(parts).max(axis=2)
+    inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+    codes = np.rint(parts * inverse[..., None]).astype(np.int64)
+    return codes, peaks / np.float32(127)
+
+
+def emulated(
+    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | int, rows: Floats, group: int
+) -> tuple[Doubles, Doubles]:
+    """The product of integer codes, and the sum of the magnitudes of what was added: exact but for f32 sums."""
+    outputs, inputs = codes.shape
+    size = group_of(group, inputs)
+    row_codes, row_scales = rounded_rows(rows, size)
+    total = np.zeros((len(rows), outputs))
+    magnitude = np.zeros((len(rows), outputs))
+    for g in range(scales.shape[1]):
+        zero = zeros if isinstance(zeros, int) else zeros[:, g : g + 1].astype(np.int64)
+        part = codes[:, g * size : (g + 1) * size].astype(np.int64) - zero
+        dot = row_codes[:, g, : part.shape[1]] @ part.T  # whole numbers, exact
+        term = dot * scales[:, g].astype(np.float64) * row_scales[:, g : g + 1].astype(np.float64)
+        total += term
+        magnitude += np.abs(term)
+    return total, magnitude
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", ["f32", "bf16"])
+def test_products_of_float_weights_are_numpys(format: Format, shape: tuple[int, int], isa: str) -> None:
+    outputs, inputs = shape
+    weights = packed(np.random.default_rng(2).standard_normal(shape).astype(np.float32), format)
+    rows = random_rows(5, inputs)
+    held = weights.unpack().astype(np.float64)
+    expected = rows.astype(np.float64) @ held.T
+    bound = 1e-6 * (np.abs(rows).astype(np.float64) @ np.abs(held).T)
+    assert (np.abs(product(weights, rows, outputs, isa) - expected) <= bound).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("format", "group"), INTEGERS)
+def test_products_of_integer_weights_are_whole_numbers_times_scales(
+    format: Format, group: int, shape: tuple[int, int], asymmetric: bool, isa: str
+) -> None:
+    outputs, inputs = shape
+    codes, scales, zeros = random_codes(format, outputs, inputs, group)
+    weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
+    rows = random_rows(7, inputs)
+    centre = zeros if asymmetric else 128 if format == "int8" else 8
+    expected, magnitude = emulated(codes, scales, centre, rows, group)
+    found = product(weights, rows, outputs, isa)
+    assert (np.abs(found - expected) <= 1e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("format", "group"), INTEGERS)
+def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, asymmetric: bool, isa: str) -> None:
+    most = 255 if format == "int8" else 15
+    codes = np.zeros((36, 256), np.uint8)
+    codes[0::4], codes[1::4, ::2], codes[2::4] = most, most, most // 2
+    groups = -(-256 // group_of(group, 256))
+    scales = np.ones((36, groups), np.float32)
+    zeros = np.tile(np.array([[0], [most], [most // 2], [1]], np.int16), (9, groups))
+    rows = np.ones((6, 256), np.float32)
+    rows[1] = -1
+    rows[2, ::2] = -1
+    rows[3, ::3] = -1
+    rows[4, 1:] = 0
+    rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
+    weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
+    centre = zeros if asymmetric else 128 if format == "int8" else 8
+    expected, magnitude = emulated(codes, scales, centre, rows, group)
+    assert (np.abs(product(weights, rows, 36, isa) - expected) <= 1e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_longest_channel_does_not_overflow(isa: str) -> None:
+    codes = np.stack([np.full(65536, code, np.uint8) for code in (255, 0)])
+    zeros = np.array([[0], [255]], np.int16)
+    weights = from_codes(codes, np.ones((2, 1), np.float32), zeros, "int8", 0)
+    rows = np.stack([np.full(65536, value, np.float32) for value in (127, -127)])
+    largest = np.float32(65536 * 255 * 127)
+    assert np.array_equal(product(weights, rows, 2, isa), [[largest, -largest], [-largest, largest]])
+
+
+def test_longer_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="inputs out of range"):
+        _core.packed_bytes("int8", 1, 65537, 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
+def test_a_row_is_the_same_bits_among_any_others(format: Format, group: int, isa: str) -> None:
+    outputs, inputs = 70, 150
+    weights = packed(np.random.default_rng(4).standard_normal((outputs, inputs)).astype(np.float32), format, group)
+    rows = random_rows(20, inputs)
+    alone = np.concatenate([product(weights, rows[i : i + 1], outputs, isa) for i in range(20)])
+    for count in range(1, 21):
+        assert same_bits(product(weights, rows[:count], outputs, isa), alone[:count])
+        assert same_bits(product(weights, rows[count - 1 :], outputs, isa, threads=2), alone[count - 1 :])
+    shuffled = np.random.default_rng(6).permutation(20)
+    assert same_bits(product(weights, rows[shuffled], outputs, isa, threads=3), alone[shuffled])
+    assert product(weights, rows[:0], outputs, isa).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "group"), INTEGERS)
+def test_rows_of_zeros_and_rows_of_nothing_else_than_tiny_values_multiply(format: Format, group: int, isa: str) -> None:
+    codes, scales, _ = random_codes(format, 33, 96, group)
+    weights = from_codes(codes, scales, None, format, group)
+    rows = np.zeros((4, 96), np.float32)
+    rows[1, ::2] = 1e-38
+    rows[2] = 1e-44
+    rows[3, 7] = 1e37
+    found = product(weights, rows, 33, isa)
+    exact = rows.astype(np.float64) @ weights.unpack().astype(np.float64).T
+    assert (found[0] == 0).all()
+    assert np.abs(found[1:3]).max() <= 1e-34
+    assert np.allclose(found[3], exact[3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
+def test_a_value_that_is_not_finite_is_seen_in_the_product(format: Format, group: int, value: float, isa: str) -> None:
+    """A broken row must not turn into plausible numbers."""
+    weights = packed(np.random.default_rng(4).standard_normal((40, 100)).astype(np.float32), format, group)
+    rows = random_rows(3, 100)
+    good = product(weights, rows, 40, isa)
+    for place in (0, 50, 99):
+        bad = rows.copy()
+        bad[1, place] = value
+        found = product(weights, bad, 40, isa)
+        assert not np.isfinite(found[1]).any()
+        assert same_bits(found[::2], good[::2])

@@ -1,0 +1,212 @@
+"""Invariant 1: a sequence's logits are the same bits, whatever else is computed, and however its own tokens came in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from millrace import _core
+from millrace.models.precision import Format, KvType
+from millrace.models.spec import ModelSpec
+
+from .tiny import ENCODER, ISAS, SPECS, Floats, Share, Tiny, core_tensors, random_tensors, same_bits, spec, text
+
+LENGTH = 70  # tokens: past one attention chunk, and 4.4 blocks
+IN_ORDER = (0, 1, 2, 3, 4)
+SCATTERED = (31, 7, 22, 13, 2)
+
+PRECISIONS: list[tuple[Format, int]] = [
+    ("f32", 0),
+    ("bf16", 0),
+    ("int8", 32),
+    ("int8", 128),
+    ("int8", 0),
+    ("int4", 32),
+    ("int4", 64),
+    ("int4", 0),
+]
+KV_TYPES: list[KvType] = ["f32", "bf16", "int8"]
+
+
+def ways(model: ModelSpec, format: Format, group: int, kv: KvType, isa: str) -> Iterator[tuple[str, Floats, Floats]]:
+    """Ways to compute one sequence: what is done, what comes of it, and what came of it alone and whole."""
+
+    def fresh(threads: int = 1) -> Tiny:
+        return Tiny(model, format, group, kv=kv, isa=isa, threads=threads)
+
+    tokens = text(LENGTH, model)
+    alone = fresh().rows(tokens, IN_ORDER)
+    tiny = fresh()
+    for chunk in (1, 7, 16, 64):
+        yield f"prefill in chunks of {chunk}", tiny.rows(tokens, IN_ORDER, chunk=chunk), alone
+
+    spoil(tiny)
+    yield "reused blocks in another order", tiny.rows(tokens, SCATTERED, chunk=33), alone
+
+    for threads in (2, 3):
+        yield f"{threads} threads", fresh(threads).rows(tokens, SCATTERED, chunk=40), alone
+
+    yield from in_a_ragged_batch(fresh(2), tokens, alone)
+
+    # Preempted: its blocks go to another sequence, and it starts again elsewhere.
+    tiny.rows(tokens[:45], IN_ORDER)
+    tiny.rows(text(60, model, seed=9), IN_ORDER)
+    yield "recomputed after a preemption", tiny.rows(tokens, SCATTERED, chunk=50), alone
+
+    # Two full blocks of another sequence with the same first tokens, then its own.
+    tiny.rows(tokens[:32] + text(20, model, seed=8), (10, 11, 12, 13))
+    shared = tiny.rows(tokens, (10, 11, 20, 21, 22), computed=32, chunk=30)
+    yield "prefix in shared blocks", shared, alone[32:]
+
+    # A copy of a partial block, whose first owner goes on with other tokens.
+    tiny.rows(tokens[:41], (10, 11, 12))
+    tiny.kv.copy_block(12, 24)
+    tiny.rows(tokens[:41] + text(7, model, seed=7), (10, 11, 12), computed=41)
+    yield "prefix with a copied block", tiny.rows(tokens, (10, 11, 24, 25, 26), computed=41), alone[41:]
+
+
+def in_a_ragged_batch(tiny: Tiny, tokens: list[int], alone: Floats) -> Iterator[tuple[str, Floats, Floats]]:
+    """Beside a prefill, a short prompt and a decoding sequence; ours in four pieces of different sizes."""
+    others = [text(length, tiny.spec, seed=length) for length in (1, 90, 33)]
+    tables = [(5,), (6, 7, 8, 9, 10, 11), (12, 13, 14)]
+    tiny.rows(others[2][:30], tables[2])
+    computed = [0, 0, 30]
+    pieces = []
+    start = 0
+    for place, (end, counts) in enumerate([(1, (1, 50, 1)), (18, (0, 9, 1)), (67, (0, 31, 1)), (LENGTH, (0, 0, 0))]):
+        shares = [
+            Share(others[i][computed[i] : computed[i] + count], computed[i], tables[i])
+            for i, count in enumerate(counts)
+            if count
+        ]
+        computed = [done + count for done, count in zip(computed, counts, strict=True)]
+        at = min(place, len(shares))
+        shares.insert(at, Share(tokens[start:end], start, IN_ORDER))
+        first = sum(len(share.tokens) for share in shares[:at])
+        pieces.append(tiny.step(shares)[first : first + end - start])
+        start = end
+    yield "in a ragged batch", np.concatenate(pieces), alone
+
+
+def spoil(tiny: Tiny) -> None:
+    """Fills every KV block with infinities and NaN, as a sequence of a broken model would leave them."""
+    heads, size = tiny.spec.kv_heads, tiny.spec.head_size
+    model = spec(
+        hidden_size=2,
+        vocab_size=2,
+        heads=heads,
+        kv_heads=heads,
+        head_size=size,
+        layers=(SPECS["plain"].layers[0],) * len(tiny.spec.layers),
+        pre_norm=False,
+        final_norm=False,
+    )
+    largest = np.float32(3e38)
+    tensors = dict(random_tensors(model))
+    tensors["embed"] = np.array(
+        [[largest, 0], [largest, largest]], np.float32
+    )  # token 0: infinities; token 1: their difference
+    for name in tensors:
+        if name.endswith(".qkv"):
+            tensors[name] = np.tile(np.array([[largest, -largest]]), (len(tensors[name]), 1))
+    broken = Tiny(model, isa="portable", tensors=core_tensors(tensors))
+    broken.kv = tiny.kv
+    bad = broken.rows(text(16 * tiny.kv.blocks, model), range(tiny.kv.blocks), chunk=256)
+    assert np.isnan(bad).all()
+
+
+def check(model: ModelSpec, format: Format, group: int, kv: KvType, isa: str) -> None:
+    different = [way for way, found, expected in ways(model, format, group, kv, isa) if not same_bits(found, expected)]
+    assert different == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize(("format", "group"), PRECISIONS)
+def test_every_precision_gives_the_same_bits(format: Format, group: int, kv: KvType, isa: str) -> None:
+    check(SPECS["everything"], format, group, kv, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("int8", 32, "int8"), ("int4", 0, "bf16")])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "everything"])
+def test_every_feature_gives_the_same_bits(name: str, format: Format, group: int, kv: KvType, isa: str) -> None:
+    check(SPECS[name], format, group, kv, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("bf16", 0, "bf16"), ("int8", 64, "int8")])
+def test_an_encoder_gives_the_same_bits_in_any_batch(format: Format, group: int, kv: KvType, isa: str) -> None:
+    tokens = text(LENGTH, ENCODER)
+    alone = Tiny(ENCODER, format, group, kv=kv, isa=isa).rows(tokens, IN_ORDER, hidden=True)
+    for threads in (1, 2, 3):
+        tiny = Tiny(ENCODER, format, group, kv=kv, isa=isa, threads=threads)
+        spoil(tiny)
+        shares = [Share(text(19, ENCODER), 0, (8, 9)), Share(tokens, 0, SCATTERED), Share(text(1, ENCODER), 0, (10,))]
+        assert same_bits(tiny.step(shares, hidden=True)[19 : 19 + LENGTH], alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), ("int8", 64), ("int4", 0)])
+@pytest.mark.parametrize("name", ["plain", "layer_norm", "experts", "soft_caps"])
+def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: Format, group: int, isa: str) -> None:
+    model = SPECS[name]
+    tensors = dict(random_tensors(model))
+    tensors["embed"] = tensors["embed"].copy()
+    tensors["embed"][0, ::3] = np.inf
+    tiny = Tiny(model, isa=isa, tensors=core_tensors(tensors, format, group, embed="f32"))
+    tokens = [token or 1 for token in text(20, model)]
+    alone = tiny.rows(tokens, (1, 2))
+    beside = tiny.step([Share([0, 5, 0], 0, (0,)), Share(tokens, 0, (1, 2)), Share([3, 0], 0, (3,))])
+    assert np.isnan(beside[0]).all()
+    assert same_bits(beside[3:23], alone)
+    # The rows that ran to infinity are the next step's rows of ours.
+    assert same_bits(tiny.rows(tokens, (1, 2)), alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["plain", "everything", "partial_rope"])
+def test_wanting_fewer_rows_changes_none_of_them(name: str, isa: str) -> None:
+    model = SPECS[name]
+    tiny = Tiny(model, "int8", 64, kv="int8", isa=isa)
+    shares = [
+        Share(text(37, model), 0, (0, 1, 2)),
+        Share(text(1, model), 0, (3,)),
+        Share(text(50, model), 0, (4, 5, 6, 7)),
+    ]
+    everything = tiny.step(shares)
+    hidden = tiny.step(shares, hidden=True)
+    random = np.random.default_rng(3)
+    choices = [[0], [87], [37], [36, 37, 38], range(0, 88, 2), range(40, 88)]
+    choices += [np.flatnonzero(random.random(88) < share) for share in (0.1, 0.5, 0.9)]
+    for wanted in choices:
+        rows = list(wanted)
+        assert same_bits(tiny.step(shares, rows), everything[rows])
+        assert same_bits(tiny.step(shares, rows, hidden=True), hidden[rows])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_step_that_wants_nothing_fills_the_blocks(isa: str) -> None:
+    model = SPECS["everything"]
+    tokens = text(LENGTH, model)
+    alone = Tiny(model, isa=isa).rows(tokens, IN_ORDER)
+    tiny = Tiny(model, isa=isa)
+    assert tiny.step([Share(tokens[:50], 0, IN_ORDER)], wanted=[]).shape == (0, model.vocab_size)
+    assert same_bits(tiny.rows(tokens, IN_ORDER, computed=50), alone[50:])
+
+
+def test_many_rows_of_many_sequences_are_each_the_same_as_alone() -> None:
+    model = SPECS["experts"]
+    lengths = (1, 2, 3, 15, 16, 17, 31, 33, 1, 64, 5, 40, 1, 20)
+    texts = [text(length, model, seed=length) for length in lengths]
+    tables: list[range] = []
+    for length in lengths:
+        first = tables[-1].stop if tables else 0
+        tables.append(range(first, first + -(-length // _core.BLOCK)))
+    tiny = Tiny(model, "int4", 32, kv="int8", threads=2)
+    shares = [Share(tokens, 0, table) for tokens, table in zip(texts, tables, strict=True)]
+    together = np.split(tiny.step(shares), np.cumsum(lengths)[:-1])
+    for tokens, found in zip(texts, together, strict=True):
+        assert same_bits(found, Tiny(model, "int4", 32, kv="int8").rows(tokens, range(5)))

@@ -1,0 +1,278 @@
+"""Tiny random models straight from numpy, which between them use everything that the core can do.
+
+Owns the specs, their random tensors, the packing of both for the core, and Tiny, which runs steps of one of them. Sizes are
+odd on purpose: few are a multiple of 32. Knows nothing of model files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _core
+from millrace.engine.cpu import describe
+from millrace.models.packing import aligned_bytes
+from millrace.models.precision import Format, KvType
+from millrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
+
+Floats = NDArray[np.float32]
+Tensors = dict[str, Floats]
+CoreTensors = dict[str, _core.Packed | Floats]
+
+ISAS = _core.isa_available()
+
+
+def rope(dims: int, base: float = 10000.0, **changes: Any) -> RopeSpec:
+    """Rotates the first `dims` dims of a head."""
+    inv_freq = tuple(float(np.float32(base ** (-2.0 * i / dims))) for i in range(dims // 2))
+    return RopeSpec(inv_freq=inv_freq, **changes)
+
+
+def spec(**changes: Any) -> ModelSpec:
+    """A small Llama; `changes` make it another model."""
+    head_size = changes.get("head_size", 24)
+    facts: dict[str, Any] = {
+        "family": "tiny",
+        "architecture": "TinyForCausalLM",
+        "vocab_size": 77,
+        "hidden_size": 72,
+        "intermediate_size": 50,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": head_size,
+        "layers": (LayerSpec(), LayerSpec()),
+        "context": 512,
+        "norm_eps": 1e-5,
+        "attention_scale": head_size**-0.5,
+        "ropes": (rope(head_size),),
+    }
+    return ModelSpec(**(facts | changes))
+
+
+# Not the table of the short rope, and twice as long as its context: a sequence of the second variant.
+LONG_ROPE = rope(
+    16,
+    long_inv_freq=tuple(float(np.float32(0.3**i)) for i in range(8)),
+    scale=1.1,
+    long_scale=0.9,
+    original_context=64,
+)
+
+SPECS: dict[str, ModelSpec] = {
+    "plain": spec(),
+    "window": spec(layers=(LayerSpec(window=20), LayerSpec(window=65), LayerSpec()), head_size=80, hidden_size=70),
+    "soft_caps": spec(
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        out_norm=True,
+        activation="gelu_tanh",
+        embedding_scale=6.5,
+        tied=True,
+        head_size=96,
+        heads=6,
+        kv_heads=2,
+    ),
+    "head_norms": spec(qk_norm="head", head_size=40, heads=5, kv_heads=1, qkv_bias=True),
+    "full_norms": spec(qk_norm="full", pre_norm=False, out_norm=True),
+    "layer_norm": spec(norm="layer", gated=False, activation="relu", qkv_bias=True, o_bias=True, mlp_bias=True),
+    "gated_biases": spec(mlp_bias=True, o_bias=True, activation="gelu", intermediate_size=33),
+    "partial_rope": spec(
+        ropes=(LONG_ROPE, rope(24, base=100.0)),
+        layers=(LayerSpec(rope=0), LayerSpec(rope=None), LayerSpec(rope=1)),
+        head_size=24,
+    ),
+    "experts": spec(
+        layers=(LayerSpec(experts=True), LayerSpec(), LayerSpec(experts=True)),
+        experts=ExpertSpec(count=5, top_k=2, intermediate_size=42, normalise=True),
+    ),
+    "plain_experts": spec(
+        layers=(LayerSpec(), LayerSpec(experts=True)),
+        experts=ExpertSpec(count=3, top_k=3, intermediate_size=40, normalise=False),
+        gated=False,
+        activation="gelu",
+        intermediate_size=90,
+    ),
+    "narrow": spec(
+        hidden_size=5, intermediate_size=1, heads=1, kv_heads=1, head_size=2, vocab_size=3, layers=(LayerSpec(),)
+    ),
+    "everything": spec(
+        layers=(LayerSpec(window=20), LayerSpec(experts=True)),
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        qk_norm="head",
+        out_norm=True,
+        qkv_bias=True,
+        experts=ExpertSpec(count=4, top_k=2, intermediate_size=42, normalise=True),
+    ),
+}
+ENCODER = spec(
+    kind="encoder",
+    norm="layer",
+    pre_norm=False,
+    residual_norm=True,
+    final_norm=False,
+    gated=False,
+    activation="gelu",
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    ropes=(),
+    layers=(LayerSpec(rope=None), LayerSpec(rope=None)),
+    learned_positions=100,
+    token_types=2,
+    embedding_norm=True,
+    intermediate_size=90,
+)
+
+
+@cache
+def random_tensors(model: ModelSpec, seed: int = 0) -> Mapping[str, Floats]:
+    """The canonical tensors: products that keep the size of what they multiply, norms near one, small biases."""
+    random = np.random.default_rng(seed)
+    tensors: Tensors = {}
+    for name, shape in tensor_shapes(model).items():
+        values = random.standard_normal(shape).astype(np.float32)
+        if is_product(name) or name.endswith(".router"):
+            # Queries and keys large enough that attention chooses: a flat softmax would hide wrong positions.
+            size = 2.0 if name.endswith((".qkv", ".router")) else 1.0
+            tensors[name] = values * np.float32(size / shape[-1] ** 0.5)
+        elif name.endswith("norm"):
+            tensors[name] = 1.0 + np.float32(0.1) * values
+        else:
+            tensors[name] = np.float32(0.1) * values
+    tensors["embed"] *= np.float32(model.hidden_size**0.5)
+    return tensors
+
+
+def packed(
+    matrix: NDArray[Any], format: Format = "f32", group: int = 0, pool: _core.Pool | None = None
+) -> _core.Packed:
+    outputs, inputs = matrix.shape
+    out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group))
+    kind = "f32" if matrix.dtype == np.float32 else "f16"
+    source = np.ascontiguousarray(matrix if kind == "f32" else matrix.view(np.uint16))
+    gain = _core.pack(source, kind, format, group, out, pool or _core.Pool(1))
+    return _core.Packed(format, outputs, inputs, group, gain, out)
+
+
+def by_turns(gate_up: Floats) -> Floats:
+    """Gate rows and up rows -> a panel of 32 gates, a panel of 32 ups, and so on, as the core takes them."""
+    inner = len(gate_up) // 2
+    padded = -(-inner // 32) * 32
+    halves = np.zeros((2, padded, *gate_up.shape[1:]), dtype=np.float32)
+    halves[0, :inner], halves[1, :inner] = gate_up[:inner], gate_up[inner:]
+    panels = [halves[half, start : start + 32] for start in range(0, padded, 32) for half in range(2)]
+    return np.concatenate(panels)
+
+
+def core_tensors(
+    tensors: Mapping[str, Floats], format: Format = "f32", group: int = 0, *, embed: Format | None = None
+) -> CoreTensors:
+    """What the core's Model takes; every product in one format, the router in f32."""
+    pool = _core.Pool(1)
+    found: CoreTensors = {}
+    for name, values in tensors.items():
+        if name == "token_types":
+            found["token_type"] = values[0].copy()
+        elif is_product(name) or name.endswith(".router"):
+            rows = by_turns(values) if name.endswith(".gate_up") else values
+            chosen = "f32" if name.endswith(".router") else embed if embed and name == "embed" else format
+            found[name] = packed(rows, chosen, group, pool)
+        else:
+            found[name] = (by_turns(values) if name.endswith(".gate_up.bias") else values).reshape(-1)
+    return found
+
+
+@cache
+def packed_model(model: ModelSpec, format: Format = "f32", group: int = 0) -> CoreTensors:
+    return core_tensors(random_tensors(model), format, group)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One sequence's part of a step."""
+
+    tokens: Sequence[int]
+    computed: int
+    blocks: Sequence[int]
+    variant: int = 0
+
+
+class Tiny:
+    """A model and KV memory for it."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        format: Format = "f32",
+        group: int = 0,
+        *,
+        kv: KvType = "f32",
+        isa: str = ISAS[0],
+        threads: int = 1,
+        pool: _core.Pool | None = None,
+        blocks: int = 40,
+        max_rows: int = 256,
+        tensors: CoreTensors | None = None,
+    ) -> None:
+        self.spec = model
+        self.kv = _core.Kv(len(model.layers), model.kv_heads, model.head_size, blocks, kv)
+        self.pool = pool or _core.Pool(threads)
+        held = packed_model(model, format, group) if tensors is None else tensors
+        self.model = _core.Model(describe(model), held, self.pool, max_rows, isa)
+
+    def step(self, shares: Sequence[Share], wanted: Iterable[int] | None = None, *, hidden: bool = False) -> Floats:
+        """One step; the logits (or final hidden states) of the wanted rows, by default of all."""
+        tables = np.full((len(shares), max(len(share.blocks) for share in shares)), -1, dtype=np.int32)
+        tokens: list[int] = []
+        offsets = [0]
+        for index, share in enumerate(shares):
+            tables[index, : len(share.blocks)] = share.blocks
+            tokens += share.tokens
+            offsets.append(len(tokens))
+        rows = np.arange(len(tokens), dtype=np.int32) if wanted is None else np.array(list(wanted), dtype=np.int32)
+        width = self.spec.hidden_size if hidden else self.spec.vocab_size
+        out = np.full((len(rows), width), np.nan, dtype=np.float32)
+        self.model.step(
+            self.kv,
+            np.array(tokens, dtype=np.int32),
+            np.array(offsets, dtype=np.int32),
+            np.array([share.computed for share in shares], dtype=np.int32),
+            tables,
+            np.array([share.variant for share in shares], dtype=np.int32),
+            rows,
+            out,
+            hidden,
+        )
+        return out
+
+    def rows(
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        computed: int = 0,
+        chunk: int = 10_000,
+        variant: int = 0,
+        hidden: bool = False,
+    ) -> Floats:
+        """One sequence, alone, `chunk` tokens a step, from its `computed`-th token on: every row's result."""
+        found = [
+            self.step([Share(tokens[start : start + chunk], start, blocks, variant)], hidden=hidden)
+            for start in range(computed, len(tokens), chunk)
+        ]
+        return np.concatenate(found)
+
+
+def text(length: int, model: ModelSpec, seed: int = 1) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, model.vocab_size, length).tolist()
+
+
+def same_bits(first: Floats, second: Floats) -> bool:
+    return np.array_equal(first.view(np.uint32), second.view(np.uint32))

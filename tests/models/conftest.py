@@ -1,0 +1,22 @@
+"""Tiny models shared by the tests of this folder: each is built once, when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from .tiny_models import TINY, Reference, build
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    built: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in built:
+            folder = tmp_path_factory.mktemp(name)
+            built[name] = Reference(name, TINY[name], folder, build(name, folder))
+        return built[name]
+
+    return get

@@ -1,0 +1,344 @@
+"""What the families make of a config and of the names in a model's files, without running anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from millrace.errors import ModelError
+from millrace.models.config_json import Config
+from millrace.models.families import FAMILIES, Part, family_of, model_spec
+from millrace.models.spec import ModelSpec, tensor_shapes
+
+from .tiny_models import TINY, WINDOW, Reference, saved_config, spec_of
+
+Tiny = Callable[[str], Reference]
+
+# Heads and eyes that Millrace does not run: it embeds and generates text.
+UNUSED = ("pooler.", "cls.predictions.", "multi_modal_projector.", "vision_tower.")
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def sources_of(values: dict[str, Any], names: frozenset[str]) -> dict[str, tuple[Part, ...]]:
+    config = Config(values, path=Path("model/config.json"))
+    return family_of(config).sources(model_spec(config), names)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str, tiny: Tiny) -> None:
+    reference = tiny(name)
+    values, saved = saved_config(reference), saved_shapes(reference.folder)
+    spec = spec_of(values, reference.folder)
+    sources = sources_of(values, frozenset(saved))
+    joined: dict[str, tuple[int, ...]] = {}
+    for canonical, parts in sources.items():
+        shapes = [saved[part.name] if part.index is None else saved[part.name][1:] for part in parts]
+        assert len({shape[1:] for shape in shapes}) == 1
+        joined[canonical] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    assert joined == tensor_shapes(spec)
+    unused = set(saved) - {part.name for parts in sources.values() for part in parts}
+    assert [left for left in unused if not left.startswith(UNUSED)] == []
+    for parts in sources.values():
+        for part in parts:
+            experts = spec.experts.count if spec.experts else 0
+            assert part.index is None or 0 <= part.index < experts == saved[part.name][0]
+
+
+def test_fused_experts_are_taken_one_by_one(tiny: Tiny) -> None:
+    for name, feed in (("qwen3-moe-fused", "model.layers.1.mlp"), ("mixtral-fused", "model.layers.1.mlp")):
+        reference = tiny(name)
+        sources = sources_of(saved_config(reference), frozenset(saved_shapes(reference.folder)))
+        assert sources["layers.1.mlp.experts.3.gate_up"] == (Part(f"{feed}.experts.gate_up_proj", 3),)
+        assert sources["layers.1.mlp.experts.3.down"] == (Part(f"{feed}.experts.down_proj", 3),)
+        assert sources["layers.1.mlp.router"] == (Part(f"{feed}.gate.weight"),)
+
+
+def test_experts_of_hub_checkpoints_are_joined_gate_first(tiny: Tiny) -> None:
+    sources = sources_of(saved_config(tiny("mixtral")), frozenset())
+    feed = "model.layers.0.block_sparse_moe.experts.2"
+    assert sources["layers.0.mlp.experts.2.gate_up"] == (Part(f"{feed}.w1.weight"), Part(f"{feed}.w3.weight"))
+    assert sources["layers.0.mlp.experts.2.down"] == (Part(f"{feed}.w2.weight"),)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_gemma3_text_is_found_under_each_prefix_it_ever_had(prefix: str, tiny: Tiny) -> None:
+    names = frozenset({f"{prefix}embed_tokens.weight"})
+    sources = sources_of(saved_config(tiny("gemma3-vision")), names)
+    assert sources["embed"] == (Part(f"{prefix}embed_tokens.weight"),)
+    assert sources["layers.0.mlp.norm"] == (Part(f"{prefix}layers.0.pre_feedforward_layernorm.weight"),)
+
+
+def test_norms_of_the_first_bert_checkpoints_are_found(tiny: Tiny) -> None:
+    stem = "bert.embeddings.LayerNorm"
+    names = frozenset({"bert.embeddings.word_embeddings.weight", f"{stem}.gamma", f"{stem}.beta"})
+    sources = sources_of(saved_config(tiny("bert")), names)
+    assert sources["embed_norm"] == (Part(f"{stem}.gamma"),)
+    assert sources["embed_norm.bias"] == (Part(f"{stem}.beta"),)
+    assert sources["layers.2.mlp.residual_norm"] == (Part("bert.encoder.layer.2.output.LayerNorm.weight"),)
+
+
+def test_tied_embedding_saved_only_as_the_head_is_found(tiny: Tiny) -> None:
+    sources = sources_of(saved_config(tiny("qwen2")), frozenset({"lm_head.weight"}))
+    assert sources["embed"] == (Part("lm_head.weight"),)
+
+
+def test_layers_have_the_windows_ropes_and_experts_of_their_family(tiny: Tiny) -> None:
+    def layers(name: str) -> list[tuple[int, int | None, bool]]:
+        spec = spec_of(saved_config(tiny(name)), tiny(name).folder)
+        return [(layer.window, layer.rope, layer.experts) for layer in spec.layers]
+
+    assert layers("llama") == [(0, 0, False)] * 3
+    assert layers("mistral") == [(WINDOW, 0, False)] * 3
+    assert layers("smollm3") == [(0, 0, False), (WINDOW, None, False)] * 2
+    assert layers("qwen2") == [(0, 0, False), (WINDOW, 0, False), (WINDOW, 0, False)]
+    assert layers("qwen3") == [(0, 0, False), (WINDOW, 0, False), (0, 0, False)]
+    assert layers("qwen3-moe") == [(0, 0, True), (0, 0, False), (0, 0, True)]
+    assert layers("qwen3-moe-fused") == [(WINDOW, 0, False), (WINDOW, 0, True), (WINDOW, 0, False)]
+    assert layers("gemma2") == [(WINDOW, 0, False), (0, 0, False)]
+    assert layers("gemma3") == [(WINDOW, 1, False)] * 2 + [(0, 0, False), (WINDOW, 1, False)]
+    assert layers("mixtral-fused") == [(WINDOW, 0, True)] * 3
+    assert layers("bert") == [(0, None, False)] * 3
+
+
+def test_gemma_scales_and_caps_are_read(tiny: Tiny) -> None:
+    spec = spec_of(saved_config(tiny("gemma2")))
+    assert spec.attention_scale == 20**-0.5
+    assert (spec.attention_softcap, spec.logit_softcap, spec.embedding_scale) == (4.0, 9.0, 8.0)
+    assert (spec.norm_offset, spec.out_norm, spec.pre_norm, spec.tied) == (1.0, True, True, True)
+    spec = spec_of(saved_config(tiny("gemma3")))
+    assert (spec.attention_softcap, spec.logit_softcap, spec.qk_norm) == (0.0, 0.0, "head")
+
+
+def test_sparse_gemma3_config_of_the_hub_is_filled_in() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = spec_of({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size) == (262_208, 8, 4, 256)
+    assert [layer.window for layer in spec.layers[:7]] == [1024] * 5 + [0, 1024]
+    assert [spec.ropes[rope].inv_freq[0] for rope in (0, 1)] == [0.125, 1.0]
+    assert spec.context == 131_072
+
+
+# How a config of transformers 4, and so nearly every one on the hub, says the same.
+LEGACY = sorted(set(TINY) - {"gemma3", "gemma3-vision"})
+
+
+def legacy_config(values: dict[str, Any]) -> dict[str, Any]:
+    values = dict(values)
+    values["torch_dtype"] = values.pop("dtype")
+    rope = values.pop("rope_parameters", None)
+    if rope is not None:
+        values["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        kind = rope.pop("rope_type")
+        values["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return values
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_old_form_of_a_config_says_the_same(name: str, tiny: Tiny) -> None:
+    reference = tiny(name)
+    values = saved_config(reference)
+    old = spec_of(legacy_config(saved_config(reference)), reference.folder)
+    assert old == spec_of(values, reference.folder)
+
+
+def test_old_form_of_gemma3_ropes_says_the_same(tiny: Tiny) -> None:
+    values = saved_config(tiny("gemma3"))
+    expected = spec_of(values)
+    full, local = (values["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+    del values["rope_parameters"], values["layer_types"]
+    values |= {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
+    values["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
+    assert spec_of(values) == expected
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def test_plain_llama_config_needs_no_more_than_its_sizes() -> None:
+    spec = spec_of(LLAMA)
+    assert (spec.head_size, spec.norm_eps, spec.tied, spec.activation) == (16, 1e-6, False, "silu")
+    assert spec.attention_scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": -64}, "hidden_size"),
+        ({"hidden_size": 64.0}, "hidden_size.*integer.*64.0"),
+        ({"hidden_size": True}, "hidden_size.*integer.*true"),
+        ({"hidden_size": "64"}, "hidden_size.*integer.*'64'"),
+        ({"hidden_size": None}, "hidden_size.*null"),
+        ({"vocab_size": 10**400}, "vocab_size.*bits"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads.*divisor"),
+        ({"head_dim": 15}, "head_dim.*even"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"rope_theta": math.inf}, "rope_theta"),
+        ({"rope_theta": 1}, "rope_theta"),
+        ({"hidden_act": "xielu"}, "hidden_act.*'xielu'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings.*true or false"),
+        ({"attention_bias": "no"}, "attention_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config.*missing"),
+        ({"rope_scaling": []}, "rope_scaling.*object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor.*missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "unsupported rope 'dynamic'.*batch"),
+        ({"rope_scaling": {"type": "sideways"}}, "unsupported rope 'sideways'.*supported are default"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor.*list of 8 numbers",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor",
+        ),
+        ({"architectures": ["FalconForCausalLM"]}, "unknown architecture 'FalconForCausalLM'.*LlamaForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"architectures": []}, "architectures"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": [7]}, "architectures"),
+        ({"vocab_size": 1 << 23, "hidden_size": 1 << 17, "intermediate_size": 1 << 20}, "parameters"),
+    ],
+)
+def test_hostile_config_is_refused_with_its_path_and_key(change: dict[str, Any], message: str) -> None:
+    values = {**LLAMA, **change}
+    if change.get("vocab_size") == 1 << 23:
+        values |= {"num_hidden_layers": 1024, "num_attention_heads": 1024, "num_key_value_heads": 1024}
+    with pytest.raises(ModelError, match=message) as caught:
+        spec_of(values)
+    assert caught.value.path == str(Path("model/config.json"))
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("qwen2", {"sliding_window": None}, "layer_types.*sliding window"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types.*list of 3"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "x"]}, "layer_types.*'linear_attention'"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("qwen3-moe", {"num_experts": 10**9, "num_local_experts": 10**9}, "num_.*experts"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ("mixtral", {"num_experts": 4096, "num_local_experts": 4096, "num_hidden_layers": 1024}, "experts"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("phi3", {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        ("phi3", {"rope_parameters": {"rope_type": "llama3"}}, "unsupported rope 'llama3'"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type.*absolute"),
+        ("bert", {"is_decoder": True}, "is_decoder"),
+        ("bert", {"num_attention_heads": 7}, "num_attention_heads"),
+        ("bert", {"architectures": ["BertForSequenceClassification"]}, "unknown architecture"),
+    ],
+)
+def test_what_a_family_cannot_run_is_refused_by_name(
+    name: str, change: dict[str, Any], message: str, tiny: Tiny
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_of({**saved_config(tiny(name)), **change}, tiny(name).folder)
+
+
+def test_no_two_families_claim_an_architecture() -> None:
+    claimed = [name for family in FAMILIES for name in family.architectures]
+    assert len(claimed) == len(set(claimed))
+    assert set(claimed) >= {tiny.architecture for tiny in TINY.values()}
+
+
+def spec_or_error(values: dict[str, Any], folder: Path) -> ModelSpec | ModelError:
+    try:
+        return spec_of(values, folder)
+    except ModelError as error:
+        return error
+
+
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 600),
+    st.sampled_from([10**12, -(10**12), 10**400, 2**31, 2**63, 1 << 20]),
+    st.floats(),
+    st.floats(-1e9, 1e9),
+    st.text(max_size=8),
+    st.sampled_from(["silu", "gelu", "linear", "yarn", "longrope", "llama3", "dynamic", "default", "full_attention"]),
+    st.lists(st.one_of(st.integers(-2, 9), st.floats(), st.text(max_size=3)), max_size=13),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "type", "factor", "rope_theta", "x"]), st.integers(-1, 3), max_size=3
+    ),
+)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_mutated_config_gives_a_sane_spec_or_a_model_error(data: st.DataObject, tiny: Tiny) -> None:
+    reference = tiny(data.draw(st.sampled_from(sorted(TINY))))
+    values = saved_config(reference)
+    for _ in range(data.draw(st.integers(1, 3))):
+        target = values
+        for nested in ("text_config", "rope_parameters", "full_attention"):
+            if isinstance(target.get(nested), dict) and target[nested] and data.draw(st.booleans()):
+                target = target[nested]
+        key = data.draw(st.sampled_from([*sorted(target), "rope_scaling", "partial_rotary_factor", "rope_theta"]))
+        if data.draw(st.booleans()):
+            target[key] = data.draw(HOSTILE)
+        else:
+            target.pop(key, None)
+    spec = spec_or_error(values, reference.folder)
+    if isinstance(spec, ModelError):
+        assert spec.path is not None
+        assert len(str(spec)) < 700
+        return
+    assert spec.heads % spec.kv_heads == 0
+    assert all(layer.rope is None or layer.rope < len(spec.ropes) for layer in spec.layers)
+    for rope in spec.ropes:
+        assert 2 <= 2 * len(rope.inv_freq) <= spec.head_size
+        assert all(math.isfinite(value) and value == np.float32(value) for value in rope.inv_freq)
+    numbers = [value for value in msgspec.structs.astuple(spec) if isinstance(value, float)]
+    assert all(math.isfinite(value) for value in numbers)
+    assert all(size > 0 for shape in tensor_shapes(spec).values() for size in shape)

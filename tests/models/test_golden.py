@@ -1,0 +1,121 @@
+"""Millrace against transformers, family by family, in f32.
+
+Each decoder's logits at every position, its greedy tokens, and the same bits alone and in a batch; each encoder's
+embeddings. The reference for greedy tokens is one forward pass over prompt and answer: every token must be the one that
+transformers finds likeliest after all before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import _core
+from millrace.cli import main
+from millrace.engine.cpu import CpuExecutor
+from millrace.engine.offline import embed, greedy, hidden_states, logits
+from millrace.models.loading import open_model
+
+from .tiny_models import CONTEXT, DECODERS, ENCODERS, Reference, prompt
+
+LENGTHS = (1, 17, 300)  # one token, a few blocks' worth, and far past every window and trained context
+RAGGED = (17, 1, 300, 40, 5)
+ANSWER = 64  # tokens
+
+Tiny = Callable[[str], Reference]
+Executors = Callable[[str], CpuExecutor]
+
+
+@pytest.fixture(scope="module")
+def executors(tiny: Tiny) -> Executors:
+    loaded: dict[str, CpuExecutor] = {}
+
+    def get(name: str) -> CpuExecutor:
+        if name not in loaded:
+            folder = open_model(tiny(name).folder)
+            loaded[name] = CpuExecutor.load(folder, weights="f32", kv="f32", threads=2, context=CONTEXT, isa=None)
+        return loaded[name]
+
+    return get
+
+
+def relative_error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    assert found.shape == expected.shape
+    assert np.isfinite(found).all()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_are_those_of_transformers(name: str, length: int, tiny: Tiny, executors: Executors) -> None:
+    tokens = prompt(length)
+    (found,) = logits(executors(name), [tokens])
+    assert relative_error(found, tiny(name).logits(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_are_those_of_transformers(name: str, length: int, tiny: Tiny, executors: Executors) -> None:
+    tokens = prompt(length)
+    (answer,) = greedy(executors(name), [tokens], ANSWER)
+    assert len(answer) == ANSWER
+    expected = tiny(name).logits(tokens + answer)[length - 1 : -1].argmax(-1).tolist()
+    assert answer == expected
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_ragged_batch_is_one_at_a_time_to_the_bit(name: str, executors: Executors) -> None:
+    executor = executors(name)
+    prompts = [prompt(length, seed=3) for length in RAGGED]
+    together = logits(executor, prompts)
+    assert [found.shape[0] for found in together] == list(RAGGED)
+    for tokens, found in zip(prompts, together, strict=True):
+        (alone,) = logits(executor, [tokens])
+        assert found.tobytes() == alone.tobytes()
+    assert greedy(executor, prompts, ANSWER) == [greedy(executor, [tokens], ANSWER)[0] for tokens in prompts]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_embeddings_are_those_of_transformers(name: str, length: int, tiny: Tiny, executors: Executors) -> None:
+    tokens = prompt(length)
+    (found,) = embed(executors(name), [tokens])
+    assert relative_error(found, tiny(name).embedding(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_ragged_batch_of_texts_is_one_at_a_time_to_the_bit(name: str, executors: Executors) -> None:
+    executor = executors(name)
+    texts = [prompt(length, seed=3) for length in RAGGED]
+    together = embed(executor, texts)
+    for tokens, found in zip(texts, together, strict=True):
+        assert found.tobytes() == embed(executor, [tokens])[0].tobytes()
+
+
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16")])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe", "phi3", "bert"])
+def test_every_instruction_set_gives_the_same_bits(name: str, weights: str, kv: str, tiny: Tiny) -> None:
+    folder = open_model(tiny(name).folder)
+    found = {
+        isa: hidden_states(
+            CpuExecutor.load(folder, weights=weights, kv=kv, threads=2, context=CONTEXT, isa=isa), [prompt(90)]
+        )[0].tobytes()
+        for isa in _core.isa_available()
+    }
+    assert len(set(found.values())) == 1, found.keys()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_command_generates_what_transformers_would(
+    name: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--weights", "f32", "--kv", "f32", "--context", str(CONTEXT), "--no-cache", "--ignore-eos", "--json"]
+    assert main(["generate", str(tiny(name).folder), "-p", "The water ran to the wheel.", "-n", "24", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tokens = report["prompt_tokens"]
+    expected = tiny(name).logits(tokens + report["tokens"])[len(tokens) - 1 : -1].argmax(-1).tolist()
+    assert report["tokens"] == expected

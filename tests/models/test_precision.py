@@ -1,0 +1,95 @@
+"""Spellings of precisions, and the plan that gives every tensor one."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.errors import RequestError
+from millrace.models.precision import Precision, parse_kv, parse_plan, parse_precision
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f32", Precision("f32")),
+        ("bf16", Precision("bf16")),
+        ("int8", Precision("int8", 64)),
+        ("int4", Precision("int4", 32)),
+        ("int4-g128", Precision("int4", 128)),
+        ("int8-channel", Precision("int8", 0)),
+    ],
+)
+def test_a_precision_is_read_from_its_spelling(text: str, expected: Precision) -> None:
+    assert parse_precision(text) == expected
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8-g64", "int4-g32", "int4-channel"])
+def test_a_precision_is_spelled_as_it_is_read(name: str) -> None:
+    assert parse_precision(name).name == name
+
+
+@pytest.mark.parametrize("text", ["int5", "", "int4-g48", "int4-", "bf16-g32", "INT4", "int4-g-32", "int4-g٣٢"])
+def test_a_wrong_spelling_is_refused_with_what_is_right(text: str) -> None:
+    with pytest.raises(RequestError):
+        parse_precision(text)
+
+
+def test_bits_count_the_share_of_the_scale() -> None:
+    assert parse_precision("int4-g32").bits == 4.5
+    assert parse_precision("int8-channel").bits == 8
+    assert parse_precision("bf16").bits == 16
+
+
+def test_the_group_flag_does_not_override_a_spelled_group() -> None:
+    assert parse_plan("int4", group="128").default == Precision("int4", 128)
+    assert parse_plan("int4-g64", group="128").default == Precision("int4", 64)
+    assert parse_plan("int4", group="channel").default == Precision("int4", 0)
+
+
+@pytest.mark.parametrize(("weights", "group"), [("bf16", "64"), ("int4", "48"), ("int8", 0)])
+def test_a_group_that_cannot_be_is_refused(weights: str, group: str | int) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_plan(weights, group=group)
+    assert caught.value.parameter == "group"
+
+
+def test_embedding_and_head_stay_at_eight_bits_unless_asked() -> None:
+    plan = parse_plan("int4")
+    assert plan.precision("embed").format == "int8"
+    assert plan.precision("head").format == "int8"
+    assert plan.precision("layers.0.attn.qkv").format == "int4"
+    assert parse_plan("int4", keep=["head=int4"]).precision("head").format == "int4"
+    assert parse_plan("bf16").precision("head").format == "bf16"
+
+
+def test_the_last_pattern_that_matches_wins() -> None:
+    plan = parse_plan("int4", keep=["layers.*=int8", "layers.*.attn.o=bf16", "layers.1.attn.o=f32"])
+    assert plan.precision("layers.0.mlp.down").format == "int8"
+    assert plan.precision("layers.0.attn.o").format == "bf16"
+    assert plan.precision("layers.1.attn.o").format == "f32"
+
+
+def test_a_tied_embedding_answers_to_both_names() -> None:
+    plan = parse_plan("int4", keep={"head": "bf16"})
+    assert plan.precision("embed", tied=True).format == "bf16"
+    assert plan.precision("embed", tied=False).format == "int8"
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    plan = parse_plan("int4", keep=["layers.*.atn.o=bf16"])
+    with pytest.raises(RequestError, match=r"atn\.o") as caught:
+        plan.check_patterns(["layers.0.attn.o"])
+    assert caught.value.parameter == "keep"
+
+
+@pytest.mark.parametrize("entry", ["bf16", "=bf16", "layers.*", "head=int3"])
+def test_a_wrong_keep_entry_is_refused(entry: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_plan("int4", keep=[entry])
+    assert caught.value.parameter == "keep"
+
+
+def test_kv_types_are_checked() -> None:
+    assert parse_kv("int8") == "int8"
+    with pytest.raises(RequestError, match="int4"):
+        parse_kv("int4")

@@ -1,0 +1,353 @@
+"""Tiny models with random weights, one or more for each family, written to a folder by transformers.
+
+Owns their configs, their seeded weights and a small tokenizer. Each has its family's special features on, windows and
+trained contexts so short that 300 tokens go far past them, and weights so large that logits are well apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import transformers.utils.logging
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from millrace.models.config_json import Config
+from millrace.models.families import model_spec
+from millrace.models.spec import ModelSpec
+
+transformers.utils.logging.disable_progress_bar()
+
+VOCAB = 320
+CONTEXT = 512
+WINDOW = 32
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+ENCODER_SIZES: dict[str, Any] = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "bos_token_id")}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How to make one tiny model."""
+
+    architecture: str
+    config: Callable[[], Any]
+    # Of save_pretrained: `save_original_format=False` keeps experts fused, `max_shard_size` splits the file.
+    save: dict[str, Any] = field(default_factory=dict[str, Any])
+    encoder: bool = False
+    pooling: dict[str, Any] | None = None
+    normalise: bool = False
+
+
+def _llama() -> Any:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.LlamaConfig(
+        **SIZES, rope_parameters=rope, attention_bias=True, mlp_bias=True, head_dim=24, tie_word_embeddings=False
+    )
+
+
+def _llama_linear() -> Any:
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+    return transformers.LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=True)
+
+
+def _mistral() -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=WINDOW, head_dim=24, tie_word_embeddings=False)
+
+
+def _smollm3() -> Any:
+    return transformers.SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        no_rope_layer_interval=2,
+        tie_word_embeddings=True,
+    )
+
+
+def _qwen2() -> Any:
+    return transformers.Qwen2Config(
+        **SIZES,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+    )
+
+
+def _qwen2_yarn() -> Any:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "beta_slow": 1.0,
+    }
+    return transformers.Qwen2Config(**SIZES, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def _qwen3() -> Any:
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    return transformers.Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=types,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    )
+
+
+def _qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    )
+
+
+def _qwen3_moe_sparse_step() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    )
+
+
+def _gemma2() -> Any:
+    return transformers.Gemma2Config(
+        **{**SIZES, "num_hidden_layers": 2},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=9.0,
+        rms_norm_eps=1e-3,
+    )
+
+
+def _gemma3_text() -> Any:
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=WINDOW,
+        sliding_window_pattern=3,
+        rope_parameters=rope,
+        rms_norm_eps=1e-3,
+    )
+
+
+def _gemma3_vision() -> Any:
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    return transformers.Gemma3Config(
+        text_config=_gemma3_text(), vision_config=vision, mm_tokens_per_image=4, image_token_index=VOCAB - 1
+    )
+
+
+def _phi3() -> Any:
+    # Heads of 32 dims of which 24 turn, in 12 pairs.
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.02 * pair for pair in range(12)],
+        "long_factor": [1.5 + 0.9 * pair for pair in range(12)],
+    }
+    return transformers.Phi3Config(
+        **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
+        original_max_position_embeddings=128,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+    )
+
+
+def _phi3_window() -> Any:
+    return transformers.Phi3Config(**SIZES, sliding_window=WINDOW, tie_word_embeddings=True)
+
+
+def _olmo2() -> Any:
+    return transformers.Olmo2Config(**SIZES, tie_word_embeddings=False)
+
+
+def _mixtral() -> Any:
+    return transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _mixtral_window() -> Any:
+    return transformers.MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=3, sliding_window=WINDOW)
+
+
+def _bert() -> Any:
+    return transformers.BertConfig(**ENCODER_SIZES, layer_norm_eps=1e-2)
+
+
+def _bert_tanh() -> Any:
+    return transformers.BertConfig(**ENCODER_SIZES, hidden_act="gelu_new", layer_norm_eps=1e-3)
+
+
+TINY: dict[str, Tiny] = {
+    "llama": Tiny("LlamaForCausalLM", _llama),
+    "llama-linear-tied": Tiny("LlamaForCausalLM", _llama_linear, save={"max_shard_size": "100KB"}),
+    "mistral": Tiny("MistralForCausalLM", _mistral),
+    "smollm3": Tiny("SmolLM3ForCausalLM", _smollm3),
+    "qwen2": Tiny("Qwen2ForCausalLM", _qwen2),
+    "qwen2-yarn": Tiny("Qwen2ForCausalLM", _qwen2_yarn),
+    "qwen3": Tiny("Qwen3ForCausalLM", _qwen3),
+    "qwen3-moe": Tiny("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen3-moe-fused": Tiny("Qwen3MoeForCausalLM", _qwen3_moe_sparse_step, save={"save_original_format": False}),
+    "gemma2": Tiny("Gemma2ForCausalLM", _gemma2),
+    "gemma3": Tiny("Gemma3ForCausalLM", _gemma3_text),
+    "gemma3-vision": Tiny("Gemma3ForConditionalGeneration", _gemma3_vision),
+    "phi3": Tiny("Phi3ForCausalLM", _phi3),
+    "phi3-window-tied": Tiny("Phi3ForCausalLM", _phi3_window),
+    "olmo2": Tiny("Olmo2ForCausalLM", _olmo2),
+    "mixtral": Tiny("MixtralForCausalLM", _mixtral),
+    "mixtral-fused": Tiny("MixtralForCausalLM", _mixtral_window, save={"save_original_format": False}),
+    "bert": Tiny("BertModel", _bert, encoder=True),
+    "bert-cls": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_cls_token": True}, normalise=True),
+    "bert-mlm-last": Tiny("BertForMaskedLM", _bert_tanh, encoder=True, pooling={"pooling_mode": "lasttoken"}),
+    "bert-minilm": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_mean_tokens": True}, normalise=True),
+}
+DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder)
+ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
+
+
+def build(name: str, folder: Path) -> Any:
+    """Write the model, its weights in f32, to the folder; returns it, ready to compare with."""
+    tiny = TINY[name]
+    torch.manual_seed(1000 + sorted(TINY).index(name))
+    config = tiny.config()
+    config._attn_implementation = "eager"
+    model = getattr(transformers, tiny.architecture)(config).to(torch.float32).eval()
+    _randomise(model)
+    model.save_pretrained(folder, **tiny.save)
+    _write_tokenizer(folder)
+    if tiny.pooling is not None:
+        _write_sentence_files(folder, tiny)
+    return model
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tiny model as transformers computes it: eager attention, f32."""
+
+    name: str
+    tiny: Tiny
+    folder: Path
+    model: Any
+
+    def logits(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Of every position."""
+        with torch.no_grad():
+            return self.model(input_ids=torch.tensor([tokens])).logits[0].numpy()
+
+    def embedding(self, tokens: list[int]) -> NDArray[np.float32]:
+        """As sentence-transformers pools the hidden states: the mean where nothing says otherwise."""
+        with torch.no_grad():
+            states = self.model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+        pooling = self.tiny.pooling or {}
+        if pooling.get("pooling_mode_cls_token"):
+            pooled = states[0]
+        elif pooling.get("pooling_mode") == "lasttoken":
+            pooled = states[-1]
+        else:
+            pooled = states.mean(0)
+        return (torch.nn.functional.normalize(pooled, dim=0) if self.tiny.normalise else pooled).numpy()
+
+
+def saved_config(reference: Reference) -> dict[str, Any]:
+    return json.loads((reference.folder / "config.json").read_text())
+
+
+def spec_of(values: dict[str, Any], folder: Path = Path("model")) -> ModelSpec:
+    return model_spec(Config(values, path=folder / "config.json"))
+
+
+def prompt(length: int, seed: int = 7) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1000 + length)
+    return torch.randint(3, VOCAB - 1, (length,), generator=generator).tolist()
+
+
+def _randomise(model: Any) -> None:
+    """Every weight random, so that none can be left out unnoticed; norms stay near what they are made as."""
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "norm" in name.lower() and parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<s>", "</s>", "<pad>"],
+        show_progress=False,
+    )
+    text = "the mill turns the wheel and the water runs down the race past the stones where the grain becomes flour"
+    tokenizer.train_from_iterator([text] * 8, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _write_sentence_files(folder: Path, tiny: Tiny) -> None:
+    kinds = ["Transformer", "Pooling", "Normalize"] if tiny.normalise else ["Transformer", "Pooling"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"idx": index, "name": str(index), "path": paths[index], "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": SIZES["hidden_size"], **(tiny.pooling or {})}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
