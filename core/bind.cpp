@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -36,6 +37,12 @@ void check_aligned(const void* data, const char* what) {
   if (reinterpret_cast<uintptr_t>(data) % 64 != 0) refuse(std::string(what) + " must be aligned to 64 bytes");
 }
 
+// Arrays at addresses that are no multiple of their values' size cannot be read as such.
+template <typename A>
+void check_natural(const A& array, const char* what) {
+  if (reinterpret_cast<uintptr_t>(array.data()) % array.itemsize() != 0) refuse(std::string(what) + " is not aligned");
+}
+
 struct Packed {
   PackedView view;
   Array<uint8_t, 1> owner;  // keeps the memory, which may be a mapped file
@@ -62,6 +69,7 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
            MutableArray<uint8_t, 1> out, Pool& pool) {
   SourceType type = check_dense(source, type_name);
   if (source.ndim() != 2) refuse("the source must have two dimensions");
+  check_natural(source, "the source");
   DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
   Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false);
   if (static_cast<int64_t>(out.size()) != layout.bytes) refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
@@ -80,10 +88,19 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
     return static_cast<int64_t>(rows) == layout.outputs && static_cast<int64_t>(columns) == layout.groups;
   };
   if (!per_group(scales.shape(0), scales.shape(1))) refuse("scales must be [outputs, groups]");
+  check_natural(scales, "scales");
+  for (int64_t i = 0; i < layout.outputs * layout.groups; ++i) {
+    if (!std::isfinite(scales.data()[i])) refuse("a scale is not finite");
+  }
   const int16_t* zero_data = nullptr;
   Array<int16_t, 2> zero_array;
   if (asymmetric) {
-    zero_array = nb::cast<Array<int16_t, 2>>(zeros);
+    try {
+      zero_array = nb::cast<Array<int16_t, 2>>(zeros, false);
+    } catch (const nb::cast_error&) {
+      refuse("zeros must be an array of i16 or None");
+    }
+    check_natural(zero_array, "zeros");
     if (!per_group(zero_array.shape(0), zero_array.shape(1))) refuse("zeros must be [outputs, groups]");
     zero_data = zero_array.data();
   }
@@ -107,6 +124,7 @@ Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, i
     refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
   }
   check_aligned(data.data(), "packed data");
+  if (!(gain > 0.0f) || !std::isfinite(gain)) refuse("the gain must be positive and finite");
   PackedView view{layout, data.data(), gain};
   return Packed{view, std::move(data)};
 }
@@ -125,6 +143,8 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   const Layout& layout = packed.view.layout;
   const int64_t count = static_cast<int64_t>(rows.shape(0));
   const int64_t inputs = static_cast<int64_t>(rows.shape(1));
+  check_natural(rows, "rows");
+  check_natural(out, "out");
   if (inputs != layout.inputs) refuse("rows must have " + std::to_string(layout.inputs) + " values");
   if (static_cast<int64_t>(out.shape(0)) != count || static_cast<int64_t>(out.shape(1)) != layout.outputs) {
     refuse("out must be [" + std::to_string(count) + ", " + std::to_string(layout.outputs) + "]");
@@ -163,6 +183,21 @@ struct BoundModel {
   nb::object pool;
 };
 
+template <typename T>
+T fact(const nb::dict& facts, const char* key) {
+  if (!facts.contains(key)) refuse(std::string("the description lacks '") + key + "'");
+  try {
+    return nb::cast<T>(facts[key]);
+  } catch (const nb::cast_error&) {
+    refuse(std::string("'") + key + "' in the description has the wrong type");
+  }
+}
+
+nb::dict facts_of(nb::handle entry, const char* what) {
+  if (!nb::isinstance<nb::dict>(entry)) refuse(std::string("each of '") + what + "' in the description must be a dict");
+  return nb::borrow<nb::dict>(entry);
+}
+
 // Reads the description and takes each tensor by its canonical name.
 class Assembly {
  public:
@@ -170,12 +205,7 @@ class Assembly {
 
   template <typename T>
   T value(const char* key) const {
-    if (!description_.contains(key)) refuse(std::string("the description lacks '") + key + "'");
-    try {
-      return nb::cast<T>(description_[key]);
-    } catch (const nb::cast_error&) {
-      refuse(std::string("'") + key + "' in the description has the wrong type");
-    }
+    return fact<T>(description_, key);
   }
 
   PackedView packed(const std::string& name) const {
@@ -187,6 +217,7 @@ class Assembly {
   Array<float, 1> vector(const std::string& name, int64_t size) const {
     try {
       Array<float, 1> values = nb::cast<Array<float, 1>>(tensor_of(name), false);
+      check_natural(values, name.c_str());
       if (size >= 0 && static_cast<int64_t>(values.size()) != size) {
         refuse("tensor '" + name + "' has " + std::to_string(values.size()) + " values, expected " + std::to_string(size));
       }
@@ -245,10 +276,10 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   const std::string attn = name + ".attn";
   const std::string feed = name + ".mlp";
   Layer layer;
-  nb::dict facts = nb::cast<nb::dict>(entry);
-  layer.window = nb::cast<int64_t>(facts["window"]);
-  layer.rope = nb::cast<int>(facts["rope"]);
-  const int64_t experts = nb::cast<int64_t>(facts["experts"]);
+  nb::dict facts = facts_of(entry, "layers");
+  layer.window = fact<int64_t>(facts, "window");
+  layer.rope = fact<int>(facts, "rope");
+  const int64_t experts = fact<int64_t>(facts, "experts");
   layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
   layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
   layer.attn_residual_norm = parts.norm(attn + ".residual_norm", w.hidden);
@@ -298,7 +329,9 @@ ModelWeights assemble(const Assembly& parts) {
   w.embedding_scale = parts.value<float>("embedding_scale");
   w.top_k = parts.value<int64_t>("top_k");
   w.normalise_experts = parts.value<bool>("normalise_experts");
-  if (w.vocab < 1 || w.hidden < 1 || w.heads < 1 || w.kv_heads < 1 || w.head_size < 1) refuse("sizes must be positive");
+  for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size}) {
+    if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
+  }
 
   w.embed = parts.packed("embed");
   w.positions = parts.list("positions");
@@ -307,12 +340,12 @@ ModelWeights assemble(const Assembly& parts) {
   if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden) refuse("token_type has the wrong size");
   w.embed_norm = parts.norm("embed_norm", w.hidden);
   for (nb::handle entry : parts.value<nb::list>("ropes")) {
-    nb::dict facts = nb::cast<nb::dict>(entry);
+    nb::dict facts = facts_of(entry, "ropes");
     Rope rope;
-    rope.inv_freq[0] = nb::cast<std::vector<float>>(facts["inv_freq"]);
-    rope.inv_freq[1] = nb::cast<std::vector<float>>(facts["long_inv_freq"]);
-    rope.scale[0] = nb::cast<float>(facts["scale"]);
-    rope.scale[1] = nb::cast<float>(facts["long_scale"]);
+    rope.inv_freq[0] = fact<std::vector<float>>(facts, "inv_freq");
+    rope.inv_freq[1] = fact<std::vector<float>>(facts, "long_inv_freq");
+    rope.scale[0] = fact<float>(facts, "scale");
+    rope.scale[1] = fact<float>(facts, "long_scale");
     w.ropes.push_back(std::move(rope));
   }
   size_t index = 0;
@@ -328,6 +361,7 @@ ModelWeights assemble(const Assembly& parts) {
 
 void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::object pool, int64_t max_rows,
                 const std::string& isa) {
+  tensors = nb::cast<nb::dict>(tensors.attr("copy")());  // the model's own hold on them, whatever the caller's dict becomes
   ModelWeights weights = assemble(Assembly(std::move(description), tensors));
   auto model = std::make_unique<Model>(std::move(weights), nb::cast<Pool&>(pool), max_rows, kernels_of(isa));
   new (self) BoundModel{std::move(model), std::move(tensors), std::move(pool)};
@@ -336,6 +370,13 @@ void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::ob
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden) {
+  check_natural(tokens, "tokens");
+  check_natural(offsets, "offsets");
+  check_natural(computed, "computed");
+  check_natural(block_tables, "block_tables");
+  check_natural(rope_variants, "rope_variants");
+  check_natural(wanted, "wanted");
+  check_natural(out, "out");
   StepArgs args;
   args.kv = &kv;
   args.rows = static_cast<int64_t>(tokens.size());
@@ -439,9 +480,15 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
   self.sampler->choose(logits.data(), rows, result);
 }
 
+void check_seconds(double seconds) {
+  if (!(seconds >= 0.0 && seconds <= 60.0)) refuse("seconds must be 0 to 60");
+}
+
 }  // namespace
 }  // namespace millrace
 
+// Arrays are taken as they are or refused: a silent copy of another type would lose what is written into it, and would
+// wrap whole numbers that do not fit.
 NB_MODULE(_core, module) {
   using namespace millrace;
   nb::set_leak_warnings(false);  // models live until the process ends
@@ -460,8 +507,9 @@ NB_MODULE(_core, module) {
         return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric).bytes;
       },
       "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false);
-  module.def("pack", &pack, "source"_a, "source_type"_a, "format"_a, "group"_a, "out"_a, "pool"_a);
-  module.def("pack_codes", &pack_from_codes, "codes"_a, "scales"_a, "zeros"_a.none(), "format"_a, "group"_a, "out"_a);
+  module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(), "pool"_a);
+  module.def("pack_codes", &pack_from_codes, "codes"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.none(),
+             "format"_a, "group"_a, "out"_a.noconvert());
   module.def(
       "find_nonfinite",
       [](const DenseArray& source, const std::string& type_name, Pool& pool) {
@@ -478,10 +526,10 @@ NB_MODULE(_core, module) {
              Array<uint8_t, 1> data, bool asymmetric) {
             new (self) Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric));
           },
-          "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a, "asymmetric"_a = false)
+          "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false)
       .def("unpack", &unpack);
 
-  module.def("multiply", &multiply, "weights"_a, "rows"_a, "out"_a, "pool"_a, "isa"_a);
+  module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a);
 
   nb::class_<Kv>(module, "Kv")
       .def(
@@ -511,8 +559,16 @@ NB_MODULE(_core, module) {
       .def("__init__", &make_model, "description"_a, "tensors"_a, "pool"_a, "max_rows"_a, "isa"_a)
       .def_prop_ro("isa", [](const BoundModel& self) { return std::string(self.model->kernels().name); })
       .def_prop_ro("scratch_bytes", [](const BoundModel& self) { return self.model->scratch_bytes(); })
-      .def("step", &step, "kv"_a, "tokens"_a, "offsets"_a, "computed"_a, "block_tables"_a, "rope_variants"_a, "wanted"_a,
-           "out"_a, "hidden"_a = false);
+      .def("stage_seconds",
+           [](const BoundModel& self) {
+             std::lock_guard<std::mutex> turn(nb::cast<Pool&>(self.pool).turn());
+             nb::dict seconds;
+             for (int i = 0; i < kStages; ++i) seconds[kStageNames[i]] = self.model->stage_times().seconds(i);
+             return seconds;
+           })
+      .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
+           "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
+           "hidden"_a = false);
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(
@@ -522,13 +578,17 @@ NB_MODULE(_core, module) {
             new (self) BoundSampler{std::move(sampler), std::move(pool)};
           },
           "vocab"_a, "pool"_a, "isa"_a)
-      .def("choose", &choose, "logits"_a, "numbers"_a, "counts"_a, "keys"_a, "seen"_a, "seen_counts"_a, "seen_offsets"_a,
-           "bias_tokens"_a, "biases"_a, "bias_offsets"_a, "masks"_a, "mask_rows"_a, "tokens"_a, "logprobs"_a, "top"_a,
-           "top_logprobs"_a);
+      .def("choose", &choose, "logits"_a.noconvert(), "numbers"_a.noconvert(), "counts"_a.noconvert(),
+           "keys"_a.noconvert(), "seen"_a.noconvert(), "seen_counts"_a.noconvert(), "seen_offsets"_a.noconvert(),
+           "bias_tokens"_a.noconvert(), "biases"_a.noconvert(), "bias_offsets"_a.noconvert(), "masks"_a.noconvert(),
+           "mask_rows"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "top"_a.noconvert(),
+           "top_logprobs"_a.noconvert());
 
   module.def(
       "measure_bandwidth",
       [](Pool& pool, int64_t mebibytes, double seconds) {
+        check_seconds(seconds);
+        if (mebibytes < 1 || mebibytes > 65536) refuse("the buffer must be 1 to 65536 MiB, not " + std::to_string(mebibytes));
         nb::gil_scoped_release free;
         return measure_bandwidth(pool, mebibytes << 20, seconds);
       },
@@ -536,6 +596,7 @@ NB_MODULE(_core, module) {
   module.def(
       "measure_peak",
       [](Pool& pool, const std::string& kind, double seconds) {
+        check_seconds(seconds);
         nb::gil_scoped_release free;
         return measure_peak(pool, kind, seconds);
       },

@@ -20,7 +20,7 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 struct QuantisedRows {
   int8_t* codes = nullptr;   // [rows][stride]
   float* scales = nullptr;   // [rows][groups_stride]
-  int32_t* sums = nullptr;   // [rows][groups_stride], of the codes of a group
+  int32_t* sums = nullptr;   // [rows][groups_stride]: where a product's sums of a group start, see quantise_row
   int64_t stride = 0;        // bytes between rows
   int64_t groups_stride = 0;
 };
@@ -85,7 +85,7 @@ struct Kernels {
 
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
 constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
-  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kBlock * padded_head_size + 64;
+  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * padded_head_size + 64;
 }
 
 const Kernels& portable_kernels();

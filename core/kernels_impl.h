@@ -11,11 +11,16 @@ namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
-// e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing.
+template <int kValue>
+struct Count {
+  static constexpr int kCount = kValue;
+};
+
+// e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing. NaN stays NaN.
 inline F16 exponential(F16 x) {
   const F16 lowest = splat(-87.0f);
   const F16 rounder = splat(12582912.0f);  // 1.5 * 2^23: its sum's low bits are the rounded integer
-  F16 clamped = minimum(maximum(x, lowest), splat(88.0f));
+  F16 clamped = minimum(splat(88.0f), maximum(lowest, x));  // of an unordered pair both give the second
   F16 shifted = fma(clamped, splat(1.44269504f), rounder);
   F16 whole = sub(shifted, rounder);
   F16 rest = fma(whole, splat(-0.693359375f), clamped);
@@ -135,27 +140,45 @@ inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
   write_rows<kRows>(args, panel, row, totals);
 }
 
-template <bool kInt4, int kRows>
+// Weights are code - zero and codes are what is multiplied, so a group's sum of products starts at -zero * sum of the
+// row's codes. quantise_row stores that start, or the plain sum where every channel has a zero of its own.
+inline int32_t common_zero(const Layout& layout) {
+  return layout.symmetric_zero() - (layout.format == Format::kInt8 ? kInt8Bias : 0);
+}
+
+template <bool kInt4, bool kAsymmetric, int kRows>
 inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.weights->layout;
   const QuantisedRows& rows = *args.quantised;
   const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
   const int64_t first = args.first_row + row;
   const int8_t* row_codes = rows.codes + first * rows.stride;
-  const int32_t bias = kInt4 ? 0 : kInt8Bias;
-  const int32_t symmetric_zero = layout.symmetric_zero() - bias;
+  const float* row_scales = rows.scales + first * rows.groups_stride;
+  const int32_t* row_sums = rows.sums + first * rows.groups_stride;
   F16 totals[kRows][2];
   for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
   for (int64_t g = 0; g < layout.groups; ++g, record += layout.group_bytes, row_codes += layout.group) {
     const uint8_t* codes = record + layout.header_bytes;
     I16 sums[kRows][2];
-    for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = zero_int();
+    if constexpr (kAsymmetric) {
+      const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
+      const I16 bias = splat_int(kInt4 ? 0 : kInt8Bias);
+      const I16 low = sub_int(bias, load_i16(zeros));
+      const I16 high = sub_int(bias, load_i16(zeros + 16));
+      for (int r = 0; r < kRows; ++r) {
+        const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
+        sums[r][0] = mul_int(low, row_sum);
+        sums[r][1] = mul_int(high, row_sum);
+      }
+    } else {
+      for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = splat_int(row_sums[r * rows.groups_stride + g]);
+    }
     if constexpr (kInt4) {
       for (int64_t k = 0; k < layout.group; k += 8, codes += 128) {
-        Codes low = load_codes(codes);
-        Codes high = load_codes(codes + 64);
-        SmallCodes low_first = low_nibbles(low), low_second = high_nibbles(low);
-        SmallCodes high_first = low_nibbles(high), high_second = high_nibbles(high);
+        const Codes low = load_codes(codes);
+        const Codes high = load_codes(codes + 64);
+        const SmallCodes low_first = low_nibbles(low), low_second = high_nibbles(low);
+        const SmallCodes high_first = low_nibbles(high), high_second = high_nibbles(high);
         for (int r = 0; r < kRows; ++r) {
           const int8_t* eight = row_codes + r * rows.stride + k;
           sums[r][0] = dot4_small(dot4_small(sums[r][0], low_first, eight), low_second, eight + 4);
@@ -164,8 +187,8 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row)
       }
     } else {
       for (int64_t k = 0; k < layout.group; k += 4, codes += 128) {
-        WideCodes low = widen(load_codes(codes));
-        WideCodes high = widen(load_codes(codes + 64));
+        const WideCodes low = widen(load_codes(codes));
+        const WideCodes high = widen(load_codes(codes + 64));
         for (int r = 0; r < kRows; ++r) {
           const int8_t* four = row_codes + r * rows.stride + k;
           sums[r][0] = dot4_wide(sums[r][0], low, four);
@@ -177,18 +200,9 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row)
     const F16 low_scale = load_f16(scales);
     const F16 high_scale = load_f16(scales + 16);
     for (int r = 0; r < kRows; ++r) {
-      const F16 row_scale = splat(rows.scales[(first + r) * rows.groups_stride + g]);
-      const int32_t row_sum = rows.sums[(first + r) * rows.groups_stride + g];
-      I16 low_zero, high_zero;
-      if (layout.asymmetric) {
-        const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
-        low_zero = mul_int(sub_int(load_i16(zeros), splat_int(bias)), splat_int(row_sum));
-        high_zero = mul_int(sub_int(load_i16(zeros + 16), splat_int(bias)), splat_int(row_sum));
-      } else {
-        low_zero = high_zero = splat_int(symmetric_zero * row_sum);
-      }
-      totals[r][0] = fma(mul(to_float(sub_int(sums[r][0], low_zero)), low_scale), row_scale, totals[r][0]);
-      totals[r][1] = fma(mul(to_float(sub_int(sums[r][1], high_zero)), high_scale), row_scale, totals[r][1]);
+      const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
+      totals[r][0] = fma(mul(to_float(sums[r][0]), low_scale), row_scale, totals[r][0]);
+      totals[r][1] = fma(mul(to_float(sums[r][1]), high_scale), row_scale, totals[r][1]);
     }
   }
   write_rows<kRows>(args, panel, row, totals);
@@ -196,36 +210,39 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row)
 
 template <int kRows>
 inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row) {
-  switch (args.weights->layout.format) {
+  const Layout& layout = args.weights->layout;
+  switch (layout.format) {
     case Format::kF32: return product_f32<kRows>(args, panel, row);
     case Format::kBf16: return product_bf16<kRows>(args, panel, row);
-    case Format::kInt8: return product_integer<false, kRows>(args, panel, row);
-    case Format::kInt4: return product_integer<true, kRows>(args, panel, row);
+    case Format::kInt8:
+      return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row)
+                               : product_integer<false, false, kRows>(args, panel, row);
+    case Format::kInt4:
+      return layout.asymmetric ? product_integer<true, true, kRows>(args, panel, row)
+                               : product_integer<true, false, kRows>(args, panel, row);
   }
 }
 
-// The last rows, fewer than a full pass serves.
 template <int kRows>
-inline void product_rest(const ProductArgs& args, int64_t panel, int64_t row, int64_t count) {
+inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count) {
   if constexpr (kRows > 0) {
     if (count == kRows) return product_rows<kRows>(args, panel, row);
-    product_rest<kRows - 1>(args, panel, row, count);
+    product_of<kRows - 1>(args, panel, row, count);
   }
 }
 
 void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
   constexpr int kMost = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
-  const int64_t pass = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
+  // As few passes over a panel as the registers allow, all of about the same number of rows.
+  const int64_t most = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
+  const int64_t passes = (args.row_count + most - 1) / most;
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
     int64_t row = 0;
-    for (; row + pass <= args.row_count; row += pass) {
-      if (pass == kRowsInteger) {
-        product_rows<kRowsInteger>(args, panel, row);
-      } else {
-        product_rows<kRowsFloat>(args, panel, row);
-      }
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t count = (args.row_count - row) / (passes - pass);
+      product_of<kMost>(args, panel, row, count);
+      row += count;
     }
-    product_rest<kMost - 1>(args, panel, row, args.row_count - row);
   }
 }
 
@@ -233,20 +250,26 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
 
 void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t* codes, float* scales, int32_t* sums) {
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
+  const int32_t factor = layout.asymmetric ? 1 : -common_zero(layout);
   for (int64_t g = 0; g < layout.groups; ++g) {
     const int64_t begin = g * layout.group;
     const int64_t group_end = begin + layout.group;
     const int64_t end = group_end < held ? group_end : held;
     F16 peaks = splat(0.0f);
-    for (int64_t k = begin; k < end; k += 16) peaks = maximum(peaks, absolute(load(row + k)));
-    const float peak = reduce_max(peaks);
+    F16 poison = splat(0.0f);  // 0, but NaN where a value is NaN or infinite: the group must not look like a good one
+    for (int64_t k = begin; k < end; k += 16) {
+      const F16 x = load(row + k);
+      peaks = maximum(peaks, absolute(x));
+      poison = fma(x, splat(0.0f), poison);
+    }
+    const float peak = reduce_max(peaks) + reduce_add(poison);
     const F16 inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
     int32_t sum = 0;
     int64_t k = begin;
     for (; k < end; k += 16) sum += store_rounded(codes + k, mul(load(row + k), inverse));
     for (; k < group_end; ++k) codes[k] = 0;
     scales[g] = peak / 127.0f;
-    sums[g] = sum;
+    sums[g] = factor * sum;
   }
 }
 
@@ -286,6 +309,9 @@ void activate(Activation kind, bool gated, const float* in, int64_t width, float
     for (int64_t half = 0; half < kPanel; half += 16) {
       F16 opened = activation_of(kind, load(gates + half));
       if (gated) opened = mul(opened, load(gates + kPanel + half));
+      // Beyond the width `in` may hold what a wider layer left there, or the NaN of 0 * infinity.
+      const int64_t held = width - i - half;
+      if (held < 16) opened = keep_lanes(opened, 0, static_cast<int>(held), splat(0.0f));
       store(out + i + half, opened);
     }
   }
@@ -354,6 +380,12 @@ void softmax(float* values, int64_t count) {
 
 // Attention.
 
+// Keys and values of a chunk as f32: where they are, block by block.
+struct Chunk {
+  const float* keys[kAttentionChunk / kBlock];    // each [size][16 tokens]
+  const float* values[kAttentionChunk / kBlock];  // each [16 tokens][size]
+};
+
 inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, float* buffer) {
   switch (layout.type) {
     case KvType::kF32: return reinterpret_cast<const float*>(record);
@@ -368,10 +400,12 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
       return buffer;
     }
     case KvType::kInt8: {
+      // A token's scale goes into its keys: 16 tokens lie side by side.
+      const F16 scale = load(reinterpret_cast<const float*>(record + layout.scales_offset));
       for (int64_t d = 0; d < layout.padded_size; d += 4) {
         F16 quad[4];
         load_u8_quads(record + d * kBlock, quad);
-        for (int j = 0; j < 4; ++j) store(buffer + (d + j) * kBlock, quad[j]);
+        for (int j = 0; j < 4; ++j) store(buffer + (d + j) * kBlock, mul(quad[j], scale));
       }
       return buffer;
     }
@@ -397,11 +431,12 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
     }
     case KvType::kInt8: {
       const uint8_t* values = record + layout.values_offset;
+      const float* scales = reinterpret_cast<const float*>(record + layout.scales_offset) + kBlock;
       for (int64_t t = 0; t < kBlock; t += 4) {
         for (int64_t d = 0; d < size; d += 16) {
           F16 quad[4];
           load_u8_quads(values + t * size + d * 4, quad);
-          for (int j = 0; j < 4; ++j) store(buffer + (t + j) * size + d, quad[j]);
+          for (int j = 0; j < 4; ++j) store(buffer + (t + j) * size + d, mul(quad[j], splat(scales[t + j])));
         }
       }
       return buffer;
@@ -410,30 +445,133 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
   return buffer;
 }
 
-template <int kRows>
-inline void scores_of(const float* keys, const float* queries, int64_t size, float* scores) {
-  F16 sums[kRows];
-  for (int r = 0; r < kRows; ++r) sums[r] = splat(0.0f);
-  for (int64_t d = 0; d < size; ++d) {
-    F16 key = load(keys + d * kBlock);
-    for (int r = 0; r < kRows; ++r) sums[r] = fma(splat(queries[r * size + d]), key, sums[r]);
+// Scores of some queries against some blocks of 16 keys.
+template <int kRows, int kBlocks>
+inline void scores_of(const float* const* keys, const float* queries, int64_t size, float* scores) {
+  F16 sums[kRows][kBlocks];
+  for (int r = 0; r < kRows; ++r) {
+    for (int b = 0; b < kBlocks; ++b) sums[r][b] = splat(0.0f);
   }
-  for (int r = 0; r < kRows; ++r) store(scores + r * kAttentionChunk, sums[r]);
+  for (int64_t d = 0; d < size; ++d) {
+    F16 key[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) key[b] = load(keys[b] + d * kBlock);
+    for (int r = 0; r < kRows; ++r) {
+      const F16 query = splat(queries[r * size + d]);
+      for (int b = 0; b < kBlocks; ++b) sums[r][b] = fma(query, key[b], sums[r][b]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int b = 0; b < kBlocks; ++b) store(scores + r * kAttentionChunk + b * kBlock, sums[r][b]);
+  }
 }
 
-template <int kVectors>
-inline void add_values(const float* values, int64_t size, const float* weights, int64_t begin, int64_t end, float* out) {
-  F16 sums[kVectors];
-  for (int i = 0; i < kVectors; ++i) sums[i] = load(out + 16 * i);
-  for (int64_t t = begin; t < end; ++t) {
-    F16 weight = splat(weights[t]);
-    for (int i = 0; i < kVectors; ++i) sums[i] = fma(weight, load(values + t * size + 16 * i), sums[i]);
+template <int kRows>
+inline void chunk_scores(const Chunk& chunk, int64_t first, int64_t last, const float* queries, int64_t size,
+                         float* scores) {
+  int64_t block = first;
+  for (; block + kScoreBlocks <= last; block += kScoreBlocks) {
+    scores_of<kRows, kScoreBlocks>(chunk.keys + block, queries, size, scores + block * kBlock);
   }
-  for (int i = 0; i < kVectors; ++i) store(out + 16 * i, sums[i]);
+  for (; block < last; ++block) scores_of<kRows, 1>(chunk.keys + block, queries, size, scores + block * kBlock);
+}
+
+// Adds the values of tokens begin..end of a chunk, weighted, to some dims of some outputs; tokens in order.
+template <int kRows, int kVectors>
+inline void add_values(const Chunk& chunk, int64_t size, int64_t dim, const float* weights, int64_t begin, int64_t end,
+                       float* outputs) {
+  if (begin >= end) return;
+  F16 sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) sums[r][i] = load(outputs + r * size + dim + 16 * i);
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    const float* values = chunk.values[t / kBlock] + t % kBlock * size + dim;
+    F16 value[kVectors];
+    for (int i = 0; i < kVectors; ++i) value[i] = load(values + 16 * i);
+    for (int r = 0; r < kRows; ++r) {
+      const F16 weight = splat(weights[r * kAttentionChunk + t]);
+      for (int i = 0; i < kVectors; ++i) sums[r][i] = fma(weight, value[i], sums[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) store(outputs + r * size + dim + 16 * i, sums[r][i]);
+  }
+}
+
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
+
+// What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what is
+// there may be anything. Rows that share most of what they see go together over that.
+template <int kRows>
+inline void add_rows(const Chunk& chunk, int64_t size, const Span* spans, const float* weights, float* outputs) {
+  Span common = spans[0];
+  for (int r = 1; r < kRows; ++r) {
+    common.begin = spans[r].begin > common.begin ? spans[r].begin : common.begin;
+    common.end = spans[r].end < common.end ? spans[r].end : common.end;
+  }
+  auto add_range = [&](int64_t dim, auto vectors) {
+    constexpr int kVectors = decltype(vectors)::kCount;
+    if (kRows == 1 || common.begin >= common.end) {
+      for (int r = 0; r < kRows; ++r) {
+        add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, spans[r].begin, spans[r].end,
+                                outputs + r * size);
+      }
+      return;
+    }
+    for (int r = 0; r < kRows; ++r) {
+      add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, spans[r].begin, common.begin,
+                              outputs + r * size);
+    }
+    add_values<kRows, kVectors>(chunk, size, dim, weights, common.begin, common.end, outputs);
+    for (int r = 0; r < kRows; ++r) {
+      add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, common.end, spans[r].end,
+                              outputs + r * size);
+    }
+  };
+  int64_t dim = 0;
+  for (; dim + 16 * kValueVectors <= size; dim += 16 * kValueVectors) add_range(dim, Count<kValueVectors>{});
+  for (; dim < size; dim += 16) add_range(dim, Count<1>{});
 }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// One row's scores of a chunk become weights; its output and total fade by what its maximum rose. `seen` is not empty.
+inline void soften(const AttentionArgs& args, Span seen, float* scores, float* peak, float* total, float* output,
+                   int64_t size) {
+  F16 parts[4];
+  F16 peaks = splat(*peak);
+  for (int j = 0; j < 4; ++j) {
+    F16 part = load(scores + 16 * j);
+    if (args.softcap > 0.0f) {
+      part = mul(splat(args.softcap), hyperbolic_tangent(mul(part, splat(1.0f / args.softcap))));
+    }
+    // Lanes outside may hold anything, so they are replaced and not computed with.
+    parts[j] = keep_lanes(part, static_cast<int>(seen.begin - 16 * j), static_cast<int>(seen.end - 16 * j),
+                          splat(kMinusInfinity));
+    peaks = maximum(peaks, parts[j]);
+  }
+  const float new_peak = reduce_max(peaks);
+  const F16 shift = splat(new_peak);
+  for (int j = 0; j < 4; ++j) {
+    parts[j] = exponential(sub(parts[j], shift));
+    store(scores + 16 * j, parts[j]);
+  }
+  const float sum = reduce_add(add(add(parts[0], parts[1]), add(parts[2], parts[3])));
+  if (new_peak == *peak) {
+    *total += sum;
+    return;
+  }
+  float fade[16];
+  store(fade, exponential(sub(splat(*peak), shift)));
+  *total = *total * fade[0] + sum;
+  *peak = new_peak;
+  const F16 faded = splat(fade[0]);
+  for (int64_t d = 0; d < size; d += 16) store(output + d, mul(load(output + d), faded));
+}
 
 // Softmax-weighted values, chunk by chunk of absolute positions, with a running maximum and sum.
 void attend(const AttentionArgs& args) {
@@ -447,7 +585,7 @@ void attend(const AttentionArgs& args) {
   float* peaks = scores + count * kAttentionChunk;
   float* totals = peaks + count;
   float* key_buffer = totals + count;
-  float* value_buffer = key_buffer + kBlock * size;
+  float* value_buffer = key_buffer + kAttentionChunk * size;
 
   int64_t begin = args.rows[0].begin;
   int64_t end = args.rows[0].end;
@@ -467,73 +605,40 @@ void attend(const AttentionArgs& args) {
     totals[i] = 0.0f;
   }
 
-  for (int64_t chunk = begin / kAttentionChunk * kAttentionChunk; chunk < end; chunk += kAttentionChunk) {
-    const int64_t first_block = most(begin, chunk) / kBlock;
-    const int64_t last_block = (least(end, chunk + kAttentionChunk) + kBlock - 1) / kBlock;
-    for (int64_t block = first_block; block < last_block; ++block) {
-      const uint8_t* record =
-          args.layer_base + args.block_table[block] * layout.block_bytes + args.kv_head * layout.record_bytes;
-      const float* keys = expand_keys(layout, record, key_buffer);
-      float* column = scores + (block * kBlock - chunk);
-      int64_t r = 0;
-      for (; r + 4 <= count; r += 4) scores_of<4>(keys, queries + r * size, size, column + r * kAttentionChunk);
-      for (; r < count; ++r) scores_of<1>(keys, queries + r * size, size, column + r * kAttentionChunk);
-      if (layout.type == KvType::kInt8) {
-        const F16 scale = load(reinterpret_cast<const float*>(record + layout.scales_offset));
-        for (r = 0; r < count; ++r) {
-          store(column + r * kAttentionChunk, mul(load(column + r * kAttentionChunk), scale));
-        }
-      }
+  for (int64_t start = begin / kAttentionChunk * kAttentionChunk; start < end; start += kAttentionChunk) {
+    const int64_t first = (most(begin, start) - start) / kBlock;
+    const int64_t last = (least(end - start, kAttentionChunk) + kBlock - 1) / kBlock;
+    Chunk chunk;
+    for (int64_t block = first; block < last; ++block) {
+      const uint8_t* record = args.layer_base + args.block_table[start / kBlock + block] * layout.block_bytes +
+                              args.kv_head * layout.record_bytes;
+      chunk.keys[block] = expand_keys(layout, record, key_buffer + block * kBlock * size);
+      chunk.values[block] = expand_values(layout, record, value_buffer + block * kBlock * size);
     }
-    for (int64_t i = 0; i < count; ++i) {
-      const AttentionRow& row = args.rows[i / heads];
-      const int64_t from = most(row.begin, chunk) - chunk;
-      const int64_t until = least(row.end, chunk + kAttentionChunk) - chunk;
-      if (from >= until) continue;
-      float* line = scores + i * kAttentionChunk;
-      F16 parts[4];
-      F16 peak = splat(peaks[i]);
-      for (int j = 0; j < 4; ++j) {
-        F16 part = load(line + 16 * j);
-        if (args.softcap > 0.0f) {
-          part = mul(splat(args.softcap), hyperbolic_tangent(mul(part, splat(1.0f / args.softcap))));
-        }
-        // Lanes outside may hold anything, so they are replaced and not computed with.
-        parts[j] = keep_lanes(part, static_cast<int>(from - 16 * j), static_cast<int>(until - 16 * j), splat(kMinusInfinity));
-        peak = maximum(peak, parts[j]);
-      }
-      const float new_peak = reduce_max(peak);
-      const F16 shift = splat(new_peak);
-      float fade[16];
-      store(fade, exponential(sub(splat(peaks[i]), shift)));
-      for (int j = 0; j < 4; ++j) {
-        parts[j] = exponential(sub(parts[j], shift));
-        store(line + 16 * j, parts[j]);
-      }
-      const float sum = reduce_add(add(add(parts[0], parts[1]), add(parts[2], parts[3])));
-      totals[i] = totals[i] * fade[0] + sum;
-      peaks[i] = new_peak;
-      float* output = outputs + i * size;
-      const F16 faded = splat(fade[0]);
-      for (int64_t d = 0; d < size; d += 16) store(output + d, mul(load(output + d), faded));
+    int64_t i = 0;
+    for (; i + kScoreRows <= count; i += kScoreRows) {
+      chunk_scores<kScoreRows>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
     }
-    for (int64_t block = first_block; block < last_block; ++block) {
-      const uint8_t* record =
-          args.layer_base + args.block_table[block] * layout.block_bytes + args.kv_head * layout.record_bytes;
-      const float* values = expand_values(layout, record, value_buffer);
-      const float* value_scales = reinterpret_cast<const float*>(record + layout.scales_offset) + kBlock;
-      for (int64_t i = 0; i < count; ++i) {
-        const AttentionRow& row = args.rows[i / heads];
-        const int64_t from = most(row.begin - block * kBlock, 0);
-        const int64_t until = least(row.end - block * kBlock, kBlock);
-        if (from >= until) continue;
-        float* weights = scores + i * kAttentionChunk + (block * kBlock - chunk);
-        if (layout.type == KvType::kInt8) store(weights, mul(load(weights), load(value_scales)));
-        float* output = outputs + i * size;
-        int64_t d = 0;
-        for (; d + 64 <= size; d += 64) add_values<4>(values + d, size, weights, from, until, output + d);
-        for (; d < size; d += 16) add_values<1>(values + d, size, weights, from, until, output + d);
-      }
+    for (; i < count; ++i) {
+      chunk_scores<1>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
+    }
+    auto seen = [&](int64_t at) {
+      const AttentionRow& row = args.rows[at / heads];
+      return Span{most(row.begin - start, 0), least(row.end - start, kAttentionChunk)};
+    };
+    for (i = 0; i < count; ++i) {
+      const Span span = seen(i);
+      if (span.begin >= span.end) continue;
+      soften(args, span, scores + i * kAttentionChunk, peaks + i, totals + i, outputs + i * size, size);
+    }
+    for (i = 0; i + kValueRows <= count; i += kValueRows) {
+      Span spans[kValueRows];
+      for (int r = 0; r < kValueRows; ++r) spans[r] = seen(i + r);
+      add_rows<kValueRows>(chunk, size, spans, scores + i * kAttentionChunk, outputs + i * size);
+    }
+    for (; i < count; ++i) {
+      const Span span = seen(i);
+      add_rows<1>(chunk, size, &span, scores + i * kAttentionChunk, outputs + i * size);
     }
   }
 

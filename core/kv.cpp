@@ -56,11 +56,12 @@ void Kv::copy_block(int64_t source, int64_t target) {
 
 namespace {
 
+// NaN where a value is: a broken token must not look like a good one.
 float absolute_peak(const float* values, int64_t count) {
   float peak = 0.0f;
   for (int64_t i = 0; i < count; ++i) {
     float magnitude = values[i] < 0.0f ? -values[i] : values[i];
-    if (magnitude > peak) peak = magnitude;
+    if (magnitude > peak || magnitude != magnitude) peak = magnitude;
   }
   return peak;
 }

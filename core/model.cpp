@@ -21,6 +21,9 @@ int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, p
 
 }  // namespace
 
+const char* const kStageNames[kStages] = {"embed",  "prepare", "qkv",      "heads", "attention", "output",
+                                          "up",     "activate", "down",    "route", "join",      "head"};
+
 template <typename T>
 void* Buffer<T>::allocate(size_t bytes) {
   void* memory = ::operator new(bytes, std::align_val_t{64});
@@ -123,6 +126,10 @@ void Model::check_weights() const {
   within("kv_heads", w_.kv_heads, 4096);
   within("head_size", w_.head_size, 1024);
   within("layers", static_cast<int64_t>(w_.layers.size()), 4096);
+  if (w_.inner < 0 || w_.inner > kMaxInputs) refuse("inner out of range: " + std::to_string(w_.inner));
+  if (w_.expert_inner < 0 || w_.expert_inner > kMaxInputs) {
+    refuse("expert_inner out of range: " + std::to_string(w_.expert_inner));
+  }
   if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
   if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
   auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
@@ -148,7 +155,8 @@ void Model::check_weights() const {
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     const std::string name = "layers." + std::to_string(i);
-    if (layer.rope >= static_cast<int>(w_.ropes.size())) refuse(name + " names a rope that is not there");
+    if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size())) refuse(name + " names a rope that is not there");
+    if (layer.window < 0) refuse(name + " has a negative window");
     shaped(layer.qkv, (w_.heads + 2 * w_.kv_heads) * w_.head_size, w_.hidden, name + ".attn.qkv");
     shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
     if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
@@ -394,6 +402,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       kernels_.attend(call);
     }
   });
+  times_.end(Stage::kAttention);
   if (is_integer(layer.o.weights.layout.format)) {
     pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t r = begin; r < end; ++r) {
@@ -401,12 +410,15 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       }
     });
   }
+  times_.end(Stage::kPrepare);
   multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
+  times_.end(Stage::kOutput);
 }
 
 void Model::feed_forward(const Layer& layer, int64_t rows) {
   const int64_t wide_stride = inner_pad_ * (w_.gated ? 2 : 1);
   multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, wide_.data(), wide_stride);
+  times_.end(Stage::kUp);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       float* opened = inner_.data() + r * inner_pad_;
@@ -414,7 +426,9 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
       if (is_integer(layer.mlp.down.weights.layout.format)) quantise(opened, w_.inner, layer.mlp.down, r);
     }
   });
+  times_.end(Stage::kActivate);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
+  times_.end(Stage::kDown);
 }
 
 // Each row goes to its top_k experts; rows are brought together by expert, and joined again in the row's own order.
@@ -463,6 +477,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
     }
   });
 
+  times_.end(Stage::kRoute);
   // One region for all experts: an item is an expert and a panel of it.
   auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride) {
     const int64_t panels = product_of(layer.experts.front()).weights.layout.panels;
@@ -490,6 +505,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   };
   multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_, wide_.data(),
                    wide_stride);
+  times_.end(Stage::kUp);
   pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end; ++at) {
       float* opened = inner_.data() + at * inner_pad_;
@@ -498,8 +514,10 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       if (is_integer(down.weights.layout.format)) quantise(opened, w_.expert_inner, down, at);
     }
   });
+  times_.end(Stage::kActivate);
   multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.down; }, inner_.data(), inner_pad_,
                    expert_out_.data(), hidden_pad_);
+  times_.end(Stage::kDown);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       float* out = joined_.data() + r * hidden_pad_;
@@ -562,17 +580,22 @@ void Model::results(const StepArgs& args) {
 void Model::step(const StepArgs& args) {
   check_step(args);
   std::lock_guard<std::mutex> turn(pool_.turn());
+  times_.start();
   place_rows(args);
   embed_rows(args);
   rotate_tables(args);
+  times_.end(Stage::kEmbed);
   for (int64_t r = 0; r < args.rows; ++r) asking_[static_cast<size_t>(r)].source = r;
   int64_t rows = args.rows;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     const int64_t index = static_cast<int64_t>(i);
     prepare(rows, layer.attn_norm, layer.qkv);
+    times_.end(Stage::kPrepare);
     multiply(layer.qkv, normed_.data(), hidden_pad_, rows, qkv_.data(), qkv_pad_);
+    times_.end(Stage::kQkv);
     split_heads(args, layer, index);
+    times_.end(Stage::kHeads);
     if (i + 1 == w_.layers.size()) {
       keep_wanted(args);
       rows = args.wanted_count;
@@ -580,16 +603,21 @@ void Model::step(const StepArgs& args) {
     }
     attention(args, layer, index, rows);
     join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+    times_.end(Stage::kJoin);
     if (layer.experts.empty()) {
       prepare(rows, layer.mlp_norm, layer.mlp.up);
+      times_.end(Stage::kPrepare);
       feed_forward(layer, rows);
     } else {
       prepare(rows, layer.mlp_norm, layer.router);
+      times_.end(Stage::kPrepare);
       mix_experts(layer, rows);
     }
     join(rows, layer.mlp_out_norm, layer.mlp_residual_norm);
+    times_.end(Stage::kJoin);
   }
   results(args);
+  times_.end(Stage::kHead);
 }
 
 }  // namespace millrace

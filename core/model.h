@@ -4,6 +4,7 @@
 // requests: a step is a ragged batch of token rows, the KV blocks of each sequence, and the rows whose results are wanted.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -119,6 +120,26 @@ struct StepArgs {
   bool hidden;
 };
 
+// Where the time of steps goes. A reading of the clock ends one stage and begins the next.
+enum class Stage : int { kEmbed, kPrepare, kQkv, kHeads, kAttention, kOutput, kUp, kActivate, kDown, kRoute, kJoin, kHead };
+constexpr int kStages = 12;
+extern const char* const kStageNames[kStages];
+
+class StageTimes {
+ public:
+  void start() { last_ = std::chrono::steady_clock::now(); }
+  void end(Stage stage) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds_[static_cast<int>(stage)] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+  double seconds(int stage) const { return seconds_[stage]; }
+
+ private:
+  std::chrono::steady_clock::time_point last_;
+  double seconds_[kStages] = {};
+};
+
 class Model {
  public:
   // Throws std::invalid_argument when the weights do not fit together.
@@ -127,6 +148,7 @@ class Model {
   const Kernels& kernels() const { return kernels_; }
   const ModelWeights& weights() const { return w_; }
   int64_t scratch_bytes() const;
+  const StageTimes& stage_times() const { return times_; }  // of all steps so far; not while one runs
 
   // Throws std::invalid_argument on rows, tokens or blocks that do not exist; then nothing was computed.
   void step(const StepArgs& args);
@@ -155,6 +177,7 @@ class Model {
   void quantise(const float* row, int64_t width, const Product& product, int64_t at);
 
   ModelWeights w_;
+  StageTimes times_;
   Pool& pool_;
   const Kernels& kernels_;
   int64_t max_rows_;

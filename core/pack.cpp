@@ -39,7 +39,7 @@ void read_row(const DenseView& source, int64_t row, float* out) {
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
 constexpr int kLanes = 16;               // sums run in lanes, so that they vectorise without changing a bit
 
-// With code = clamp(round(value * inverse)): the sums of value * code and of code * code.
+// With code = clamp(round(value * inverse)): the sums of value * inverse * code and of code * code.
 struct Fit {
   float along;
   float squared;
@@ -51,10 +51,11 @@ MILLRACE_CLONES Fit fit_of(const float* values, int64_t count, float inverse, fl
   float squared[kLanes] = {};
   for (int64_t k = 0; k < count; k += kLanes) {
     for (int i = 0; i < kLanes; ++i) {
-      float code = (values[k + i] * inverse + kRounder) - kRounder;
+      float scaled = values[k + i] * inverse;
+      float code = (scaled + kRounder) - kRounder;
       code = code < lowest ? lowest : code;
       code = code > highest ? highest : code;
-      along[i] += values[k + i] * code;
+      along[i] += scaled * code;
       squared[i] += code * code;
     }
   }
@@ -72,7 +73,8 @@ struct Scaling {
 };
 
 // The clip that loses least: for each candidate the best scale of its codes leaves an error of
-// sum(value^2) - along^2 / squared, so the largest along^2 / squared wins.
+// sum(value^2) - (along / inverse)^2 / squared, so the largest of what is taken off wins. It is compared in units of
+// peak^2, in which weights of any size are alike and nothing overflows.
 Scaling best_scaling(const float* values, int64_t count, bool four_bits) {
   float peak = 0.0f;
   float extreme = 0.0f;
@@ -90,10 +92,11 @@ Scaling best_scaling(const float* values, int64_t count, bool four_bits) {
     if (!std::isfinite(inverse)) return;
     Fit fit = fit_of(values, count, inverse, lowest, highest);
     if (!(fit.squared > 0.0f)) return;
-    float gain = fit.along * (fit.along / fit.squared);
+    float unit = 1.0f / (inverse * peak);
+    float gain = (fit.along * unit) * (fit.along * unit) / fit.squared;
     if (gain > best_gain) {
       best_gain = gain;
-      best = {fit.along / fit.squared, inverse};
+      best = {fit.along / fit.squared / inverse, inverse};
     }
   };
   if (four_bits) {
@@ -130,14 +133,13 @@ void put_code(const Layout& layout, uint8_t* codes, int64_t lane, int64_t k, uin
   }
 }
 
-// Scales are f16; a power of two keeps those of the largest weights in the middle of its range.
+// Scales are f16; a power of two brings the largest near the top of its range, so that small ones beside it stay exact.
 float gain_for(float largest_scale) {
   if (!(largest_scale > 0.0f) || !std::isfinite(largest_scale)) return 1.0f;
   int exponent;
   std::frexp(largest_scale, &exponent);
-  if (exponent > -12 && exponent <= 12) return 1.0f;  // the usual case: scales are stored as they are
-  exponent = exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
-  return std::ldexp(1.0f, exponent);
+  exponent -= 15;  // the largest scale becomes 2^14 to 2^15
+  return std::ldexp(1.0f, exponent < -120 ? -120 : exponent);
 }
 
 void pack_float_row(const Layout& layout, const float* row, int64_t channel, uint8_t* out) {

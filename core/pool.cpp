@@ -28,10 +28,17 @@ Pool::Pool(int threads) {
     throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxThreads) + ", not " + std::to_string(threads));
   }
   workers_.reserve(static_cast<size_t>(threads - 1));
-  for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (...) {  // the system has no more threads to give: those that started must end before their memory does
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stop_.store(true);
   epoch_.fetch_add(1);
   epoch_.notify_all();

@@ -42,6 +42,7 @@ class Pool {
   using Call = void (*)(const void*, int64_t, int64_t, int);
 
   void start(int64_t items, int64_t grain, const void* context, Call call);
+  void stop();
   void drain(int thread);
   void work(int thread);
 

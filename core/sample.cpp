@@ -162,7 +162,8 @@ void Sampler::choose_row(float* logits, const SampleRow& row, const SampleResult
 // All weights are relative to the likeliest token's, which is 1.
 int32_t Sampler::draw(const float* logits, const SampleRow& row, float peak, Scratch& scratch) {
   float* weights = scratch.weights.data();
-  kernels_.exponentials(logits, vocab_, peak, 1.0f / row.temperature, weights);
+  // Not below 1e-30: the likeliest token's distance of 0 times an infinite factor would be NaN.
+  kernels_.exponentials(logits, vocab_, peak, 1.0f / std::max(row.temperature, 1e-30f), weights);
   if (row.min_p > 0.0f) {
     for (int64_t token = 0; token < vocab_; ++token) weights[token] = weights[token] >= row.min_p ? weights[token] : 0.0f;
   }

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kRowsInteger = 2;
 constexpr int kRowsFloat = 2;
+constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
+constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers
 constexpr int32_t kInt8Bias = 128;  // maddubs needs the weight's magnitude below 129, so int8 codes are made signed
 
 struct F16 {

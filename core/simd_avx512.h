@@ -10,8 +10,10 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 8;
+constexpr int kRowsInteger = 6;  // 12 sums and 12 totals stay in registers beside weights and scales
 constexpr int kRowsFloat = 8;
+constexpr int kScoreRows = 4, kScoreBlocks = 4;   // attention: queries by blocks of keys in registers
+constexpr int kValueRows = 4, kValueVectors = 4;  // attention: outputs by vectors of dims in registers
 constexpr int32_t kInt8Bias = 0;
 
 using F16 = __m512;

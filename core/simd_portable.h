@@ -11,6 +11,8 @@ namespace {
 
 constexpr int kRowsInteger = 4;  // rows that one pass over a panel serves
 constexpr int kRowsFloat = 2;
+constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
+constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
 constexpr int32_t kInt8Bias = 0;  // dot4_u8 multiplies code - kInt8Bias
 
 struct F16 {

@@ -98,6 +98,9 @@ class Model:
     def isa(self) -> str: ...
     @property
     def scratch_bytes(self) -> int: ...
+    def stage_seconds(self) -> dict[str, float]:
+        """Where the time of all steps so far went."""
+
     def step(
         self,
         kv: Kv,

@@ -265,7 +265,6 @@ def test_a_description_of_the_wrong_types_is_refused(key: str, value: object) ->
         ("qk_norm", "tail"),
         ("activation", "tanh"),
         ("layers", []),
-        ("layers", [{"window": 0, "rope": 0, "experts": 0}]),
         ("layers", [{"window": 0, "rope": 1, "experts": 0}, {"window": 0, "rope": 0, "experts": 4}]),
         ("layers", [{"window": -1, "rope": 0, "experts": 0}, {"window": 0, "rope": 0, "experts": 4}]),
         ("layers", [{"window": 0, "rope": 0, "experts": 0}, {"window": 0, "rope": 0, "experts": 5}]),

@@ -136,6 +136,10 @@ class CpuExecutor:
     def kv_bytes_per_token(self) -> float:
         return self._kv.bytes_per_block / _core.BLOCK
 
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds that all steps so far spent in each stage of the core; waits for a step under way."""
+        return self._model.stage_seconds()
+
     def launch(self, batch: Batch) -> Ticket:
         return self._runner.submit(self._step, batch)
 
