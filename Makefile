@@ -21,7 +21,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-asan fuzz lint format bench clean
+.PHONY: help serve test test-asan fuzz lint format bench bench-core clean
 
 help:
 	@echo "make serve      run a generation from the best model at hand (MODEL=path: from that model, PROMPT=text)"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint       check style and types"
 	@echo "make format     put Python and C++ into the project's style"
 	@echo "make bench      inspect and time a random model of the shape of Qwen2.5 0.5B"
+	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make clean      remove .venv and build"
 
 $(STAMPS)/venv:
@@ -130,6 +131,9 @@ bench: $(STAMPS)/core
 	  $(BIN)/millrace generate "$$model" --prompt "$$prompt" --weights $$weights --max-tokens 65 --ignore-eos --json \
 	    | $(BIN)/python -c "$$BENCH_LINE"; \
 	done
+
+bench-core: $(STAMPS)/core
+	@$(BIN)/python benchmarks/core/run.py $(ARGS)
 
 define BENCH_LINE
 import json, sys

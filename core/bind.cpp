@@ -72,7 +72,8 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
   check_natural(source, "the source");
   DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
   Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false);
-  if (static_cast<int64_t>(out.size()) != layout.bytes) refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
+  if (static_cast<int64_t>(out.size()) != layout.bytes)
+    refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
   nb::gil_scoped_release free;
   return pack_dense(view, layout, out.data(), pool);
@@ -111,7 +112,8 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
   for (int64_t i = 0; zero_data != nullptr && i < layout.outputs * layout.groups; ++i) {
     if (zero_data[i] < 0 || zero_data[i] > most) refuse("a zero does not fit " + format);
   }
-  if (static_cast<int64_t>(out.size()) != layout.bytes) refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
+  if (static_cast<int64_t>(out.size()) != layout.bytes)
+    refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
   nb::gil_scoped_release free;
   return pack_codes(codes.data(), scales.data(), zero_data, layout, out.data());
@@ -139,7 +141,8 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
 }
 
 // One product as a step computes it: quantises the rows where the weights are integers.
-void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2> out, Pool& pool, const std::string& isa) {
+void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2> out, Pool& pool,
+              const std::string& isa) {
   const Layout& layout = packed.view.layout;
   const int64_t count = static_cast<int64_t>(rows.shape(0));
   const int64_t inputs = static_cast<int64_t>(rows.shape(1));
@@ -152,17 +155,19 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   const Kernels& kernels = kernels_of(isa);
   const int64_t stride = round_up(inputs, kRowPad);
   Buffer<float> padded(count * stride);
-  Buffer<int8_t> codes(is_integer(layout.format) ? count * layout.padded_inputs : 0);
+  const bool coded = takes_codes(kernels, layout.format);
+  const int64_t code_stride = round_up(code_bytes(layout), 64);
+  Buffer<int8_t> codes(coded ? count * code_stride : 0);
   Buffer<float> scales(count * layout.groups);
   Buffer<int32_t> sums(count * layout.groups);
   for (int64_t r = 0; r < count; ++r) {
     float* row = padded.data() + r * stride;
     std::memcpy(row, rows.data() + r * inputs, static_cast<size_t>(inputs) * sizeof(float));
-    if (!is_integer(layout.format)) continue;
-    kernels.quantise_row(row, inputs, layout, codes.data() + r * layout.padded_inputs, scales.data() + r * layout.groups,
+    if (!coded) continue;
+    kernels.quantise_row(row, inputs, layout, codes.data() + r * code_stride, scales.data() + r * layout.groups,
                          sums.data() + r * layout.groups);
   }
-  QuantisedRows quantised{codes.data(), scales.data(), sums.data(), layout.padded_inputs, layout.groups};
+  QuantisedRows quantised{codes.data(), scales.data(), sums.data(), code_stride, layout.groups};
   ProductArgs args;
   args.weights = &packed.view;
   args.rows = padded.data();
@@ -201,7 +206,8 @@ nb::dict facts_of(nb::handle entry, const char* what) {
 // Reads the description and takes each tensor by its canonical name.
 class Assembly {
  public:
-  Assembly(nb::dict description, nb::dict tensors) : description_(std::move(description)), tensors_(std::move(tensors)) {}
+  Assembly(nb::dict description, nb::dict tensors)
+      : description_(std::move(description)), tensors_(std::move(tensors)) {}
 
   template <typename T>
   T value(const char* key) const {
@@ -219,7 +225,8 @@ class Assembly {
       Array<float, 1> values = nb::cast<Array<float, 1>>(tensor_of(name), false);
       check_natural(values, name.c_str());
       if (size >= 0 && static_cast<int64_t>(values.size()) != size) {
-        refuse("tensor '" + name + "' has " + std::to_string(values.size()) + " values, expected " + std::to_string(size));
+        refuse("tensor '" + name + "' has " + std::to_string(values.size()) + " values, expected " +
+               std::to_string(size));
       }
       return values;
     } catch (const nb::cast_error&) {
@@ -296,7 +303,8 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     return layer;
   }
   layer.router = parts.product(feed + ".router");
-  for (int64_t e = 0; e < experts; ++e) layer.experts.push_back(parts.mlp(feed + ".experts." + std::to_string(e), w.gated));
+  for (int64_t e = 0; e < experts; ++e)
+    layer.experts.push_back(parts.mlp(feed + ".experts." + std::to_string(e), w.gated));
   return layer;
 }
 
@@ -337,7 +345,8 @@ ModelWeights assemble(const Assembly& parts) {
   w.positions = parts.list("positions");
   if (w.positions.size() % static_cast<size_t>(w.hidden) != 0) refuse("positions has the wrong size");
   w.token_type = parts.list("token_type");
-  if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden) refuse("token_type has the wrong size");
+  if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden)
+    refuse("token_type has the wrong size");
   w.embed_norm = parts.norm("embed_norm", w.hidden);
   for (nb::handle entry : parts.value<nb::list>("ropes")) {
     nb::dict facts = facts_of(entry, "ropes");
@@ -361,7 +370,8 @@ ModelWeights assemble(const Assembly& parts) {
 
 void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::object pool, int64_t max_rows,
                 const std::string& isa) {
-  tensors = nb::cast<nb::dict>(tensors.attr("copy")());  // the model's own hold on them, whatever the caller's dict becomes
+  tensors =
+      nb::cast<nb::dict>(tensors.attr("copy")());  // the model's own hold on them, whatever the caller's dict becomes
   ModelWeights weights = assemble(Assembly(std::move(description), tensors));
   auto model = std::make_unique<Model>(std::move(weights), nb::cast<Pool&>(pool), max_rows, kernels_of(isa));
   new (self) BoundModel{std::move(model), std::move(tensors), std::move(pool)};
@@ -413,10 +423,11 @@ struct BoundSampler {
 
 // Everything of one call but the logits; each array has an entry a row, the ragged ones an offset more.
 void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> numbers, Array<int32_t, 2> counts,
-            Array<uint64_t, 2> keys, Array<int32_t, 1> seen, Array<int32_t, 1> seen_counts, Array<int32_t, 1> seen_offsets,
-            Array<int32_t, 1> bias_tokens, Array<float, 1> biases, Array<int32_t, 1> bias_offsets, Array<uint32_t, 2> masks,
-            Array<int32_t, 1> mask_rows, MutableArray<int32_t, 1> tokens, MutableArray<float, 1> logprobs,
-            MutableArray<int32_t, 2> top, MutableArray<float, 2> top_logprobs) {
+            Array<uint64_t, 2> keys, Array<int32_t, 1> seen, Array<int32_t, 1> seen_counts,
+            Array<int32_t, 1> seen_offsets, Array<int32_t, 1> bias_tokens, Array<float, 1> biases,
+            Array<int32_t, 1> bias_offsets, Array<uint32_t, 2> masks, Array<int32_t, 1> mask_rows,
+            MutableArray<int32_t, 1> tokens, MutableArray<float, 1> logprobs, MutableArray<int32_t, 2> top,
+            MutableArray<float, 2> top_logprobs) {
   const size_t count = logits.shape(0);
   const int64_t vocab = self.sampler->vocab();
   auto agree = [&](bool right, const char* what) {
@@ -434,12 +445,14 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
   auto check_ragged = [&](const Array<int32_t, 1>& offsets, const Array<int32_t, 1>& entries, const char* what) {
     int64_t at = 0;
     for (size_t i = 0; i <= count; ++i) {
-      if (offsets.data()[i] < at || (i == 0 && offsets.data()[0] != 0)) refuse(std::string(what) + " offsets must ascend");
+      if (offsets.data()[i] < at || (i == 0 && offsets.data()[0] != 0))
+        refuse(std::string(what) + " offsets must ascend");
       at = offsets.data()[i];
     }
     if (at != static_cast<int64_t>(entries.size())) refuse(std::string(what) + " offsets do not cover the entries");
     for (size_t i = 0; i < entries.size(); ++i) {
-      if (entries.data()[i] < 0 || entries.data()[i] >= vocab) refuse(std::string(what) + " token is not in the vocabulary");
+      if (entries.data()[i] < 0 || entries.data()[i] >= vocab)
+        refuse(std::string(what) + " token is not in the vocabulary");
     }
   };
   check_ragged(seen_offsets, seen, "seen");
@@ -456,11 +469,13 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
     row.presence = number[5];
     row.top_k = counts.data()[i * 2];
     row.logprobs = counts.data()[i * 2 + 1];
-    if (!(row.temperature >= 0.0f) || !(row.repetition > 0.0f) || row.top_k < 0) refuse("a sampling number is out of range");
+    if (!(row.temperature >= 0.0f) || !(row.repetition > 0.0f) || row.top_k < 0)
+      refuse("a sampling number is out of range");
     if (!(row.top_p > 0.0f && row.top_p <= 1.0f) || !(row.min_p >= 0.0f && row.min_p <= 1.0f)) {
       refuse("top_p must be above 0 and at most 1, min_p from 0 to 1");
     }
-    if (row.logprobs > static_cast<int64_t>(top.shape(1)) || row.logprobs > vocab) refuse("more logprobs than there is room for");
+    if (row.logprobs > static_cast<int64_t>(top.shape(1)) || row.logprobs > vocab)
+      refuse("more logprobs than there is room for");
     row.seed = keys.data()[i * 2];
     row.position = keys.data()[i * 2 + 1];
     const int32_t first = seen_offsets.data()[i];
@@ -475,7 +490,8 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
     if (mask < -1 || mask >= static_cast<int64_t>(masks.shape(0))) refuse("a mask row does not exist");
     row.mask = mask < 0 ? nullptr : masks.data() + mask * static_cast<int64_t>(masks.shape(1));
   }
-  SampleResult result{tokens.data(), logprobs.data(), top.data(), top_logprobs.data(), static_cast<int64_t>(top.shape(1))};
+  SampleResult result{tokens.data(), logprobs.data(), top.data(), top_logprobs.data(),
+                      static_cast<int64_t>(top.shape(1))};
   nb::gil_scoped_release free;
   self.sampler->choose(logits.data(), rows, result);
 }
@@ -497,9 +513,7 @@ NB_MODULE(_core, module) {
   module.def("isa_available", &available_isas);
   module.def("isa_default", &default_isa);
 
-  nb::class_<Pool>(module, "Pool")
-      .def(nb::init<int>(), "threads"_a)
-      .def_prop_ro("threads", &Pool::threads);
+  nb::class_<Pool>(module, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
 
   module.def(
       "packed_bytes",
@@ -507,7 +521,8 @@ NB_MODULE(_core, module) {
         return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric).bytes;
       },
       "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false);
-  module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(), "pool"_a);
+  module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(),
+             "pool"_a);
   module.def("pack_codes", &pack_from_codes, "codes"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.none(),
              "format"_a, "group"_a, "out"_a.noconvert());
   module.def(
@@ -561,9 +576,15 @@ NB_MODULE(_core, module) {
       .def_prop_ro("scratch_bytes", [](const BoundModel& self) { return self.model->scratch_bytes(); })
       .def("stage_seconds",
            [](const BoundModel& self) {
-             std::lock_guard<std::mutex> turn(nb::cast<Pool&>(self.pool).turn());
+             StageTimes times;
+             {
+               Pool& pool = nb::cast<Pool&>(self.pool);
+               nb::gil_scoped_release free;
+               std::lock_guard<std::mutex> turn(pool.turn());
+               times = self.model->stage_times();
+             }
              nb::dict seconds;
-             for (int i = 0; i < kStages; ++i) seconds[kStageNames[i]] = self.model->stage_times().seconds(i);
+             for (int i = 0; i < kStages; ++i) seconds[kStageNames[i]] = times.seconds(i);
              return seconds;
            })
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
@@ -588,7 +609,8 @@ NB_MODULE(_core, module) {
       "measure_bandwidth",
       [](Pool& pool, int64_t mebibytes, double seconds) {
         check_seconds(seconds);
-        if (mebibytes < 1 || mebibytes > 65536) refuse("the buffer must be 1 to 65536 MiB, not " + std::to_string(mebibytes));
+        if (mebibytes < 1 || mebibytes > 65536)
+          refuse("the buffer must be 1 to 65536 MiB, not " + std::to_string(mebibytes));
         nb::gil_scoped_release free;
         return measure_bandwidth(pool, mebibytes << 20, seconds);
       },

@@ -13,6 +13,7 @@ std::vector<std::string> available_isas() {
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vnni");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) names.emplace_back("avx512bf16");
   if (avx512) names.emplace_back("avx512");
   if (avx2) names.emplace_back("avx2");
 #endif
@@ -25,6 +26,7 @@ const Kernels& kernels_of(const std::string& isa) {
   for (const std::string& name : available_isas()) {
     if (name == isa) {
 #if defined(MILLRACE_X86)
+      if (name == "avx512bf16") return avx512bf16_kernels();
       if (name == "avx512") return avx512_kernels();
       if (name == "avx2") return avx2_kernels();
 #endif

@@ -8,8 +8,8 @@
 
 namespace millrace {
 
-std::vector<std::string> available_isas();        // best first; never empty
-std::string default_isa();                        // throws std::invalid_argument when MILLRACE_ISA cannot be had
+std::vector<std::string> available_isas();          // best first; never empty
+std::string default_isa();                          // throws std::invalid_argument when MILLRACE_ISA cannot be had
 const Kernels& kernels_of(const std::string& isa);  // throws std::invalid_argument
 
 }  // namespace millrace

@@ -1,7 +1,7 @@
 // The table of kernels that one instruction set provides. Owns the signatures and what each kernel promises.
 //
-// Every row of a step is computed by one arithmetic in a fixed order, whatever other rows are there, so each kernel's result
-// for a row depends on that row's inputs alone. Rows are f32, zero beyond their width up to a multiple of 128.
+// Every row of a step is computed by one arithmetic in a fixed order, whatever other rows are there, so each kernel's
+// result for a row depends on that row's inputs alone. Rows are f32, zero beyond their width up to a multiple of 128.
 #pragma once
 
 #include <cstdint>
@@ -16,20 +16,21 @@ constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolu
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 
-// Rows quantised to int8 by groups of inputs: value = scale * code.
+// Rows as a product's instructions take them. For integer weights: quantised to int8 by groups of inputs, value = scale
+// * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.
 struct QuantisedRows {
-  int8_t* codes = nullptr;   // [rows][stride]
-  float* scales = nullptr;   // [rows][groups_stride]
-  int32_t* sums = nullptr;   // [rows][groups_stride]: where a product's sums of a group start, see quantise_row
-  int64_t stride = 0;        // bytes between rows
+  int8_t* codes = nullptr;  // [rows][stride]
+  float* scales = nullptr;  // [rows][groups_stride]
+  int32_t* sums = nullptr;  // [rows][groups_stride]: where a product's sums of a group start, see quantise_row
+  int64_t stride = 0;       // bytes between rows
   int64_t groups_stride = 0;
 };
 
 struct ProductArgs {
   const PackedView* weights;
-  const float* rows = nullptr;           // for f32 and bf16 weights
-  int64_t rows_stride = 0;               // floats
-  const QuantisedRows* quantised = nullptr;  // for int8 and int4 weights
+  const float* rows = nullptr;               // for the other weights
+  int64_t rows_stride = 0;                   // floats
+  const QuantisedRows* quantised = nullptr;  // where takes_codes() says so
   int64_t first_row = 0;
   int64_t row_count = 0;
   const float* bias = nullptr;  // [outputs] or none
@@ -39,10 +40,10 @@ struct ProductArgs {
 
 // One query row: the token of a sequence that asks, at its absolute position.
 struct AttentionRow {
-  int64_t source;    // row of q
-  int64_t target;    // row of out
-  int64_t begin;     // first token that it sees
-  int64_t end;       // one past the last token that it sees
+  int64_t source;  // row of q
+  int64_t target;  // row of out
+  int64_t begin;   // first token that it sees
+  int64_t end;     // one past the last token that it sees
 };
 
 struct AttentionArgs {
@@ -71,6 +72,7 @@ struct NormArgs {
 
 struct Kernels {
   const char* name;
+  bool rounds_rows;  // bf16 weights meet rows that are rounded to bf16
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel);
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
@@ -84,14 +86,24 @@ struct Kernels {
 };
 
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
-constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
+static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
   return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * padded_head_size + 64;
+}
+
+static inline bool takes_codes(const Kernels& kernels, Format format) {
+  return is_integer(format) || (format == Format::kBf16 && kernels.rounds_rows);
+}
+
+// Bytes of codes of one row.
+static inline int64_t code_bytes(const Layout& layout) {
+  return layout.padded_inputs * (layout.format == Format::kBf16 ? 2 : 1);
 }
 
 const Kernels& portable_kernels();
 #if defined(MILLRACE_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512bf16_kernels();
 #endif
 
 }  // namespace millrace

@@ -1,7 +1,7 @@
 // The kernels, written once in sixteen lanes and compiled once per instruction set.
 //
-// The including file brings the primitives (simd_*.h) first. Every function here is in an anonymous namespace and uses no
-// library templates, so no code of one instruction set can be linked into another's place.
+// The including file brings the primitives (simd_*.h) first. Every function here is in an anonymous namespace and uses
+// no library templates, so no code of one instruction set can be linked into another's place.
 #pragma once
 
 #include "kernels.h"
@@ -19,7 +19,7 @@ struct Count {
 // e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing. NaN stays NaN.
 inline F16 exponential(F16 x) {
   const F16 lowest = splat(-87.0f);
-  const F16 rounder = splat(12582912.0f);  // 1.5 * 2^23: its sum's low bits are the rounded integer
+  const F16 rounder = splat(12582912.0f);                   // 1.5 * 2^23: its sum's low bits are the rounded integer
   F16 clamped = minimum(splat(88.0f), maximum(lowest, x));  // of an unordered pair both give the second
   F16 shifted = fma(clamped, splat(1.44269504f), rounder);
   F16 whole = sub(shifted, rounder);
@@ -56,7 +56,8 @@ inline F16 error_function(F16 x) {
 
 inline F16 activation_of(Activation kind, F16 x) {
   switch (kind) {
-    case Activation::kSilu: return divide(x, add(splat(1.0f), exponential(sub(splat(0.0f), x))));
+    case Activation::kSilu:
+      return divide(x, add(splat(1.0f), exponential(sub(splat(0.0f), x))));
     case Activation::kGelu: {
       F16 half = mul(x, splat(0.5f));
       return fma(half, error_function(mul(x, splat(0.70710678f))), half);
@@ -67,7 +68,8 @@ inline F16 activation_of(Activation kind, F16 x) {
       F16 half = mul(x, splat(0.5f));
       return fma(half, hyperbolic_tangent(inner), half);
     }
-    case Activation::kRelu: return maximum(x, splat(0.0f));
+    case Activation::kRelu:
+      return maximum(x, splat(0.0f));
   }
   return x;
 }
@@ -119,6 +121,7 @@ inline void product_f32(const ProductArgs& args, int64_t panel, int64_t row) {
   write_rows<kRows>(args, panel, row, totals);
 }
 
+#if !defined(MILLRACE_BF16_ROWS)
 template <int kRows>
 inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.weights->layout;
@@ -139,11 +142,38 @@ inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
   }
   write_rows<kRows>(args, panel, row, totals);
 }
+#endif
+
+#if defined(MILLRACE_BF16_ROWS)
+// Rows rounded to bf16: two inputs of 16 channels in one instruction.
+template <int kRows>
+inline void product_bf16_rows(const ProductArgs& args, int64_t panel, int64_t row) {
+  const Layout& layout = args.weights->layout;
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
+  const int8_t* rows = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
+  F16 totals[kRows][2];
+  for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
+  for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
+    for (int r = 0; r < kRows; ++r) {
+      const uint16_t* two = reinterpret_cast<const uint16_t*>(rows + r * args.quantised->stride) + k;
+      totals[r][0] = dot2(totals[r][0], weights, two);
+      totals[r][1] = dot2(totals[r][1], weights + kPanel, two);
+    }
+  }
+  write_rows<kRows>(args, panel, row, totals);
+}
+
+void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* out) {
+  int64_t k = 0;
+  for (; k < width; k += 16) store_bf16(out + k, load(row + k));
+  for (; k < layout.padded_inputs; k += 16) store_bf16(out + k, splat(0.0f));
+}
+#endif
 
 // Weights are code - zero and codes are what is multiplied, so a group's sum of products starts at -zero * sum of the
 // row's codes. quantise_row stores that start, or the plain sum where every channel has a zero of its own.
 inline int32_t common_zero(const Layout& layout) {
-  return layout.symmetric_zero() - (layout.format == Format::kInt8 ? kInt8Bias : 0);
+  return symmetric_zero(layout.format) - (layout.format == Format::kInt8 ? kInt8Bias : 0);
 }
 
 template <bool kInt4, bool kAsymmetric, int kRows>
@@ -212,8 +242,15 @@ template <int kRows>
 inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.weights->layout;
   switch (layout.format) {
-    case Format::kF32: return product_f32<kRows>(args, panel, row);
-    case Format::kBf16: return product_bf16<kRows>(args, panel, row);
+    case Format::kF32:
+      return product_f32<kRows>(args, panel, row);
+#if defined(MILLRACE_BF16_ROWS)
+    case Format::kBf16:
+      return product_bf16_rows<kRows>(args, panel, row);
+#else
+    case Format::kBf16:
+      return product_bf16<kRows>(args, panel, row);
+#endif
     case Format::kInt8:
       return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row)
                                : product_integer<false, false, kRows>(args, panel, row);
@@ -249,6 +286,9 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
 // Rows.
 
 void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t* codes, float* scales, int32_t* sums) {
+#if defined(MILLRACE_BF16_ROWS)
+  if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
+#endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
   const int32_t factor = layout.asymmetric ? 1 : -common_zero(layout);
   for (int64_t g = 0; g < layout.groups; ++g) {
@@ -296,7 +336,8 @@ void norm(const NormArgs& args, const float* in, int64_t width, float* out) {
     if (args.layer) centred = sub(centred, mean);
     F16 scaled = mul(mul(centred, inverse), load(args.weight + i));
     if (args.bias != nullptr) scaled = add(scaled, load(args.bias + i));
-    // Exactly zero beyond the width, even where a row has run to infinity: the next sequence in this row must not see it.
+    // Exactly zero beyond the width, even where a row has run to infinity: the next sequence in this row must not see
+    // it.
     if (width - i < 16) scaled = keep_lanes(scaled, 0, static_cast<int>(width - i), splat(0.0f));
     store(out + i, scaled);
   }
@@ -388,7 +429,8 @@ struct Chunk {
 
 inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, float* buffer) {
   switch (layout.type) {
-    case KvType::kF32: return reinterpret_cast<const float*>(record);
+    case KvType::kF32:
+      return reinterpret_cast<const float*>(record);
     case KvType::kBf16: {
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(record);
       for (int64_t d = 0; d < layout.padded_size; d += 2) {
@@ -416,7 +458,8 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
 inline const float* expand_values(const KvLayout& layout, const uint8_t* record, float* buffer) {
   const int64_t size = layout.padded_size;
   switch (layout.type) {
-    case KvType::kF32: return reinterpret_cast<const float*>(record + layout.values_offset);
+    case KvType::kF32:
+      return reinterpret_cast<const float*>(record + layout.values_offset);
     case KvType::kBf16: {
       const uint16_t* values = reinterpret_cast<const uint16_t*>(record + layout.values_offset);
       for (int64_t t = 0; t < kBlock; t += 2) {
@@ -503,8 +546,8 @@ struct Span {
   int64_t end;
 };
 
-// What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what is
-// there may be anything. Rows that share most of what they see go together over that.
+// What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what
+// is there may be anything. Rows that share most of what they see go together over that.
 template <int kRows>
 inline void add_rows(const Chunk& chunk, int64_t size, const Span* spans, const float* weights, float* outputs) {
   Span common = spans[0];
@@ -651,7 +694,13 @@ void attend(const AttentionArgs& args) {
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return Kernels{name, product, quantise_row, norm, activate, attend, softcap, softmax, peak_of, exponentials};
+#if defined(MILLRACE_BF16_ROWS)
+  constexpr bool kRoundsRows = true;
+#else
+  constexpr bool kRoundsRows = false;
+#endif
+  return Kernels{name,   kRoundsRows, product, quantise_row, norm,        activate,
+                 attend, softcap,     softmax, peak_of,      exponentials};
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// KV memory: blocks of 16 tokens in every layer. Owns the memory, its layout and the writing of one token's keys and values.
+// KV memory: blocks of 16 tokens in every layer. Owns the memory, its layout and the writing of one token's keys and
+// values.
 //
 // A record holds one block of one KV head in one layer; `size` is the head size padded to 16:
 //
@@ -7,8 +8,8 @@
 //   int8   keys [size/4][16 tokens][4] u8 (code + 128), values [4 token quads][size][4] u8 (code + 128),
 //          then a f32 scale per token for keys [16] and for values [16]
 //
-// Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and quads
-// are what AMX and VNNI multiply.
+// Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and
+// quads are what AMX and VNNI multiply.
 #pragma once
 
 #include <cstddef>

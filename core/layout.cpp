@@ -16,7 +16,8 @@ Format format_from_name(const std::string& name) {
 
 Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric) {
   constexpr int64_t kMaxOutputs = int64_t{1} << 24;
-  if (outputs < 1 || outputs > kMaxOutputs) throw std::invalid_argument("outputs out of range: " + std::to_string(outputs));
+  if (outputs < 1 || outputs > kMaxOutputs)
+    throw std::invalid_argument("outputs out of range: " + std::to_string(outputs));
   if (inputs < 1 || inputs > kMaxInputs) throw std::invalid_argument("inputs out of range: " + std::to_string(inputs));
   if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
     throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
@@ -59,7 +60,8 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
       return;
     }
     case Format::kInt8:
-    case Format::kInt4: break;
+    case Format::kInt4:
+      break;
   }
   for (int64_t g = 0; g < layout.groups; ++g) {
     const uint8_t* record = panel + g * layout.group_bytes;
@@ -67,7 +69,7 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
     const uint8_t* codes = record + layout.header_bytes;
     float scale = f32_from_f16(scales[lane]) * weights.gain;
-    int32_t zero = layout.asymmetric ? zeros[lane] : layout.symmetric_zero();
+    int32_t zero = layout.asymmetric ? zeros[lane] : symmetric_zero(layout.format);
     int64_t first = g * layout.group;
     int64_t count = layout.inputs - first < layout.group ? layout.inputs - first : layout.group;
     for (int64_t k = 0; k < count; ++k) {

@@ -1,6 +1,7 @@
 // How a weight matrix lies in memory, for every instruction set alike.
 //
-// Owns the packed layout: its sizes, its offsets, and reading single rows back. Knows nothing of how products are computed.
+// Owns the packed layout: its sizes, its offsets, and reading single rows back. Knows nothing of how products are
+// computed.
 //
 // Output channels go in panels of 32. A panel is one contiguous stream, read from front to back by a product:
 //
@@ -11,7 +12,10 @@
 //          low nibbles are inputs 0..3 and high nibbles inputs 4..7       (one shift and mask give two int8 rows)
 //
 // The rows of four inputs are what AMX, VNNI and maddubs multiply. A weight is gain * scale * (code - zero); codes are
-// unsigned, so that activations can be the signed operand. Inputs are padded to whole groups with codes equal to the zero.
+// unsigned, so that activations can be the signed operand. Inputs are padded to whole groups with codes equal to the
+// zero.
+//
+// Functions here are `static`: a file that is compiled for one instruction set must not lend its copy to the others.
 #pragma once
 
 #include <cstddef>
@@ -26,11 +30,11 @@ constexpr int64_t kMaxInputs = 65536;  // a product of int8 codes over all input
 
 enum class Format : int { kF32, kBf16, kInt8, kInt4 };
 
-inline bool is_integer(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
+static inline bool is_integer(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
 
 Format format_from_name(const std::string& name);  // throws std::invalid_argument
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 struct Layout {
   Format format = Format::kF32;
@@ -48,9 +52,9 @@ struct Layout {
 
   // group 0 means per channel. Throws std::invalid_argument on sizes that no model has.
   static Layout of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric);
-
-  int32_t symmetric_zero() const { return format == Format::kInt4 ? 8 : 128; }
 };
+
+static inline int32_t symmetric_zero(Format format) { return format == Format::kInt4 ? 8 : 128; }
 
 struct PackedView {
   Layout layout;

@@ -21,8 +21,8 @@ int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, p
 
 }  // namespace
 
-const char* const kStageNames[kStages] = {"embed",  "prepare", "qkv",      "heads", "attention", "output",
-                                          "up",     "activate", "down",    "route", "join",      "head"};
+const char* const kStageNames[kStages] = {"embed", "prepare",  "qkv",  "heads", "attention", "output",
+                                          "up",    "activate", "down", "route", "join",      "head"};
 
 template <typename T>
 void* Buffer<T>::allocate(size_t bytes) {
@@ -50,7 +50,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   code_stride_ = 64;
   group_stride_ = 1;
   auto measure = [&](const Product& product) {
-    code_stride_ = std::max(code_stride_, round_up(product.weights.layout.padded_inputs, 64));
+    code_stride_ = std::max(code_stride_, round_up(code_bytes(product.weights.layout), 64));
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
   for (const Layer& layer : w_.layers) {
@@ -155,7 +155,8 @@ void Model::check_weights() const {
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     const std::string name = "layers." + std::to_string(i);
-    if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size())) refuse(name + " names a rope that is not there");
+    if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
+      refuse(name + " names a rope that is not there");
     if (layer.window < 0) refuse(name + " has a negative window");
     shaped(layer.qkv, (w_.heads + 2 * w_.kv_heads) * w_.head_size, w_.hidden, name + ".attn.qkv");
     shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
@@ -265,8 +266,10 @@ void Model::rotate_tables(const StepArgs& args) {
         for (size_t d = 0; d < table.size(); ++d) {
           // The angle is rounded to f32 first, as every reference implementation does.
           const float angle = static_cast<float>(row.position) * table[d];
-          cosines[r * half_pad_ + static_cast<int64_t>(d)] = static_cast<float>(std::cos(double{angle})) * rope.scale[variant];
-          sines[r * half_pad_ + static_cast<int64_t>(d)] = static_cast<float>(std::sin(double{angle})) * rope.scale[variant];
+          cosines[r * half_pad_ + static_cast<int64_t>(d)] =
+              static_cast<float>(std::cos(double{angle})) * rope.scale[variant];
+          sines[r * half_pad_ + static_cast<int64_t>(d)] =
+              static_cast<float>(std::sin(double{angle})) * rope.scale[variant];
         }
       }
     });
@@ -275,7 +278,7 @@ void Model::rotate_tables(const StepArgs& args) {
 
 // residual -> normed, and quantised for the product that reads it.
 void Model::prepare(int64_t rows, const NormWeights& norm, const Product& product) {
-  const bool quantising = product.present() && is_integer(product.weights.layout.format);
+  const bool quantising = product.present() && takes_codes(kernels_, product.weights.layout.format);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       const float* x = residual_.data() + r * hidden_pad_;
@@ -352,7 +355,8 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
       }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
       for (int64_t h = 0; h < w_.kv_heads; ++h) {
-        write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size, v + h * size);
+        write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size,
+                    v + h * size);
       }
     }
   });
@@ -369,11 +373,14 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     asking.end = w_.causal ? int64_t{row.position} + 1 : args.computed[row.sequence] + fresh;
     asking.begin = layer.window > 0 ? std::max<int64_t>(0, int64_t{row.position} + 1 - layer.window) : 0;
   }
-  // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are empty.
+  // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
+  // empty.
   pool_.run(rows * w_.kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first = item / w_.kv_heads;
-      auto sequence_of = [&](int64_t r) { return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence; };
+      auto sequence_of = [&](int64_t r) {
+        return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence;
+      };
       const int32_t sequence = sequence_of(first);
       int64_t start = first;  // of this sequence's rows
       start = std::lower_bound(asking_.begin(), asking_.begin() + first, sequence,
@@ -403,7 +410,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     }
   });
   times_.end(Stage::kAttention);
-  if (is_integer(layer.o.weights.layout.format)) {
+  if (takes_codes(kernels_, layer.o.weights.layout.format)) {
     pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t r = begin; r < end; ++r) {
         quantise(attended_.data() + r * q_pad_, w_.heads * w_.head_size, layer.o, r);
@@ -423,7 +430,7 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
     for (int64_t r = begin; r < end; ++r) {
       float* opened = inner_.data() + r * inner_pad_;
       kernels_.activate(w_.activation, w_.gated, wide_.data() + r * wide_stride, w_.inner, opened);
-      if (is_integer(layer.mlp.down.weights.layout.format)) quantise(opened, w_.inner, layer.mlp.down, r);
+      if (takes_codes(kernels_, layer.mlp.down.weights.layout.format)) quantise(opened, w_.inner, layer.mlp.down, r);
     }
   });
   times_.end(Stage::kActivate);
@@ -456,7 +463,8 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   }
   std::fill(expert_begin_.begin(), expert_begin_.begin() + count + 1, 0);
   for (int64_t i = 0; i < slots; ++i) ++expert_begin_[static_cast<size_t>(expert_of_[static_cast<size_t>(i)]) + 1];
-  for (int64_t e = 0; e < count; ++e) expert_begin_[static_cast<size_t>(e) + 1] += expert_begin_[static_cast<size_t>(e)];
+  for (int64_t e = 0; e < count; ++e)
+    expert_begin_[static_cast<size_t>(e) + 1] += expert_begin_[static_cast<size_t>(e)];
   for (int64_t i = 0; i < slots; ++i) {
     const size_t expert = static_cast<size_t>(expert_of_[static_cast<size_t>(i)]);
     const int64_t at = expert_begin_[expert]++;
@@ -473,7 +481,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       float* in = expert_in_.data() + at * hidden_pad_;
       std::memcpy(in, normed_.data() + r * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
       const Product& up = layer.experts[static_cast<size_t>(expert_at(at))].up;
-      if (is_integer(up.weights.layout.format)) quantise(in, w_.hidden, up, at);
+      if (takes_codes(kernels_, up.weights.layout.format)) quantise(in, w_.hidden, up, at);
     }
   });
 
@@ -503,15 +511,15 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       }
     });
   };
-  multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_, wide_.data(),
-                   wide_stride);
+  multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_,
+                   wide_.data(), wide_stride);
   times_.end(Stage::kUp);
   pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end; ++at) {
       float* opened = inner_.data() + at * inner_pad_;
       kernels_.activate(w_.activation, w_.gated, wide_.data() + at * wide_stride, w_.expert_inner, opened);
       const Product& down = layer.experts[static_cast<size_t>(expert_at(at))].down;
-      if (is_integer(down.weights.layout.format)) quantise(opened, w_.expert_inner, down, at);
+      if (takes_codes(kernels_, down.weights.layout.format)) quantise(opened, w_.expert_inner, down, at);
     }
   });
   times_.end(Stage::kActivate);
@@ -564,7 +572,8 @@ void Model::results(const StepArgs& args) {
   if (args.hidden) {
     prepare(args.wanted_count, w_.final_norm, kNone);
     for (int64_t i = 0; i < args.wanted_count; ++i) {
-      std::memcpy(args.out + i * w_.hidden, normed_.data() + i * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
+      std::memcpy(args.out + i * w_.hidden, normed_.data() + i * hidden_pad_,
+                  static_cast<size_t>(w_.hidden) * sizeof(float));
     }
     return;
   }

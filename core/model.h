@@ -1,7 +1,8 @@
 // A model bound to its weights, and the step that computes it.
 //
-// Owns the order of operations of a layer and the scratch memory of a step; nothing is allocated in a step. Knows nothing of
-// requests: a step is a ragged batch of token rows, the KV blocks of each sequence, and the rows whose results are wanted.
+// Owns the order of operations of a layer and the scratch memory of a step; nothing is allocated in a step. Knows
+// nothing of requests: a step is a ragged batch of token rows, the KV blocks of each sequence, and the rows whose
+// results are wanted.
 #pragma once
 
 #include <chrono>
@@ -95,7 +96,7 @@ struct ModelWeights {
   bool normalise_experts = false;
 
   PackedView embed;
-  std::vector<float> positions;  // [count][hidden] learned positions, or empty
+  std::vector<float> positions;   // [count][hidden] learned positions, or empty
   std::vector<float> token_type;  // [hidden], of type 0, or empty
   NormWeights embed_norm;
   std::vector<Rope> ropes;
@@ -108,10 +109,10 @@ struct StepArgs {
   Kv* kv;
   int64_t rows;
   int64_t sequences;
-  const int32_t* tokens;         // [rows]
-  const int32_t* offsets;        // [sequences + 1]
-  const int32_t* computed;       // [sequences]
-  const int32_t* block_tables;   // [sequences][table_stride]
+  const int32_t* tokens;        // [rows]
+  const int32_t* offsets;       // [sequences + 1]
+  const int32_t* computed;      // [sequences]
+  const int32_t* block_tables;  // [sequences][table_stride]
   int64_t table_stride;
   const int32_t* rope_variants;  // [sequences]
   int64_t wanted_count;
@@ -121,7 +122,20 @@ struct StepArgs {
 };
 
 // Where the time of steps goes. A reading of the clock ends one stage and begins the next.
-enum class Stage : int { kEmbed, kPrepare, kQkv, kHeads, kAttention, kOutput, kUp, kActivate, kDown, kRoute, kJoin, kHead };
+enum class Stage : int {
+  kEmbed,
+  kPrepare,
+  kQkv,
+  kHeads,
+  kAttention,
+  kOutput,
+  kUp,
+  kActivate,
+  kDown,
+  kRoute,
+  kJoin,
+  kHead
+};
 constexpr int kStages = 12;
 extern const char* const kStageNames[kStages];
 
@@ -165,7 +179,8 @@ class Model {
   void embed_rows(const StepArgs& args);
   void rotate_tables(const StepArgs& args);
   void prepare(int64_t rows, const NormWeights& norm, const Product& product);
-  void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out, int64_t out_stride);
+  void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
+                int64_t out_stride);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);
@@ -181,11 +196,11 @@ class Model {
   Pool& pool_;
   const Kernels& kernels_;
   int64_t max_rows_;
-  int64_t expert_rows_ = 0;   // rows of the expert buffers
+  int64_t expert_rows_ = 0;  // rows of the expert buffers
   int64_t hidden_pad_, q_pad_, qkv_pad_, inner_pad_, tile_rows_;
 
-  std::vector<Row> row_;              // of every row of the step
-  std::vector<AttentionRow> asking_;  // rows whose attention is computed
+  std::vector<Row> row_;                                         // of every row of the step
+  std::vector<AttentionRow> asking_;                             // rows whose attention is computed
   std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
   std::vector<int64_t> expert_begin_;
   Buffer<float> residual_, normed_, qkv_, attended_, wide_, inner_, joined_;

@@ -158,7 +158,7 @@ void pack_float_row(const Layout& layout, const float* row, int64_t channel, uin
 void pack_integer_row(const Layout& layout, const float* row, const Scaling* scalings, float gain, int64_t channel,
                       uint8_t* out) {
   Placement at = place(layout, out, channel);
-  const int32_t zero = layout.symmetric_zero();
+  const int32_t zero = symmetric_zero(layout.format);
   const float lowest = layout.format == Format::kInt4 ? -8.0f : -127.0f;
   const float highest = layout.format == Format::kInt4 ? 7.0f : 127.0f;
   for (int64_t g = 0; g < layout.groups; ++g) {
@@ -245,7 +245,7 @@ float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros
       uint8_t* record = at.panel + g * layout.group_bytes;
       int64_t index = channel * layout.groups + g;
       reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scales[index] / gain);
-      int16_t zero = static_cast<int16_t>(zeros == nullptr ? layout.symmetric_zero() : zeros[index]);
+      int16_t zero = static_cast<int16_t>(zeros == nullptr ? symmetric_zero(layout.format) : zeros[index]);
       if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = zero;
       for (int64_t k = 0; k < layout.group; ++k) {
         int64_t input = g * layout.group + k;

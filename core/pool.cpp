@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the serial stretches inside a step
 constexpr int kMaxThreads = 512;
+constexpr uint64_t kClosed = 0xffffffffu;  // no run to claim: more than any region has
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -25,7 +26,8 @@ inline void pause_briefly() {
 
 Pool::Pool(int threads) {
   if (threads < 1 || threads > kMaxThreads) {
-    throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxThreads) + ", not " + std::to_string(threads));
+    throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxThreads) + ", not " +
+                                std::to_string(threads));
   }
   workers_.reserve(static_cast<size_t>(threads - 1));
   try {
@@ -46,30 +48,45 @@ void Pool::stop() {
 }
 
 void Pool::start(int64_t items, int64_t grain, const void* context, Call call) {
-  items_ = items;
-  grain_ = grain;
-  context_ = context;
-  call_ = call;
-  next_.store(0, std::memory_order_relaxed);
-  busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-  epoch_.fetch_add(1);  // publishes the region
+  const uint32_t runs = static_cast<uint32_t>((items + grain - 1) / grain);
+  const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+  // Closed before it is written: whoever reads a part of the new region (acquire, of a release) claims after this, in
+  // vain.
+  next_.store(uint64_t{epoch} << 32 | kClosed, std::memory_order_relaxed);
+  items_.store(items, std::memory_order_release);
+  grain_.store(grain, std::memory_order_release);
+  context_.store(context, std::memory_order_release);
+  call_.store(call, std::memory_order_release);
+  done_.store(0, std::memory_order_relaxed);
+  next_.store(uint64_t{epoch} << 32, std::memory_order_release);
+  epoch_.store(epoch);  // publishes the region
   if (asleep_.load() > 0) epoch_.notify_all();
-  drain(0);
-  for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; ++spins) {
-    if (spins < kSpins) {
+  drain(epoch, 0);
+  for (int spins = 0;;) {
+    const uint32_t done = done_.load(std::memory_order_acquire);
+    if (done == runs) return;
+    if (++spins < kSpins) {
       pause_briefly();
-      continue;
+    } else {
+      done_.wait(done, std::memory_order_acquire);
     }
-    int busy = busy_.load(std::memory_order_acquire);
-    if (busy > 0) busy_.wait(busy, std::memory_order_acquire);
   }
 }
 
-void Pool::drain(int thread) {
+void Pool::drain(uint32_t epoch, int thread) {
+  uint64_t next = next_.load(std::memory_order_acquire);
   for (;;) {
-    int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-    if (begin >= items_) return;
-    call_(context_, begin, begin + grain_ < items_ ? begin + grain_ : items_, thread);
+    const int64_t items = items_.load(std::memory_order_acquire);
+    const int64_t grain = grain_.load(std::memory_order_acquire);
+    const void* context = context_.load(std::memory_order_acquire);
+    const Call call = call_.load(std::memory_order_acquire);
+    const int64_t begin = static_cast<int64_t>(next & 0xffffffffu) * grain;
+    if (next >> 32 != epoch || begin >= items) return;
+    if (!next_.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    call(context, begin, begin + grain < items ? begin + grain : items, thread);
+    done_.fetch_add(1, std::memory_order_acq_rel);
+    if (thread != 0) done_.notify_one();  // a look at a counter while the starter spins
+    next = next_.load(std::memory_order_acquire);
   }
 }
 
@@ -89,9 +106,7 @@ void Pool::work(int thread) {
     }
     seen = epoch_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire)) return;
-    drain(thread);
-    busy_.fetch_sub(1, std::memory_order_acq_rel);
-    busy_.notify_one();
+    drain(seen, thread);
   }
 }
 

@@ -41,7 +41,7 @@ double rate(Pool& pool, double seconds, const Once& once) {
   return total.load() / seconds_since(start);
 }
 
-volatile uint64_t g_sink;  // keeps results alive
+std::atomic<uint64_t> g_sink;  // keeps results alive
 
 uint64_t read_portable(const uint8_t* data, int64_t bytes) {
   uint64_t sums[8] = {};
@@ -81,16 +81,16 @@ __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t 
 }
 
 // Twelve or sixteen chains: more than latency times width needs. The empty asm keeps the loop from being folded.
-#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops)                    \
-  type sums[chains];                                                              \
-  for (int i = 0; i < chains; ++i) sums[i] = initial;                             \
-  for (int64_t round = 0; round < kRounds; ++round) {                             \
-    for (int i = 0; i < chains; ++i) sums[i] = step;                              \
-    asm volatile("" ::: "memory");                                                \
-  }                                                                               \
-  alignas(64) unsigned char bytes[sizeof(type) * chains];                         \
-  std::memcpy(bytes, sums, sizeof bytes);                                         \
-  g_sink = bytes[0];                                                              \
+#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops) \
+  type sums[chains];                                            \
+  for (int i = 0; i < chains; ++i) sums[i] = initial;           \
+  for (int64_t round = 0; round < kRounds; ++round) {           \
+    for (int i = 0; i < chains; ++i) sums[i] = step;            \
+    asm volatile("" ::: "memory");                              \
+  }                                                             \
+  alignas(64) unsigned char bytes[sizeof(type) * chains];       \
+  std::memcpy(bytes, sums, sizeof bytes);                       \
+  g_sink = bytes[0];                                            \
   return static_cast<double>(lanes_ops) * chains * static_cast<double>(kRounds)
 
 __attribute__((target("avx2,fma"))) double fma_avx2() {
@@ -124,7 +124,8 @@ bool amx_allowed() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
-  static const bool allowed = __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  static const bool allowed =
+      __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return allowed;
 #else
   return false;
@@ -150,7 +151,8 @@ __attribute__((target("amx-tile,amx-int8,amx-bf16"))) double amx_tiles(bool int8
     config.rows[i] = 16;
   }
   alignas(64) static const uint8_t zeros[1024] = {};
-  // gcc 12 names only the first bytes of the struct as this instruction's input: without the barrier the rest is not stored.
+  // gcc 12 names only the first bytes of the struct as this instruction's input: without the barrier the rest is not
+  // stored.
   asm volatile("" ::: "memory");
   _tile_loadconfig(&config);
   _tile_zero(0);

@@ -70,7 +70,8 @@ double sum_of(const std::vector<Candidate>& candidates) {
 void keep_nucleus(std::vector<Candidate>& candidates, double wanted) {
   double mass = 0.0;
   size_t kept = 0;
-  while (kept < candidates.size() && (kept == 0 || mass < wanted)) mass += static_cast<double>(candidates[kept++].value);
+  while (kept < candidates.size() && (kept == 0 || mass < wanted))
+    mass += static_cast<double>(candidates[kept++].value);
   candidates.resize(kept);
 }
 
@@ -94,7 +95,8 @@ void collect_nucleus(const float* weights, int64_t vocab, double wanted, std::ve
 
 Sampler::Sampler(int64_t vocab, Pool& pool, const Kernels& kernels)
     : vocab_(vocab), pool_(pool), kernels_(kernels), scratch_(static_cast<size_t>(pool.threads())) {
-  if (vocab < 1 || vocab > (int64_t{1} << 24)) throw std::invalid_argument("vocab out of range: " + std::to_string(vocab));
+  if (vocab < 1 || vocab > (int64_t{1} << 24))
+    throw std::invalid_argument("vocab out of range: " + std::to_string(vocab));
   for (Scratch& scratch : scratch_) {
     scratch.raw.resize(static_cast<size_t>(vocab));
     scratch.weights.resize(static_cast<size_t>(vocab));
@@ -144,7 +146,8 @@ void Sampler::choose_row(float* logits, const SampleRow& row, const SampleResult
   result.tokens[index] = chosen;
   result.logprobs[index] = 0.0f;
   std::fill(result.top + index * result.top_stride, result.top + (index + 1) * result.top_stride, -1);
-  std::fill(result.top_logprobs + index * result.top_stride, result.top_logprobs + (index + 1) * result.top_stride, 0.0f);
+  std::fill(result.top_logprobs + index * result.top_stride, result.top_logprobs + (index + 1) * result.top_stride,
+            0.0f);
   if (row.logprobs < 0 || chosen < 0) return;
   auto logprob = [&](int32_t token) {
     return static_cast<float>(static_cast<double>(scratch.raw[static_cast<size_t>(token)]) - raw_total);
@@ -165,7 +168,8 @@ int32_t Sampler::draw(const float* logits, const SampleRow& row, float peak, Scr
   // Not below 1e-30: the likeliest token's distance of 0 times an infinite factor would be NaN.
   kernels_.exponentials(logits, vocab_, peak, 1.0f / std::max(row.temperature, 1e-30f), weights);
   if (row.min_p > 0.0f) {
-    for (int64_t token = 0; token < vocab_; ++token) weights[token] = weights[token] >= row.min_p ? weights[token] : 0.0f;
+    for (int64_t token = 0; token < vocab_; ++token)
+      weights[token] = weights[token] >= row.min_p ? weights[token] : 0.0f;
   }
   std::vector<Candidate>& kept = scratch.candidates;
   if (row.top_k > 0 && row.top_k < vocab_) {

@@ -1,9 +1,9 @@
 // The choice of the next tokens from logits, all rows of a step at once.
 //
 // Owns the order in which a row's wishes apply: mask, bias, penalties, then (at temperature 0) the likeliest token, or
-// temperature, min-p, top-k and top-p, and one draw. Random numbers are counter-based: they follow from a row's seed and
-// position alone, so a sampled sequence depends on nothing else that runs. Log-probabilities are those of the model: of
-// the logits before any wish.
+// temperature, min-p, top-k and top-p, and one draw. Random numbers are counter-based: they follow from a row's seed
+// and position alone, so a sampled sequence depends on nothing else that runs. Log-probabilities are those of the
+// model: of the logits before any wish.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +37,9 @@ struct SampleRow {
 };
 
 struct SampleResult {
-  int32_t* tokens;     // [rows]; -1 where no token can be chosen (all masked, or NaN)
-  float* logprobs;     // [rows] of the chosen tokens, 0 where not wanted
-  int32_t* top;        // [rows][top_stride] likeliest first; -1 beyond what was wanted
+  int32_t* tokens;      // [rows]; -1 where no token can be chosen (all masked, or NaN)
+  float* logprobs;      // [rows] of the chosen tokens, 0 where not wanted
+  int32_t* top;         // [rows][top_stride] likeliest first; -1 beyond what was wanted
   float* top_logprobs;  // [rows][top_stride]
   int64_t top_stride;
 };

@@ -1,5 +1,5 @@
-// Sixteen lanes as two AVX2 registers. Owns the vector types and primitives that kernels_impl.h is written in; included by
-// one file.
+// Sixteen lanes as two AVX2 registers. Owns the vector types and primitives that kernels_impl.h is written in; included
+// by one file.
 #pragma once
 
 #include <immintrin.h>
@@ -56,8 +56,7 @@ inline F16 keep_lanes(F16 x, int begin, int end, F16 other) {
 }
 inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline __m256 add_exponent8(__m256 x, __m256 n) {
-  return _mm256_castsi256_ps(
-      _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
 inline F16 add_exponent(F16 x, F16 n) { return {add_exponent8(x.a, n.a), add_exponent8(x.b, n.b)}; }
 

@@ -1,5 +1,5 @@
-// Sixteen lanes as one AVX-512 register, with VNNI. Owns the vector types and primitives that kernels_impl.h is written in;
-// included by one file.
+// Sixteen lanes as one AVX-512 register, with VNNI, and with dot products of bf16 pairs where the including file is
+// compiled for them. Owns the vector types and primitives that kernels_impl.h is written in.
 #pragma once
 
 #include <immintrin.h>
@@ -40,8 +40,7 @@ inline F16 keep_lanes(F16 x, int begin, int end, F16 other) {
 }
 inline F16 to_float(I16 x) { return _mm512_cvtepi32_ps(x); }
 inline F16 add_exponent(F16 x, F16 n) {
-  return _mm512_castsi512_ps(
-      _mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
 }
 
 inline I16 zero_int() { return _mm512_setzero_si512(); }
@@ -81,15 +80,31 @@ inline int32_t store_rounded(int8_t* p, F16 x) {
   return _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
 }
 
+#if defined(__AVX512BF16__)
+#define MILLRACE_BF16_ROWS 1
+
+inline void store_bf16(uint16_t* p, F16 x) {
+  const __m256bh rounded = _mm512_cvtneps_pbh(x);
+  std::memcpy(p, &rounded, sizeof rounded);
+}
+inline F16 dot2(F16 sum, const uint16_t* pairs, const uint16_t* two) {
+  __m512bh weights, row;
+  std::memcpy(&weights, pairs, sizeof weights);
+  int32_t word;
+  std::memcpy(&word, two, sizeof word);
+  const __m512i words = _mm512_set1_epi32(word);
+  std::memcpy(&row, &words, sizeof row);
+  return _mm512_dpbf16_ps(sum, weights, row);
+}
+#endif
+
 using Codes = __m512i;
 using SmallCodes = __m512i;
 using WideCodes = __m512i;
 
 inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline SmallCodes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline SmallCodes high_nibbles(Codes x) {
-  return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
-}
+inline SmallCodes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 inline WideCodes widen(Codes x) { return x; }
 
 inline I16 dot4(I16 sum, __m512i codes, const int8_t* four) {

@@ -1,4 +1,5 @@
-// Sixteen lanes in plain C++. Owns the vector types and primitives that kernels_impl.h is written in; included by one file.
+// Sixteen lanes in plain C++. Owns the vector types and primitives that kernels_impl.h is written in; included by one
+// file.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ constexpr int kRowsInteger = 4;  // rows that one pass over a panel serves
 constexpr int kRowsFloat = 2;
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
-constexpr int32_t kInt8Bias = 0;  // dot4_u8 multiplies code - kInt8Bias
+constexpr int32_t kInt8Bias = 0;                  // dot4_u8 multiplies code - kInt8Bias
 
 struct F16 {
   float v[16];
@@ -22,8 +23,8 @@ struct I16 {
   int32_t v[16];
 };
 
-#define MILLRACE_LANES(expression)                    \
-  F16 result;                                         \
+#define MILLRACE_LANES(expression)                       \
+  F16 result;                                            \
   for (int i = 0; i < 16; ++i) result.v[i] = expression; \
   return result
 

@@ -1,8 +1,8 @@
 """The forward pass of any ModelSpec in plain float64 numpy, one sequence at a time.
 
-Owns the mathematics that the core is held to, written from the spec's own words and sharing no code with the core. Knows
-nothing of batches, blocks or formats, except that `stored` may round what would be kept in KV memory and `read` the rows that a
-product of integer weights reads.
+Owns the mathematics that the core is held to, written from the spec's own words and sharing no code with the core.
+Knows nothing of batches, blocks or formats, except that `stored` may round what would be kept in KV memory and `read`
+the rows that a product of rounded weights reads.
 """
 
 from __future__ import annotations

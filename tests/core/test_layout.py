@@ -80,7 +80,7 @@ def test_integer_weights_are_nearer_than_plain_rounding(format: Format, group: i
     weights = matrix(*shape)
     found = packed(weights, format, group).unpack()
     plain = absmax_rounding(weights, format, group)
-    # Scales are kept in f16: that costs 2^-12 of a weight, next to which a matrix of few weights may have no error at all.
+    # Scales are kept in f16: that costs 2^-12 of a weight, and a matrix of few weights may have no other error at all.
     floor = 2.0**-23 * float((weights**2).sum())
     assert squared_error(weights, found) <= squared_error(weights, plain) * 1.001 + floor
     worst = np.abs(weights).max() * (0.16 if format == "int8" else 0.5)  # the furthest that a clip may cut
@@ -186,10 +186,9 @@ def test_codes_of_another_program_are_kept_exactly(
     out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, asymmetric))
     gain = _core.pack_codes(codes, scales, zeros if asymmetric else None, format, group, out)
     found = _core.Packed(format, outputs, inputs, group, gain, out, asymmetric).unpack()
-    centre = (
-        np.repeat(zeros, group_of(group, inputs), axis=1)[:, :inputs] if asymmetric else 128 if format == "int8" else 8
-    )
-    expected = np.repeat(scales, group_of(group, inputs), axis=1)[:, :inputs] * (codes.astype(np.float32) - centre)
+    group_at = np.arange(inputs) // group_of(group, inputs)
+    centre = zeros[:, group_at] if asymmetric else 128 if format == "int8" else 8
+    expected = scales[:, group_at] * (codes.astype(np.float32) - centre)
     assert np.array_equal(found, expected)
 
 

@@ -105,9 +105,8 @@ def spoil(tiny: Tiny) -> None:
     )
     largest = np.float32(3e38)
     tensors = dict(random_tensors(model))
-    tensors["embed"] = np.array(
-        [[largest, 0], [largest, largest]], np.float32
-    )  # token 0: infinities; token 1: their difference
+    # Keys and values of token 0 are infinities, those of token 1 their difference.
+    tensors["embed"] = np.array([[largest, 0], [largest, largest]], np.float32)
     for name in tensors:
         if name.endswith(".qkv"):
             tensors[name] = np.tile(np.array([[largest, -largest]]), (len(tensors[name]), 1))

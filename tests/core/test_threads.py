@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_other_python_threads_run_during_a_step() -> None:
         seen.append(time.monotonic())
         time.sleep(0.0005)
     worker.join()
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in pairwise(ends):
         quarter = (end - begin) / 4
         assert any(begin + quarter < moment < end - quarter for moment in seen)
 
@@ -157,3 +158,20 @@ def test_packing_measuring_and_steps_share_a_pool() -> None:
         assert all(same_bits(step.result(), expected) for step in steps)
         assert all(np.array_equal(pack.result().unpack(), alone) for pack in packs)
         assert all(rate.result() > 0 for rate in rates)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_every_item_of_many_small_regions_is_done_once(threads: int) -> None:
+    """Regions that follow one another closely: a thread that comes late to one must not take a part of the next."""
+    pool = _core.Pool(threads)
+    random = np.random.default_rng(threads)
+    matrices = [random.standard_normal((outputs, 3)).astype(np.float32) for outputs in (40, 1300, 70, 500)]
+    weights = [packed(matrix) for matrix in matrices]
+    rows = random.standard_normal((1, 3)).astype(np.float32)
+    expected = [np.full((1, len(matrix)), np.nan, np.float32) for matrix in matrices]
+    for weight, out in zip(weights, expected, strict=True):
+        _core.multiply(weight, rows, out, _core.Pool(1), ISAS[0])
+    for turn in range(2000):
+        out = np.full_like(expected[turn % 4], np.nan)
+        _core.multiply(weights[turn % 4], rows, out, pool, ISAS[0])
+        assert same_bits(out, expected[turn % 4])

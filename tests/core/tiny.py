@@ -1,7 +1,7 @@
 """Tiny random models straight from numpy, which between them use everything that the core can do.
 
-Owns the specs, their random tensors, the packing of both for the core, and Tiny, which runs steps of one of them. Sizes are
-odd on purpose: few are a multiple of 32. Knows nothing of model files.
+Owns the specs, their random tensors, the packing of both for the core, and Tiny, which runs steps of one of them. Sizes
+are odd on purpose: few are a multiple of 32. Knows nothing of model files.
 """
 
 from __future__ import annotations

@@ -1,0 +1,178 @@
+"""Measures Millrace's bare core against CPU peers, all in one interleaved run.
+
+    python benchmarks/core/run.py --peers llama.cpp,openvino --shapes qwen2.5-0.5b --repeat 5 --out FILE.json
+
+Owns the command line and the results file, which is written after every turn, so that an ended run leaves what it has.
+See ../README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import convert
+import install
+import places
+from commands import CommandError, without_places
+from engines import CONFIGURATION, PEERS, PRECISION_BITS, THREADS, Engine, engines
+from probes import Prober, describe
+from report import table
+from turns import Entrant, Stage, play_round, warm
+from workloads import KINDS, WORKLOADS, Prompts
+
+from millrace.models.loading import open_model
+
+FORMAT: Final = 1  # of the results file
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        return _measure(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _end(number: int, frame: object) -> None:
+    """Leaves by an exception, so that the children end with the run."""
+    sys.exit(128 + number)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    versions, failures = _set_up(options.peers)
+    found = engines([peer for peer in options.peers if peer in versions], options.precisions, options.only)
+    entrants = {shape: _entrants(found, shape, failures) for shape in options.shapes}
+    if options.setup:
+        for failure in failures:
+            print(f"failed: {failure['peer']}: {failure['reason']}", file=sys.stderr)
+        return 1 if failures else 0
+
+    prober = Prober(THREADS)
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "command": f"python benchmarks/core/run.py {shlex.join(sys.argv[1:])}",
+        "started": _now(),
+        "finished": None,
+        "quick": options.quick,
+        "repeat": options.repeat,
+        "seed": options.seed,
+        "machine": describe(prober.machine),
+        "versions": {"millrace": _commit(), **versions},
+        "configuration": {peer: CONFIGURATION[peer] for peer in ("millrace", *options.peers)},
+        "facts": {},
+        "floors": [],
+        "failures": failures,
+        "timings": [],
+    }
+
+    def save() -> None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        part = options.out.with_name(f"{options.out.name}.part")
+        part.write_text(json.dumps(results, indent=1) + "\n")
+        part.replace(options.out)
+
+    prompts = Prompts(options.seed)
+    for shape in options.shapes:
+        spec = open_model(places.model(shape, "hf")).spec
+        workloads = [workload.short() if options.quick else workload for workload in WORKLOADS]
+        stage = Stage(
+            shape, workloads, options.only, prober, prompts, results["timings"], failures, results["facts"], save
+        )
+        if "start" in options.only:
+            print(f"{shape}: first starts", flush=True)
+            warm(stage, entrants[shape])
+        for number in range(1, options.repeat + 1):
+            print(f"{shape}: round {number} of {options.repeat}", flush=True)
+            for entry in prober.floors(spec, options.precisions):
+                results["floors"].append({"round": number, "shape": shape, **entry})
+            play_round(stage, entrants[shape], number)
+    results["finished"] = _now()
+    save()
+    print()
+    print(table(results))
+    return 0
+
+
+def _set_up(peers: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
+    """The versions of the peers that are there, and why the others are not."""
+    versions: dict[str, dict[str, str]] = {}
+    failures: list[dict[str, Any]] = []
+    for peer in install.with_converters(peers):
+        try:
+            versions[peer] = install.set_up(peer)
+        except (CommandError, OSError, subprocess.SubprocessError) as failure:
+            failures.append({"peer": peer, "reason": f"set-up: {without_places(str(failure))}"})
+            print(f"{peer}: cannot be set up: {failure}", file=sys.stderr, flush=True)
+        else:
+            print(f"{peer}: {', '.join(f'{name} {version}' for name, version in versions[peer].items())}", flush=True)
+    return versions, failures
+
+
+def _entrants(found: list[Engine], shape: str, failures: list[dict[str, Any]]) -> list[Entrant]:
+    entrants: list[Entrant] = []
+    for engine in found:
+        try:
+            entrants.append(Entrant(engine, convert.model(shape, engine.form)))
+        except (CommandError, OSError) as failure:
+            reason = f"conversion: {without_places(str(failure))}"
+            failures.append({"peer": engine.peer, "engine": engine.name, "shape": shape, "reason": reason})
+            print(f"{engine.name}: no model: {failure}", file=sys.stderr, flush=True)
+    return entrants
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure Millrace's bare core against CPU peers.")
+    parser.add_argument("--peers", type=_listed(PEERS), default=list(PEERS))
+    parser.add_argument("--shapes", type=_listed(convert.SHAPES), default=list(convert.SHAPES))
+    parser.add_argument("--precisions", type=_listed(PRECISION_BITS), default=list(PRECISION_BITS))
+    parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="kinds of workloads")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
+    parser.add_argument("--setup", action="store_true", help="install the peers, convert the models, and no more")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--out", type=Path, default=places.BUILD / "results.json")
+    options = parser.parse_args()
+    if options.quick:
+        options.repeat = 1
+    if options.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    return options
+
+
+def _listed(known: Iterable[str]) -> Any:
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        unknown = [word for word in found if word not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+        return found
+
+    return parse
+
+
+def _commit() -> dict[str, str]:
+    """Which Millrace this is; a tree with changes says so."""
+    command = ["git", "-C", str(places.REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return {"commit": found.stdout.strip() or "unknown"}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

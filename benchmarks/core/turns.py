@@ -1,0 +1,137 @@
+"""One engine's turn: started, warmed, timed, ended; and the rounds in which engines take their turns.
+
+Owns the order of things: only one engine lives at a time, every engine has its turn before any has its next, and beside
+every timing stands a probe before it and one after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from child import Child, EngineError
+from engines import Engine
+from probes import Prober
+from workloads import FIRST_PROMPT, Prompts, Workload, metrics
+
+FAILURES_ALLOWED: Final = 2  # of one engine on one shape, before it gets no more turns
+
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Entrant:
+    """An engine with the converted model that it runs."""
+
+    engine: Engine
+    model: Path
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What all turns on one shape have in common."""
+
+    shape: str
+    workloads: list[Workload]
+    kinds: list[str]
+    prober: Prober
+    prompts: Prompts
+    timings: list[Record]
+    failures: list[Record]
+    facts: dict[str, Any]
+    save: Callable[[], None]
+
+
+def play_round(stage: Stage, entrants: list[Entrant], number: int) -> None:
+    """Every engine once; from one round to the next the order moves by one, so that none is always after the same."""
+    shift = number % len(entrants) if entrants else 0
+    for entrant in entrants[shift:] + entrants[:shift]:
+        if entrant.failures >= FAILURES_ALLOWED:
+            continue
+        started = time.monotonic()
+        try:
+            _take_turn(stage, entrant, number)
+        except EngineError as failure:
+            entrant.failures += 1
+            record = {
+                "round": number,
+                "shape": stage.shape,
+                "peer": entrant.engine.peer,
+                "engine": entrant.engine.name,
+                "reason": str(failure),
+            }
+            stage.failures.append(record)
+            print(f"  {entrant.engine.name}: failed: {failure}", flush=True)
+        stage.save()
+        print(f"  {entrant.engine.name}: turn of {time.monotonic() - started:.0f} s", flush=True)
+
+
+def warm(stage: Stage, entrants: list[Entrant]) -> None:
+    """Starts each engine once, untimed, so that packed weights and compiled models are where later starts find them."""
+    for entrant in entrants:
+        try:
+            with _child(entrant, f"warm-{stage.shape}") as child:
+                child.wait_ready()
+                child.generate(stage.prompts.draw(1, FIRST_PROMPT), 2)
+        except EngineError as failure:
+            print(f"  {entrant.engine.name}: first start failed: {failure}", flush=True)
+
+
+def _take_turn(stage: Stage, entrant: Entrant, number: int) -> None:
+    engine = entrant.engine
+    before = stage.prober.probe()
+
+    def note(metric: str, value: float, probes: list[Any]) -> None:
+        stage.timings.append(
+            {
+                "round": number,
+                "shape": stage.shape,
+                "peer": engine.peer,
+                "engine": engine.name,
+                "precision": engine.precision,
+                "metric": metric,
+                "value": value,
+                "probes": probes,
+            }
+        )
+        print(f"  {engine.name:22} {metric:20} {value:12.5g}", flush=True)
+
+    with _child(entrant, f"run-{stage.shape}") as child:
+        ready = child.wait_ready()
+        child.generate(stage.prompts.draw(1, FIRST_PROMPT), 1)
+        first = time.perf_counter() - child.started
+        stage.facts[f"{stage.shape} {engine.name}"] = child.facts
+        after = stage.prober.probe()
+        if "start" in stage.kinds and "start" in engine.kinds:
+            note("start-ready", ready, [before, after])
+            note("start-first-token", first, [before, after])
+        single = True
+        for workload in stage.workloads:
+            if workload.kind not in stage.kinds or workload.kind not in engine.kinds:
+                continue
+            if workload.kind == "batch" and single:
+                single = False
+                _note_memory(note, child, "memory", engine)
+            child.generate(stage.prompts.draw(workload.sequences, workload.prompt), workload.warm_up)
+            prompts = stage.prompts.draw(workload.sequences, workload.prompt)
+            before = stage.prober.probe()
+            times = child.generate(prompts, workload.new)
+            after = stage.prober.probe()
+            for metric, value in metrics(workload, times).items():
+                note(metric, value, [before, after])
+        _note_memory(note, child, "memory" if single else "memory-batch", engine)
+
+
+def _note_memory(note: Callable[[str, float, list[Any]], None], child: Child, metric: str, engine: Engine) -> None:
+    """Peak memory, of one stream at a time before the batches are asked for."""
+    if metric == "memory-batch" or "decode" in engine.kinds:
+        note(metric, float(child.peak_memory()), [])
+
+
+def _child(entrant: Entrant, log: str) -> Child:
+    launch = entrant.engine.launch(entrant.model)
+    return Child(launch.command, env=launch.env, log=f"{log}-{entrant.engine.name}".replace(" ", "-"))
