@@ -80,17 +80,22 @@ __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t 
   return static_cast<uint64_t>(_mm256_extract_epi64(all, 0));
 }
 
-// Twelve or sixteen chains: more than latency times width needs. The empty asm keeps the loop from being folded.
-#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops) \
-  type sums[chains];                                            \
-  for (int i = 0; i < chains; ++i) sums[i] = initial;           \
-  for (int64_t round = 0; round < kRounds; ++round) {           \
-    for (int i = 0; i < chains; ++i) sums[i] = step;            \
-    asm volatile("" ::: "memory");                              \
-  }                                                             \
-  alignas(64) unsigned char bytes[sizeof(type) * chains];       \
-  std::memcpy(bytes, sums, sizeof bytes);                       \
-  g_sink = bytes[0];                                            \
+// Twelve or sixteen chains: more than latency times width needs. The empty asm makes each link count and keeps it in a
+// register.
+#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops)                                          \
+  type sums[chains];                                                                                     \
+  _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) sums[i] = initial;                           \
+  for (int64_t round = 0; round < kRounds; ++round) {                                                    \
+    _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) {                                          \
+      sums[i] = step;                                                                                    \
+      asm volatile("" : "+v"(sums[i]));                                                                  \
+    }                                                                                                    \
+  }                                                                                                      \
+  type all = sums[0];                                                                                    \
+  _Pragma("GCC unroll 16") for (int i = 1; i < chains; ++i) asm volatile("" : "+v"(all) : "v"(sums[i])); \
+  unsigned char bytes[sizeof(type)];                                                                     \
+  std::memcpy(bytes, &all, sizeof bytes);                                                                \
+  g_sink = bytes[0];                                                                                     \
   return static_cast<double>(lanes_ops) * chains * static_cast<double>(kRounds)
 
 __attribute__((target("avx2,fma"))) double fma_avx2() {

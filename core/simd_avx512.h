@@ -88,13 +88,12 @@ inline void store_bf16(uint16_t* p, F16 x) {
   std::memcpy(p, &rounded, sizeof rounded);
 }
 inline F16 dot2(F16 sum, const uint16_t* pairs, const uint16_t* two) {
-  __m512bh weights, row;
-  std::memcpy(&weights, pairs, sizeof weights);
+  const __m512i weights = _mm512_loadu_si512(pairs);
   int32_t word;
   std::memcpy(&word, two, sizeof word);
-  const __m512i words = _mm512_set1_epi32(word);
-  std::memcpy(&row, &words, sizeof row);
-  return _mm512_dpbf16_ps(sum, weights, row);
+  const __m512i row = _mm512_set1_epi32(word);
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));  // as asm for the same reason as dot4
+  return sum;
 }
 #endif
 
@@ -107,10 +106,13 @@ inline SmallCodes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_
 inline SmallCodes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 inline WideCodes widen(Codes x) { return x; }
 
+// As asm, because gcc copies every accumulator once per turn of a loop around the intrinsic.
 inline I16 dot4(I16 sum, __m512i codes, const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);
-  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+  const __m512i row = _mm512_set1_epi32(word);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(row));
+  return sum;
 }
 inline I16 dot4_small(I16 sum, SmallCodes x, const int8_t* four) { return dot4(sum, x, four); }
 inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) { return dot4(sum, x, four); }

@@ -154,7 +154,8 @@ class CpuExecutor:
         self._runner.shutdown()
 
     def copy_block(self, source: int, target: int) -> None:
-        self._kv.copy_block(source, target)
+        """Copies a block's KV in every layer, after the steps that were launched before."""
+        self._runner.submit(self._kv.copy_block, source, target).result()
 
     def _step(self, batch: Batch) -> Result:
         width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
