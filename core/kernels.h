@@ -26,6 +26,14 @@ struct QuantisedRows {
   int64_t groups_stride = 0;
 };
 
+// What becomes of a product's outputs before they are stored: act(gate) * value, or act(output) where there are no
+// gates. Gated weights have a panel of gates and a panel of the values that they open by turns.
+struct Opening {
+  Activation kind;
+  bool gated;
+  int64_t width;  // of the opened row; out is zero from there to the end of its panel
+};
+
 struct ProductArgs {
   const PackedView* weights;
   const float* rows = nullptr;               // for the other weights
@@ -36,6 +44,9 @@ struct ProductArgs {
   const float* bias = nullptr;  // [outputs] or none
   float* out = nullptr;         // row r of this call is written at out + r * out_stride
   int64_t out_stride = 0;
+  int64_t out_row = 0;  // the row and the column of the product that stand at `out`
+  int64_t out_column = 0;
+  const Opening* opening = nullptr;
 };
 
 // One query row: the token of a sequence that asks, at its absolute position.
@@ -73,10 +84,10 @@ struct NormArgs {
 struct Kernels {
   const char* name;
   bool rounds_rows;  // bf16 weights meet rows that are rounded to bf16
+  // Of panels, or with an opening of panels of the opened row.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel);
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
-  void (*activate)(Activation, bool gated, const float* in, int64_t width, float* out);
   void (*attend)(const AttentionArgs&);
   void (*softcap)(float* values, int64_t count, float cap);
   void (*softmax)(float* values, int64_t count);

@@ -89,7 +89,7 @@ inline void write_rows(const ProductArgs& args, int64_t panel, int64_t row, cons
       low = add(low, load(args.bias + column));
       high = add(high, load(args.bias + column + 16));
     }
-    float* out = args.out + (row + r) * args.out_stride + column;
+    float* out = args.out + (row + r - args.out_row) * args.out_stride + (column - args.out_column);
     if (valid == kPanel) {
       store(out, low);
       store(out + 16, high);
@@ -268,8 +268,35 @@ inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int6
   }
 }
 
+constexpr int kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
+
+// One panel of the opened row, for some rows: the outputs stay in the nearest cache until they are opened.
+inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count) {
+  const Opening& opening = *args.opening;
+  float outputs[2][kMostRows * kPanel] = {};
+  ProductArgs part = args;
+  part.out_row = row;
+  part.out_stride = kPanel;
+  const int parts = opening.gated ? 2 : 1;
+  for (int i = 0; i < parts; ++i) {
+    part.out = outputs[i];
+    part.out_column = (panel * parts + i) * kPanel;
+    product_of<kMostRows>(part, panel * parts + i, row, count);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t half = 0; half < kPanel; half += 16) {
+      const int64_t column = panel * kPanel + half;
+      F16 opened = activation_of(opening.kind, load(outputs[0] + r * kPanel + half));
+      if (opening.gated) opened = mul(opened, load(outputs[1] + r * kPanel + half));
+      // Beyond the width there may be the NaN of 0 * infinity, which nothing may see.
+      const int64_t held = opening.width - column;
+      if (held < 16) opened = keep_lanes(opened, 0, static_cast<int>(held), splat(0.0f));
+      store(args.out + (row + r) * args.out_stride + column, opened);
+    }
+  }
+}
+
 void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
-  constexpr int kMost = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
   // As few passes over a panel as the registers allow, all of about the same number of rows.
   const int64_t most = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
   const int64_t passes = (args.row_count + most - 1) / most;
@@ -277,7 +304,11 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
     int64_t row = 0;
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
-      product_of<kMost>(args, panel, row, count);
+      if (args.opening != nullptr) {
+        product_opened(args, panel, row, count);
+      } else {
+        product_of<kMostRows>(args, panel, row, count);
+      }
       row += count;
     }
   }
@@ -340,21 +371,6 @@ void norm(const NormArgs& args, const float* in, int64_t width, float* out) {
     // it.
     if (width - i < 16) scaled = keep_lanes(scaled, 0, static_cast<int>(width - i), splat(0.0f));
     store(out + i, scaled);
-  }
-}
-
-void activate(Activation kind, bool gated, const float* in, int64_t width, float* out) {
-  for (int64_t i = 0; i < width; i += kPanel) {
-    // Gated inputs come as a panel of gates, then the panel of values that they open.
-    const float* gates = gated ? in + 2 * i : in + i;
-    for (int64_t half = 0; half < kPanel; half += 16) {
-      F16 opened = activation_of(kind, load(gates + half));
-      if (gated) opened = mul(opened, load(gates + kPanel + half));
-      // Beyond the width `in` may hold what a wider layer left there, or the NaN of 0 * infinity.
-      const int64_t held = width - i - half;
-      if (held < 16) opened = keep_lanes(opened, 0, static_cast<int>(held), splat(0.0f));
-      store(out + i + half, opened);
-    }
   }
 }
 
@@ -699,8 +715,7 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name,   kRoundsRows, product, quantise_row, norm,        activate,
-                 attend, softcap,     softmax, peak_of,      exponentials};
+  return Kernels{name, kRoundsRows, product, quantise_row, norm, attend, softcap, softmax, peak_of, exponentials};
 }
 
 }  // namespace

@@ -19,10 +19,16 @@ int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 // Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing.
 int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, panels / (threads * 8)); }
 
+// Panels of what a product stores: gates and the values that they open become one.
+int64_t result_panels(const Product& product, const Opening* opening) {
+  const int64_t panels = product.weights.layout.panels;
+  return opening != nullptr && opening->gated ? panels / 2 : panels;
+}
+
 }  // namespace
 
-const char* const kStageNames[kStages] = {"embed", "prepare",  "qkv",  "heads", "attention", "output",
-                                          "up",    "activate", "down", "route", "join",      "head"};
+const char* const kStageNames[kStages] = {"embed", "prepare", "qkv",   "heads", "attention", "output",
+                                          "up",    "down",    "route", "join",  "head"};
 
 template <typename T>
 void* Buffer<T>::allocate(size_t bytes) {
@@ -78,7 +84,6 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   attended_ = Buffer<float>(max_rows * q_pad_);
   expert_rows_ = experts ? max_rows * w_.top_k : 0;
   const int64_t inner_rows = std::max(expert_rows_, max_rows);
-  wide_ = Buffer<float>(inner_rows * inner_pad_ * (w_.gated ? 2 : 1));
   inner_ = Buffer<float>(inner_rows * inner_pad_);
   if (experts) {
     const size_t slots = static_cast<size_t>(expert_rows_);
@@ -109,7 +114,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
 int64_t Model::scratch_bytes() const {
   int64_t total = codes_.bytes() + code_scales_.bytes() + code_sums_.bytes();
   for (const Buffer<float>* buffer :
-       {&residual_, &normed_, &qkv_, &attended_, &wide_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
+       {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
         &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
     total += buffer->bytes();
   }
@@ -294,7 +299,7 @@ void Model::prepare(int64_t rows, const NormWeights& norm, const Product& produc
 }
 
 void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                     int64_t out_stride) {
+                     int64_t out_stride, const Opening* opening) {
   QuantisedRows codes = quantised();
   ProductArgs args;
   args.weights = &product.weights;
@@ -305,7 +310,8 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   args.bias = product.bias.data();
   args.out = out;
   args.out_stride = out_stride;
-  const int64_t panels = product.weights.layout.panels;
+  args.opening = opening;
+  const int64_t panels = result_panels(product, opening);
   pool_.run(panels, panel_grain(panels, pool_.threads()),
             [&](int64_t begin, int64_t end, int) { kernels_.product(args, begin, end); });
 }
@@ -423,17 +429,15 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
 }
 
 void Model::feed_forward(const Layer& layer, int64_t rows) {
-  const int64_t wide_stride = inner_pad_ * (w_.gated ? 2 : 1);
-  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, wide_.data(), wide_stride);
+  const Opening opening{w_.activation, w_.gated, w_.inner};
+  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
-  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-    for (int64_t r = begin; r < end; ++r) {
-      float* opened = inner_.data() + r * inner_pad_;
-      kernels_.activate(w_.activation, w_.gated, wide_.data() + r * wide_stride, w_.inner, opened);
-      if (takes_codes(kernels_, layer.mlp.down.weights.layout.format)) quantise(opened, w_.inner, layer.mlp.down, r);
-    }
-  });
-  times_.end(Stage::kActivate);
+  if (takes_codes(kernels_, layer.mlp.down.weights.layout.format)) {
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) quantise(inner_.data() + r * inner_pad_, w_.inner, layer.mlp.down, r);
+    });
+  }
+  times_.end(Stage::kPrepare);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kDown);
 }
@@ -443,7 +447,6 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   const int64_t count = static_cast<int64_t>(layer.experts.size());
   const int64_t router_stride = pad_row(count);
   const int64_t slots = rows * w_.top_k;
-  const int64_t wide_stride = inner_pad_ * (w_.gated ? 2 : 1);
   multiply(layer.router, normed_.data(), hidden_pad_, rows, router_.data(), router_stride);
   for (int64_t r = 0; r < rows; ++r) {
     float* weights = router_.data() + r * router_stride;
@@ -487,8 +490,9 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
 
   times_.end(Stage::kRoute);
   // One region for all experts: an item is an expert and a panel of it.
-  auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride) {
-    const int64_t panels = product_of(layer.experts.front()).weights.layout.panels;
+  auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride,
+                              const Opening* opening) {
+    const int64_t panels = result_panels(product_of(layer.experts.front()), opening);
     QuantisedRows codes = quantised();
     pool_.run(count * panels, panel_grain(panels, pool_.threads()), [&](int64_t begin, int64_t end, int) {
       for (int64_t item = begin; item < end;) {
@@ -505,26 +509,27 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
         args.bias = product.bias.data();
         args.out = out + args.first_row * out_stride;
         args.out_stride = out_stride;
+        args.opening = opening;
         const int64_t first_panel = item % panels;
         if (args.row_count > 0) kernels_.product(args, first_panel, first_panel + (last - item));
         item = last;
       }
     });
   };
+  const Opening opening{w_.activation, w_.gated, w_.expert_inner};
   multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_,
-                   wide_.data(), wide_stride);
+                   inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
   pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end; ++at) {
-      float* opened = inner_.data() + at * inner_pad_;
-      kernels_.activate(w_.activation, w_.gated, wide_.data() + at * wide_stride, w_.expert_inner, opened);
       const Product& down = layer.experts[static_cast<size_t>(expert_at(at))].down;
-      if (takes_codes(kernels_, down.weights.layout.format)) quantise(opened, w_.expert_inner, down, at);
+      if (!takes_codes(kernels_, down.weights.layout.format)) continue;
+      quantise(inner_.data() + at * inner_pad_, w_.expert_inner, down, at);
     }
   });
-  times_.end(Stage::kActivate);
+  times_.end(Stage::kPrepare);
   multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.down; }, inner_.data(), inner_pad_,
-                   expert_out_.data(), hidden_pad_);
+                   expert_out_.data(), hidden_pad_, nullptr);
   times_.end(Stage::kDown);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {

@@ -122,21 +122,8 @@ struct StepArgs {
 };
 
 // Where the time of steps goes. A reading of the clock ends one stage and begins the next.
-enum class Stage : int {
-  kEmbed,
-  kPrepare,
-  kQkv,
-  kHeads,
-  kAttention,
-  kOutput,
-  kUp,
-  kActivate,
-  kDown,
-  kRoute,
-  kJoin,
-  kHead
-};
-constexpr int kStages = 12;
+enum class Stage : int { kEmbed, kPrepare, kQkv, kHeads, kAttention, kOutput, kUp, kDown, kRoute, kJoin, kHead };
+constexpr int kStages = 11;
 extern const char* const kStageNames[kStages];
 
 class StageTimes {
@@ -180,7 +167,7 @@ class Model {
   void rotate_tables(const StepArgs& args);
   void prepare(int64_t rows, const NormWeights& norm, const Product& product);
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                int64_t out_stride);
+                int64_t out_stride, const Opening* opening = nullptr);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);
@@ -203,7 +190,7 @@ class Model {
   std::vector<AttentionRow> asking_;                             // rows whose attention is computed
   std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
   std::vector<int64_t> expert_begin_;
-  Buffer<float> residual_, normed_, qkv_, attended_, wide_, inner_, joined_;
+  Buffer<float> residual_, normed_, qkv_, attended_, inner_, joined_;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> attention_scratch_, row_scratch_;
