@@ -2,6 +2,12 @@
 // compiled for them. Owns the vector types and primitives that kernels_impl.h is written in.
 #pragma once
 
+// gcc 12's own intrinsics read their `undefined` operands and trip its warning (GCC bug 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include <immintrin.h>
 
 #include <cstdint>
