@@ -1,0 +1,197 @@
+// From a description and named tensors to ModelWeights. Owns the names of the description's facts and of the tensors.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "bindings.h"
+
+namespace millrace {
+namespace {
+
+template <typename T>
+T fact(const nb::dict& facts, const char* key) {
+  if (!facts.contains(key)) refuse(std::string("the description lacks '") + key + "'");
+  try {
+    return nb::cast<T>(facts[key]);
+  } catch (const nb::cast_error&) {
+    refuse(std::string("'") + key + "' in the description has the wrong type");
+  }
+}
+
+nb::dict facts_of(nb::handle entry, const char* what) {
+  if (!nb::isinstance<nb::dict>(entry)) refuse(std::string("each of '") + what + "' in the description must be a dict");
+  return nb::borrow<nb::dict>(entry);
+}
+
+// Reads the description and takes each tensor by its canonical name.
+class Assembly {
+ public:
+  Assembly(nb::dict description, nb::dict tensors)
+      : description_(std::move(description)), tensors_(std::move(tensors)) {}
+
+  template <typename T>
+  T value(const char* key) const {
+    return fact<T>(description_, key);
+  }
+
+  PackedView packed(const std::string& name) const {
+    nb::object tensor = tensor_of(name);
+    if (!nb::isinstance<Packed>(tensor)) refuse("tensor '" + name + "' must be packed");
+    return nb::cast<Packed&>(tensor).view;
+  }
+
+  Array<float, 1> vector(const std::string& name, int64_t size) const {
+    try {
+      Array<float, 1> values = nb::cast<Array<float, 1>>(tensor_of(name), false);
+      check_natural(values, name.c_str());
+      if (size >= 0 && static_cast<int64_t>(values.size()) != size) {
+        refuse("tensor '" + name + "' has " + std::to_string(values.size()) + " values, expected " +
+               std::to_string(size));
+      }
+      return values;
+    } catch (const nb::cast_error&) {
+      refuse("tensor '" + name + "' must be a vector of f32");
+    }
+  }
+
+  bool has(const std::string& name) const { return tensors_.contains(name.c_str()); }
+
+  Buffer<float> padded(const std::string& name, int64_t size, int64_t multiple) const {
+    Array<float, 1> values = vector(name, size);
+    Buffer<float> buffer(round_up(size, multiple));
+    std::memcpy(buffer.data(), values.data(), static_cast<size_t>(size) * sizeof(float));
+    return buffer;
+  }
+
+  std::vector<float> list(const std::string& name) const {
+    if (!has(name)) return {};
+    Array<float, 1> values = vector(name, -1);
+    return {values.data(), values.data() + values.size()};
+  }
+
+  NormWeights norm(const std::string& name, int64_t size) const {
+    NormWeights norm;
+    if (!has(name)) return norm;
+    norm.weight = padded(name, size, kRowPad);
+    if (has(name + ".bias")) norm.bias = padded(name + ".bias", size, kRowPad);
+    return norm;
+  }
+
+  Product product(const std::string& name) const {
+    Product product;
+    product.weights = packed(name);
+    if (has(name + ".bias")) product.bias = padded(name + ".bias", product.weights.layout.outputs, kPanel);
+    return product;
+  }
+
+  Mlp mlp(const std::string& name, bool gated) const {
+    return {product(name + (gated ? ".gate_up" : ".up")), product(name + ".down")};
+  }
+
+ private:
+  nb::object tensor_of(const std::string& name) const {
+    if (!has(name)) refuse("tensor '" + name + "' is missing");
+    return nb::object(tensors_[name.c_str()]);
+  }
+
+  nb::dict description_;
+  nb::dict tensors_;
+};
+
+Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index, nb::handle entry) {
+  const std::string name = "layers." + std::to_string(index);
+  const std::string attn = name + ".attn";
+  const std::string feed = name + ".mlp";
+  Layer layer;
+  nb::dict facts = facts_of(entry, "layers");
+  layer.window = fact<int64_t>(facts, "window");
+  layer.rope = fact<int>(facts, "rope");
+  const int64_t experts = fact<int64_t>(facts, "experts");
+  layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
+  layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
+  layer.attn_residual_norm = parts.norm(attn + ".residual_norm", w.hidden);
+  layer.mlp_norm = parts.norm(feed + ".norm", w.hidden);
+  layer.mlp_out_norm = parts.norm(feed + ".out_norm", w.hidden);
+  layer.mlp_residual_norm = parts.norm(feed + ".residual_norm", w.hidden);
+  const bool full = w.qk_norm == QkNorm::kFull;
+  layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
+  layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
+  layer.qkv = parts.product(attn + ".qkv");
+  layer.o = parts.product(attn + ".o");
+  if (experts == 0) {
+    layer.mlp = parts.mlp(feed, w.gated);
+    return layer;
+  }
+  layer.router = parts.product(feed + ".router");
+  for (int64_t e = 0; e < experts; ++e)
+    layer.experts.push_back(parts.mlp(feed + ".experts." + std::to_string(e), w.gated));
+  return layer;
+}
+
+int chosen(const std::string& name, const std::vector<std::string>& choices, const char* what) {
+  for (size_t i = 0; i < choices.size(); ++i) {
+    if (choices[i] == name) return static_cast<int>(i);
+  }
+  refuse(std::string("unknown ") + what + " '" + name + "'");
+}
+
+}  // namespace
+
+ModelWeights assemble(nb::dict description, nb::dict tensors) {
+  const Assembly parts(std::move(description), std::move(tensors));
+  ModelWeights w;
+  w.vocab = parts.value<int64_t>("vocab");
+  w.hidden = parts.value<int64_t>("hidden");
+  w.inner = parts.value<int64_t>("inner");
+  w.expert_inner = parts.value<int64_t>("expert_inner");
+  w.heads = parts.value<int64_t>("heads");
+  w.kv_heads = parts.value<int64_t>("kv_heads");
+  w.head_size = parts.value<int64_t>("head_size");
+  w.causal = parts.value<bool>("causal");
+  w.gated = parts.value<bool>("gated");
+  w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
+  w.eps = parts.value<float>("eps");
+  w.qk_norm = static_cast<QkNorm>(chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full"}, "qk norm"));
+  w.activation = static_cast<Activation>(
+      chosen(parts.value<std::string>("activation"), {"silu", "gelu", "gelu_tanh", "relu"}, "activation"));
+  w.attention_scale = parts.value<float>("attention_scale");
+  w.attention_softcap = parts.value<float>("attention_softcap");
+  w.logit_softcap = parts.value<float>("logit_softcap");
+  w.embedding_scale = parts.value<float>("embedding_scale");
+  w.top_k = parts.value<int64_t>("top_k");
+  w.normalise_experts = parts.value<bool>("normalise_experts");
+  for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size}) {
+    if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
+  }
+
+  w.embed = parts.packed("embed");
+  w.positions = parts.list("positions");
+  if (w.positions.size() % static_cast<size_t>(w.hidden) != 0) refuse("positions has the wrong size");
+  w.token_type = parts.list("token_type");
+  if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden)
+    refuse("token_type has the wrong size");
+  w.embed_norm = parts.norm("embed_norm", w.hidden);
+  for (nb::handle entry : parts.value<nb::list>("ropes")) {
+    nb::dict facts = facts_of(entry, "ropes");
+    Rope rope;
+    rope.inv_freq[0] = fact<std::vector<float>>(facts, "inv_freq");
+    rope.inv_freq[1] = fact<std::vector<float>>(facts, "long_inv_freq");
+    rope.scale[0] = fact<float>(facts, "scale");
+    rope.scale[1] = fact<float>(facts, "long_scale");
+    w.ropes.push_back(std::move(rope));
+  }
+  size_t index = 0;
+  for (nb::handle entry : parts.value<nb::list>("layers")) w.layers.push_back(assemble_layer(parts, w, index++, entry));
+  w.final_norm = parts.norm("norm", w.hidden);
+  if (parts.value<bool>("tied")) {
+    w.head.weights = w.embed;
+  } else if (parts.has("head")) {
+    w.head = parts.product("head");
+  }
+  return w;
+}
+
+}  // namespace millrace

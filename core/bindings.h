@@ -1,0 +1,44 @@
+// What the files of the Python module share: how arrays come in, and the packed tensor that Python holds.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "layout.h"
+#include "model.h"
+
+namespace nb = nanobind;
+
+namespace millrace {
+
+template <typename T, size_t Dims>
+using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+template <typename T, size_t Dims>
+using MutableArray = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] inline void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+inline void check_aligned(const void* data, const char* what) {
+  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) refuse(std::string(what) + " must be aligned to 64 bytes");
+}
+
+// Arrays at addresses that are no multiple of their values' size cannot be read as such.
+template <typename A>
+void check_natural(const A& array, const char* what) {
+  if (reinterpret_cast<uintptr_t>(array.data()) % array.itemsize() != 0) refuse(std::string(what) + " is not aligned");
+}
+
+struct Packed {
+  PackedView view;
+  Array<uint8_t, 1> owner;  // keeps the memory, which may be a mapped file
+};
+
+// A model's weights from a description and its tensors by their canonical names (src/millrace/engine/cpu.py, describe).
+// Throws std::invalid_argument where one is missing or of a wrong type. The tensors must outlive what is returned.
+ModelWeights assemble(nb::dict description, nb::dict tensors);
+
+}  // namespace millrace
