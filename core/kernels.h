@@ -36,9 +36,9 @@ struct Opening {
 
 struct ProductArgs {
   const PackedView* weights;
-  const float* rows = nullptr;               // for the other weights
+  const float* rows = nullptr;               // read where takes_codes() says no
   int64_t rows_stride = 0;                   // floats
-  const QuantisedRows* quantised = nullptr;  // where takes_codes() says so
+  const QuantisedRows* quantised = nullptr;  // read where it says yes
   int64_t first_row = 0;
   int64_t row_count = 0;
   const float* bias = nullptr;  // [outputs] or none
@@ -86,6 +86,8 @@ struct Kernels {
   bool rounds_rows;  // bf16 weights meet rows that are rounded to bf16
   // Of panels, or with an opening of panels of the opened row.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel);
+  // For the product with weights of this layout. sums[g] is where its sum of group g starts: minus the zero times the
+  // sum of the codes; or, where every channel has a zero of its own, the plain sum.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
   void (*attend)(const AttentionArgs&);

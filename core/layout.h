@@ -24,7 +24,8 @@
 
 namespace millrace {
 
-constexpr int kLayoutVersion = 1;
+// Of the packed bytes, where they lie and how they are rounded alike: what another version packed is not read.
+constexpr int kLayoutVersion = 2;
 constexpr int64_t kPanel = 32;
 constexpr int64_t kMaxInputs = 65536;  // a product of int8 codes over all inputs must fit 32 bits
 

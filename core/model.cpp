@@ -298,6 +298,16 @@ void Model::prepare(int64_t rows, const NormWeights& norm, const Product& produc
   });
 }
 
+// Rows as they are, as codes for the product that reads them, where it reads codes.
+void Model::take_codes(int64_t rows, const float* in, int64_t stride, int64_t width, const Product& product) {
+  if (takes_codes(kernels_, product.weights.layout.format)) {
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) quantise(in + r * stride, width, product, r);
+    });
+  }
+  times_.end(Stage::kPrepare);
+}
+
 void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
                      int64_t out_stride, const Opening* opening) {
   QuantisedRows codes = quantised();
@@ -416,14 +426,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     }
   });
   times_.end(Stage::kAttention);
-  if (takes_codes(kernels_, layer.o.weights.layout.format)) {
-    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t r = begin; r < end; ++r) {
-        quantise(attended_.data() + r * q_pad_, w_.heads * w_.head_size, layer.o, r);
-      }
-    });
-  }
-  times_.end(Stage::kPrepare);
+  take_codes(rows, attended_.data(), q_pad_, w_.heads * w_.head_size, layer.o);
   multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kOutput);
 }
@@ -432,12 +435,7 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
   const Opening opening{w_.activation, w_.gated, w_.inner};
   multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
-  if (takes_codes(kernels_, layer.mlp.down.weights.layout.format)) {
-    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t r = begin; r < end; ++r) quantise(inner_.data() + r * inner_pad_, w_.inner, layer.mlp.down, r);
-    });
-  }
-  times_.end(Stage::kPrepare);
+  take_codes(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kDown);
 }

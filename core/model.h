@@ -166,6 +166,7 @@ class Model {
   void embed_rows(const StepArgs& args);
   void rotate_tables(const StepArgs& args);
   void prepare(int64_t rows, const NormWeights& norm, const Product& product);
+  void take_codes(int64_t rows, const float* in, int64_t stride, int64_t width, const Product& product);
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
                 int64_t out_stride, const Opening* opening = nullptr);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);

@@ -76,12 +76,10 @@ inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
   }
   write_rows<kRows>(args, panel, row, totals);
 }
-#endif
-
-#if defined(MILLRACE_BF16_ROWS)
+#else
 // Rows rounded to bf16: two inputs of 16 channels in one instruction.
 template <int kRows>
-inline void product_bf16_rows(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.weights->layout;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
   const int8_t* rows = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
@@ -105,7 +103,7 @@ void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* 
 #endif
 
 // Weights are code - zero and codes are what is multiplied, so a group's sum of products starts at -zero * sum of the
-// row's codes. quantise_row stores that start, or the plain sum where every channel has a zero of its own.
+// row's codes. quantise_row stores that start (see Kernels).
 inline int32_t common_zero(const Layout& layout) {
   return symmetric_zero(layout.format) - (layout.format == Format::kInt8 ? kInt8Bias : 0);
 }
@@ -178,13 +176,8 @@ inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row) {
   switch (layout.format) {
     case Format::kF32:
       return product_f32<kRows>(args, panel, row);
-#if defined(MILLRACE_BF16_ROWS)
-    case Format::kBf16:
-      return product_bf16_rows<kRows>(args, panel, row);
-#else
     case Format::kBf16:
       return product_bf16<kRows>(args, panel, row);
-#endif
     case Format::kInt8:
       return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row)
                                : product_integer<false, false, kRows>(args, panel, row);

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK: int  # tokens in a KV block
-LAYOUT: int  # version of the packed weight layout; a packed file of another version is made anew
+LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
 
 Format = Literal["f32", "bf16", "int8", "int4"]
 SourceType = Literal["f32", "bf16", "f16"]

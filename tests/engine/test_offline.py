@@ -130,3 +130,11 @@ def test_more_texts_than_a_step_takes_are_embedded_whole(encoder: CpuExecutor) -
     states = hidden_states(encoder, texts)
     assert [len(rows) for rows in states] == [200] * 4
     assert np.array_equal(states[2], hidden_states(encoder, [texts[2]])[0])
+
+
+def test_the_time_of_steps_is_told_stage_by_stage(executor: CpuExecutor) -> None:
+    before = executor.stage_seconds()
+    logits(executor, [PROMPT])
+    spent = {stage: seconds - before[stage] for stage, seconds in executor.stage_seconds().items()}
+    assert {stage for stage, seconds in spent.items() if seconds > 0} >= {"qkv", "attention", "up", "down", "head"}
+    assert spent["route"] == 0  # no experts
