@@ -1,6 +1,10 @@
 // Attention of query rows over KV blocks. Owns its arithmetic: chunks of 64 tokens at absolute positions, in order,
 // with a running maximum and sum, so that a row's result does not depend on the rows beside it.
 //
+// Keys and values are multiplied one by one in f32, or, where the instruction set can and KV memory is not f32, by
+// twos in bf16: queries and weights are rounded to bf16 then, sums stay f32. int8 codes are exact in bf16; there a
+// token's scales go into its score and its weight.
+//
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
 
@@ -10,10 +14,44 @@
 namespace millrace {
 namespace {
 
-// Keys and values of a chunk as f32: where they are, block by block.
+// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32 ...
+struct Singles {
+  using Value = float;
+  using Vector = F16;
+  static constexpr int64_t kTokens = 1;
+
+  static Vector load_values(const Value* p) { return load(p); }
+  static F16 multiply_add(F16 sum, Vector values, const Value* factor) { return fma(splat(*factor), values, sum); }
+  static void store_factors(Value* out, F16 factors) { store(out, factors); }
+
+  static constexpr float kUnit = 1.0f;  // scores are multiples of this; a weight is e^(score / kUnit)
+  static F16 power(F16 score) { return exponential(score); }
+};
+
+#if defined(MILLRACE_BF16_ROWS)
+// ... or in bf16: keys [size/2][16 tokens][2], values [8 token pairs][size][2]. The same offsets hold.
+struct Twos {
+  using Value = uint16_t;
+  using Vector = Pairs16;
+  static constexpr int64_t kTokens = 2;
+
+  static Vector load_values(const Value* p) { return load_pairs(p); }
+  static F16 multiply_add(F16 sum, Vector values, const Value* factors) { return dot2(sum, values, factors); }
+  static void store_factors(Value* out, F16 factors) { store_bf16(out, factors); }
+
+  static constexpr float kUnit = 1.44269504f;
+  static F16 power(F16 score) { return power_of_two(score); }
+};
+#endif
+
+// Keys and values of a chunk: where they are, block by block.
+template <typename Unit>
 struct Chunk {
-  const float* keys[kAttentionChunk / kBlock];    // each [size][16 tokens]
-  const float* values[kAttentionChunk / kBlock];  // each [16 tokens][size]
+  const typename Unit::Value* keys[kAttentionChunk / kBlock];
+  const typename Unit::Value* values[kAttentionChunk / kBlock];
+  // What scores and weights are still to be multiplied by, [64] each, or none.
+  const float* key_scales = nullptr;
+  const float* value_scales = nullptr;
 };
 
 inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, float* buffer) {
@@ -77,19 +115,68 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
   return buffer;
 }
 
+// Where a chunk's block is, and what it needs of the buffers, each [64][size] floats, and of scales, [64] each.
+struct Buffers {
+  float* keys;
+  float* values;
+  float* key_scales;
+  float* value_scales;
+};
+
+inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
+                       Chunk<Singles>& chunk) {
+  const int64_t at = block * kBlock * layout.padded_size;
+  chunk.keys[block] = expand_keys(layout, record, buffers.keys + at);
+  chunk.values[block] = expand_values(layout, record, buffers.values + at);
+}
+
+#if defined(MILLRACE_BF16_ROWS)
+inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
+                       Chunk<Twos>& chunk) {
+  const int64_t size = layout.padded_size;
+  if (layout.type == KvType::kBf16) {
+    chunk.keys[block] = reinterpret_cast<const uint16_t*>(record);
+    chunk.values[block] = reinterpret_cast<const uint16_t*>(record + layout.values_offset);
+    return;
+  }
+  uint16_t* keys = reinterpret_cast<uint16_t*>(buffers.keys) + block * kBlock * size;
+  uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * size;
+  F16 quad[4];
+  for (int64_t d = 0; d < size; d += 4) {
+    load_u8_quads(record + d * kBlock, quad);
+    store_pairs(keys + d * kBlock, pair_exact(quad[0], quad[1]));
+    store_pairs(keys + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
+  }
+  for (int64_t t = 0; t < kBlock; t += 4) {
+    for (int64_t d = 0; d < size; d += 16) {
+      load_u8_quads(record + layout.values_offset + t * size + d * 4, quad);
+      store_pairs(values + t * size + d * 2, pair_exact(quad[0], quad[1]));
+      store_pairs(values + (t + 2) * size + d * 2, pair_exact(quad[2], quad[3]));
+    }
+  }
+  const float* scales = reinterpret_cast<const float*>(record + layout.scales_offset);
+  store(buffers.key_scales + block * kBlock, load(scales));
+  store(buffers.value_scales + block * kBlock, load(scales + kBlock));
+  chunk.keys[block] = keys;
+  chunk.values[block] = values;
+  chunk.key_scales = buffers.key_scales;
+  chunk.value_scales = buffers.value_scales;
+}
+#endif
+
 // Scores of some queries against some blocks of 16 keys.
-template <int kRows, int kBlocks>
-inline void scores_of(const float* const* keys, const float* queries, int64_t size, float* scores) {
+template <typename Unit, int kRows, int kBlocks>
+inline void scores_of(const typename Unit::Value* const* keys, const typename Unit::Value* queries, int64_t size,
+                      float* scores) {
   F16 sums[kRows][kBlocks];
   for (int r = 0; r < kRows; ++r) {
     for (int b = 0; b < kBlocks; ++b) sums[r][b] = splat(0.0f);
   }
-  for (int64_t d = 0; d < size; ++d) {
-    F16 key[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) key[b] = load(keys[b] + d * kBlock);
+  for (int64_t d = 0; d < size; d += Unit::kTokens) {
+    typename Unit::Vector key[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) key[b] = Unit::load_values(keys[b] + d * kBlock);
     for (int r = 0; r < kRows; ++r) {
-      const F16 query = splat(queries[r * size + d]);
-      for (int b = 0; b < kBlocks; ++b) sums[r][b] = fma(query, key[b], sums[r][b]);
+      for (int b = 0; b < kBlocks; ++b) sums[r][b] = Unit::multiply_add(sums[r][b], key[b], queries + r * size + d);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -97,36 +184,15 @@ inline void scores_of(const float* const* keys, const float* queries, int64_t si
   }
 }
 
-template <int kRows>
-inline void chunk_scores(const Chunk& chunk, int64_t first, int64_t last, const float* queries, int64_t size,
-                         float* scores) {
+template <typename Unit, int kRows>
+inline void chunk_scores(const Chunk<Unit>& chunk, int64_t first, int64_t last, const typename Unit::Value* queries,
+                         int64_t size, float* scores) {
   int64_t block = first;
   for (; block + kScoreBlocks <= last; block += kScoreBlocks) {
-    scores_of<kRows, kScoreBlocks>(chunk.keys + block, queries, size, scores + block * kBlock);
+    scores_of<Unit, kRows, kScoreBlocks>(chunk.keys + block, queries, size, scores + block * kBlock);
   }
-  for (; block < last; ++block) scores_of<kRows, 1>(chunk.keys + block, queries, size, scores + block * kBlock);
-}
-
-// Adds the values of tokens begin..end of a chunk, weighted, to some dims of some outputs; tokens in order.
-template <int kRows, int kVectors>
-inline void add_values(const Chunk& chunk, int64_t size, int64_t dim, const float* weights, int64_t begin, int64_t end,
-                       float* outputs) {
-  if (begin >= end) return;
-  F16 sums[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) sums[r][i] = load(outputs + r * size + dim + 16 * i);
-  }
-  for (int64_t t = begin; t < end; ++t) {
-    const float* values = chunk.values[t / kBlock] + t % kBlock * size + dim;
-    F16 value[kVectors];
-    for (int i = 0; i < kVectors; ++i) value[i] = load(values + 16 * i);
-    for (int r = 0; r < kRows; ++r) {
-      const F16 weight = splat(weights[r * kAttentionChunk + t]);
-      for (int i = 0; i < kVectors; ++i) sums[r][i] = fma(weight, value[i], sums[r][i]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) store(outputs + r * size + dim + 16 * i, sums[r][i]);
+  for (; block < last; ++block) {
+    scores_of<Unit, kRows, 1>(chunk.keys + block, queries, size, scores + block * kBlock);
   }
 }
 
@@ -135,62 +201,106 @@ struct Span {
   int64_t end;
 };
 
+// A row of weights lies where its scores were: kAttentionChunk floats apart, whatever a weight's own size.
+template <typename Unit>
+inline const typename Unit::Value* weights_of(const float* scores) {
+  return reinterpret_cast<const typename Unit::Value*>(scores);
+}
+
+// Adds the values of tokens begin..end of a chunk, weighted, to some dims of some outputs; tokens in order.
+template <typename Unit, int kRows, int kVectors>
+inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, const float* weights, Span span,
+                       float* outputs) {
+  if (span.begin >= span.end) return;
+  F16 sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) sums[r][i] = load(outputs + r * size + dim + 16 * i);
+  }
+  auto add_tokens = [&](int64_t t, auto seen) {
+    const typename Unit::Value* values =
+        chunk.values[t / kBlock] + t % kBlock * size + dim * static_cast<int64_t>(Unit::kTokens);
+    typename Unit::Vector value[kVectors];
+    for (int i = 0; i < kVectors; ++i) value[i] = seen(Unit::load_values(values + 16 * Unit::kTokens * i));
+    for (int r = 0; r < kRows; ++r) {
+      const typename Unit::Value* weight = weights_of<Unit>(weights + r * kAttentionChunk) + t;
+      for (int i = 0; i < kVectors; ++i) sums[r][i] = Unit::multiply_add(sums[r][i], value[i], weight);
+    }
+  };
+  auto whole = [](typename Unit::Vector values) { return values; };
+  int64_t t = span.begin;
+  if constexpr (Unit::kTokens == 2) {
+    if (t % 2 != 0) {
+      add_tokens(t - 1, [](typename Unit::Vector values) { return only_second(values); });
+      ++t;
+    }
+  }
+  for (; t + Unit::kTokens <= span.end; t += Unit::kTokens) add_tokens(t, whole);
+  if constexpr (Unit::kTokens == 2) {
+    if (t < span.end) add_tokens(t, [](typename Unit::Vector values) { return only_first(values); });
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) store(outputs + r * size + dim + 16 * i, sums[r][i]);
+  }
+}
+
 // What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what
 // is there may be anything. Rows that share most of what they see go together over that.
-template <int kRows>
-inline void add_rows(const Chunk& chunk, int64_t size, const Span* spans, const float* weights, float* outputs) {
+template <typename Unit, int kRows>
+inline void add_rows(const Chunk<Unit>& chunk, int64_t size, const Span* spans, const float* weights, float* outputs) {
   Span common = spans[0];
   for (int r = 1; r < kRows; ++r) {
-    common.begin = spans[r].begin > common.begin ? spans[r].begin : common.begin;
-    common.end = spans[r].end < common.end ? spans[r].end : common.end;
+    common.begin = most(common.begin, spans[r].begin);
+    common.end = least(common.end, spans[r].end);
   }
+  // Tokens that are multiplied together stay together.
+  common.begin = (common.begin + Unit::kTokens - 1) / Unit::kTokens * Unit::kTokens;
+  common.end = common.end / Unit::kTokens * Unit::kTokens;
   auto add_range = [&](int64_t dim, auto vectors) {
     constexpr int kVectors = decltype(vectors)::kCount;
+    auto add_alone = [&](int r, Span span) {
+      add_values<Unit, 1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, span, outputs + r * size);
+    };
     if (kRows == 1 || common.begin >= common.end) {
-      for (int r = 0; r < kRows; ++r) {
-        add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, spans[r].begin, spans[r].end,
-                                outputs + r * size);
-      }
+      for (int r = 0; r < kRows; ++r) add_alone(r, spans[r]);
       return;
     }
-    for (int r = 0; r < kRows; ++r) {
-      add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, spans[r].begin, common.begin,
-                              outputs + r * size);
-    }
-    add_values<kRows, kVectors>(chunk, size, dim, weights, common.begin, common.end, outputs);
-    for (int r = 0; r < kRows; ++r) {
-      add_values<1, kVectors>(chunk, size, dim, weights + r * kAttentionChunk, common.end, spans[r].end,
-                              outputs + r * size);
-    }
+    for (int r = 0; r < kRows; ++r) add_alone(r, {spans[r].begin, common.begin});
+    add_values<Unit, kRows, kVectors>(chunk, size, dim, weights, common, outputs);
+    for (int r = 0; r < kRows; ++r) add_alone(r, {common.end, spans[r].end});
   };
   int64_t dim = 0;
   for (; dim + 16 * kValueVectors <= size; dim += 16 * kValueVectors) add_range(dim, Count<kValueVectors>{});
   for (; dim < size; dim += 16) add_range(dim, Count<1>{});
 }
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // One row's scores of a chunk become weights; its output and total fade by what its maximum rose. `seen` is not empty.
-inline void soften(const AttentionArgs& args, Span seen, float* scores, float* peak, float* total, float* output,
-                   int64_t size) {
+template <typename Unit>
+inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span seen, float* scores, float* peak,
+                   float* total, float* output, int64_t size) {
+  // Lanes outside may hold anything, so they are replaced and not computed with.
+  auto keep_seen = [&](F16 x, int j, float other) {
+    return keep_lanes(x, static_cast<int>(seen.begin - 16 * j), static_cast<int>(seen.end - 16 * j), splat(other));
+  };
   F16 parts[4];
   F16 peaks = splat(*peak);
   for (int j = 0; j < 4; ++j) {
     F16 part = load(scores + 16 * j);
+    if (chunk.key_scales != nullptr) part = mul(part, load(chunk.key_scales + 16 * j));
     if (args.softcap > 0.0f) {
-      part = mul(splat(args.softcap), hyperbolic_tangent(mul(part, splat(1.0f / args.softcap))));
+      const float cap = args.softcap * Unit::kUnit;
+      part = mul(splat(cap), hyperbolic_tangent(mul(part, splat(1.0f / cap))));
     }
-    // Lanes outside may hold anything, so they are replaced and not computed with.
-    parts[j] = keep_lanes(part, static_cast<int>(seen.begin - 16 * j), static_cast<int>(seen.end - 16 * j),
-                          splat(kMinusInfinity));
+    parts[j] = keep_seen(part, j, kMinusInfinity);
     peaks = maximum(peaks, parts[j]);
   }
   const float new_peak = reduce_max(peaks);
   const F16 shift = splat(new_peak);
+  typename Unit::Value* weights = reinterpret_cast<typename Unit::Value*>(scores);
   for (int j = 0; j < 4; ++j) {
-    parts[j] = exponential(sub(parts[j], shift));
-    store(scores + 16 * j, parts[j]);
+    parts[j] = Unit::power(sub(parts[j], shift));
+    F16 weight = parts[j];
+    if (chunk.value_scales != nullptr) weight = keep_seen(mul(weight, load(chunk.value_scales + 16 * j)), j, 0.0f);
+    Unit::store_factors(weights + 16 * j, weight);
   }
   const float sum = reduce_add(add(add(parts[0], parts[1]), add(parts[2], parts[3])));
   if (new_peak == *peak) {
@@ -198,7 +308,7 @@ inline void soften(const AttentionArgs& args, Span seen, float* scores, float* p
     return;
   }
   float fade[16];
-  store(fade, exponential(sub(splat(*peak), shift)));
+  store(fade, Unit::power(sub(splat(*peak), shift)));
   *total = *total * fade[0] + sum;
   *peak = new_peak;
   const F16 faded = splat(fade[0]);
@@ -206,19 +316,25 @@ inline void soften(const AttentionArgs& args, Span seen, float* scores, float* p
 }
 
 // Softmax-weighted values, chunk by chunk of absolute positions, with a running maximum and sum.
-void attend(const AttentionArgs& args) {
+template <typename Unit>
+void attend_by(const AttentionArgs& args) {
+  using Value = typename Unit::Value;
   const KvLayout& layout = *args.layout;
   const int64_t size = layout.padded_size;
   const int64_t heads = args.heads_per_kv;
   const int64_t count = args.row_count * heads;
-  float* queries = args.scratch;
-  float* outputs = queries + count * size;
+  Value* queries = reinterpret_cast<Value*>(args.scratch);
+  float* outputs = args.scratch + count * size;
   float* scores = outputs + count * size;
   float* peaks = scores + count * kAttentionChunk;
   float* totals = peaks + count;
-  float* key_buffer = totals + count;
-  float* value_buffer = key_buffer + kAttentionChunk * size;
+  Buffers buffers;
+  buffers.keys = totals + count;
+  buffers.values = buffers.keys + kAttentionChunk * size;
+  buffers.key_scales = buffers.values + kAttentionChunk * size;
+  buffers.value_scales = buffers.key_scales + kAttentionChunk;
 
+  const float scale = args.scale * Unit::kUnit;
   int64_t begin = args.rows[0].begin;
   int64_t end = args.rows[0].end;
   for (int64_t r = 0; r < args.row_count; ++r) {
@@ -226,9 +342,11 @@ void attend(const AttentionArgs& args) {
     end = most(end, args.rows[r].end);
     for (int64_t h = 0; h < heads; ++h) {
       const float* q = args.q + args.rows[r].source * args.q_stride + (args.kv_head * heads + h) * layout.head_size;
-      float* query = queries + (r * heads + h) * size;
-      for (int64_t d = 0; d < layout.head_size; ++d) query[d] = q[d] * args.scale;
-      for (int64_t d = layout.head_size; d < size; ++d) query[d] = 0.0f;
+      for (int64_t d = 0; d < size; d += 16) {
+        float lanes[16];
+        for (int64_t i = 0; i < 16; ++i) lanes[i] = d + i < layout.head_size ? q[d + i] * scale : 0.0f;
+        Unit::store_factors(queries + (r * heads + h) * size + d, load(lanes));
+      }
     }
   }
   for (int64_t i = 0; i < count * size; ++i) outputs[i] = 0.0f;
@@ -240,19 +358,18 @@ void attend(const AttentionArgs& args) {
   for (int64_t start = begin / kAttentionChunk * kAttentionChunk; start < end; start += kAttentionChunk) {
     const int64_t first = (most(begin, start) - start) / kBlock;
     const int64_t last = (least(end - start, kAttentionChunk) + kBlock - 1) / kBlock;
-    Chunk chunk;
+    Chunk<Unit> chunk;
     for (int64_t block = first; block < last; ++block) {
       const uint8_t* record = args.layer_base + args.block_table[start / kBlock + block] * layout.block_bytes +
                               args.kv_head * layout.record_bytes;
-      chunk.keys[block] = expand_keys(layout, record, key_buffer + block * kBlock * size);
-      chunk.values[block] = expand_values(layout, record, value_buffer + block * kBlock * size);
+      open_block(layout, record, block, buffers, chunk);
     }
     int64_t i = 0;
     for (; i + kScoreRows <= count; i += kScoreRows) {
-      chunk_scores<kScoreRows>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
+      chunk_scores<Unit, kScoreRows>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
     }
     for (; i < count; ++i) {
-      chunk_scores<1>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
+      chunk_scores<Unit, 1>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
     }
     auto seen = [&](int64_t at) {
       const AttentionRow& row = args.rows[at / heads];
@@ -261,16 +378,16 @@ void attend(const AttentionArgs& args) {
     for (i = 0; i < count; ++i) {
       const Span span = seen(i);
       if (span.begin >= span.end) continue;
-      soften(args, span, scores + i * kAttentionChunk, peaks + i, totals + i, outputs + i * size, size);
+      soften(args, chunk, span, scores + i * kAttentionChunk, peaks + i, totals + i, outputs + i * size, size);
     }
     for (i = 0; i + kValueRows <= count; i += kValueRows) {
       Span spans[kValueRows];
       for (int r = 0; r < kValueRows; ++r) spans[r] = seen(i + r);
-      add_rows<kValueRows>(chunk, size, spans, scores + i * kAttentionChunk, outputs + i * size);
+      add_rows<Unit, kValueRows>(chunk, size, spans, scores + i * kAttentionChunk, outputs + i * size);
     }
     for (; i < count; ++i) {
       const Span span = seen(i);
-      add_rows<1>(chunk, size, &span, scores + i * kAttentionChunk, outputs + i * size);
+      add_rows<Unit, 1>(chunk, size, &span, scores + i * kAttentionChunk, outputs + i * size);
     }
   }
 
@@ -280,6 +397,13 @@ void attend(const AttentionArgs& args) {
     const float* output = outputs + i * size;
     for (int64_t d = 0; d < layout.head_size; ++d) out[d] = output[d] / totals[i];
   }
+}
+
+void attend(const AttentionArgs& args) {
+#if defined(MILLRACE_BF16_ROWS)
+  if (args.layout->type != KvType::kF32) return attend_by<Twos>(args);
+#endif
+  attend_by<Singles>(args);
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ struct Kernels {
 
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
 static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
-  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * padded_head_size + 64;
+  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * (padded_head_size + 1) + 64;
 }
 
 static inline bool takes_codes(const Kernels& kernels, Format format) {

@@ -30,13 +30,16 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
       poison = fma(x, splat(0.0f), poison);
     }
     const float peak = reduce_max(peaks) + reduce_add(poison);
-    const F16 inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
-    int32_t sum = 0;
+    // Finite, so that a code is never beyond 127: its sum is taken before it is stored.
+    const float steps = peak > 0.0f ? 127.0f / peak : 0.0f;
+    const F16 inverse = splat(steps > 3.4e38f ? 3.4e38f : steps);
+    I16 sum = splat_int(0);
     int64_t k = begin;
-    for (; k < end; k += 16) sum += store_rounded(codes + k, mul(load(row + k), inverse));
+    for (; k < end; k += 16) sum = add_int(sum, store_rounded(codes + k, mul(load(row + k), inverse)));
     for (; k < group_end; ++k) codes[k] = 0;
     scales[g] = peak / 127.0f;
-    sums[g] = factor * sum;
+    // Of a poisoned group the sum may be anything, and the scale is NaN.
+    sums[g] = static_cast<int32_t>(static_cast<uint32_t>(factor) * static_cast<uint32_t>(reduce_add_int(sum)));
   }
 }
 

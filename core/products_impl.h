@@ -10,6 +10,27 @@
 namespace millrace {
 namespace {
 
+// Where a step has few rows, the weights come from memory, and the passes over one panel have the time to ask for the
+// next: each asks for its share, evenly while it computes. A single pass is best left to the hardware.
+struct Ahead {
+  const uint8_t* next = nullptr;
+  int64_t lines = 0;  // of 64 bytes, with each group, or with each kAskInputs inputs where there are no groups
+
+  void ask() {
+    for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+constexpr int64_t kAskInputs = 16;
+constexpr int64_t kAskPasses = 8;  // with more passes the time of computing hides that of reading
+
+inline Ahead ahead_of(const Layout& layout, const uint8_t* panel, int64_t passes) {
+  if (passes < 2 || passes > kAskPasses) return {};
+  const int64_t times = is_integer(layout.format) ? layout.groups : layout.padded_inputs / kAskInputs;
+  const int64_t lines = layout.panel_bytes / 64;
+  return {panel + layout.panel_bytes, (lines + times * passes - 1) / most(times * passes, 1)};
+}
+
 template <int kRows>
 inline void write_rows(const ProductArgs& args, int64_t panel, int64_t row, const F16 (&totals)[kRows][2]) {
   const Layout& layout = args.weights->layout;
@@ -37,13 +58,14 @@ inline void write_rows(const ProductArgs& args, int64_t panel, int64_t row, cons
 }
 
 template <int kRows>
-inline void product_f32(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_f32(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
   const float* weights = reinterpret_cast<const float*>(args.weights->data + panel * layout.panel_bytes);
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
   F16 totals[kRows][2];
   for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
   for (int64_t k = 0; k < layout.padded_inputs; ++k, weights += kPanel) {
+    if (k % kAskInputs == 0) ahead.ask();
     F16 low = load(weights);
     F16 high = load(weights + 16);
     for (int r = 0; r < kRows; ++r) {
@@ -57,13 +79,14 @@ inline void product_f32(const ProductArgs& args, int64_t panel, int64_t row) {
 
 #if !defined(MILLRACE_BF16_ROWS)
 template <int kRows>
-inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
   F16 totals[kRows][2];
   for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
+    if (k % kAskInputs == 0) ahead.ask();
     F16 low_even, low_odd, high_even, high_odd;
     load_bf16_pairs(weights, low_even, low_odd);
     load_bf16_pairs(weights + kPanel, high_even, high_odd);
@@ -79,17 +102,20 @@ inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
 #else
 // Rows rounded to bf16: two inputs of 16 channels in one instruction.
 template <int kRows>
-inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
   const int8_t* rows = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
   F16 totals[kRows][2];
   for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
+    if (k % kAskInputs == 0) ahead.ask();
+    const Pairs16 low = load_pairs(weights);
+    const Pairs16 high = load_pairs(weights + kPanel);
     for (int r = 0; r < kRows; ++r) {
       const uint16_t* two = reinterpret_cast<const uint16_t*>(rows + r * args.quantised->stride) + k;
-      totals[r][0] = dot2(totals[r][0], weights, two);
-      totals[r][1] = dot2(totals[r][1], weights + kPanel, two);
+      totals[r][0] = dot2(totals[r][0], low, two);
+      totals[r][1] = dot2(totals[r][1], high, two);
     }
   }
   write_rows<kRows>(args, panel, row, totals);
@@ -109,7 +135,7 @@ inline int32_t common_zero(const Layout& layout) {
 }
 
 template <bool kInt4, bool kAsymmetric, int kRows>
-inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
   const QuantisedRows& rows = *args.quantised;
   const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
@@ -120,6 +146,7 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row)
   F16 totals[kRows][2];
   for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
   for (int64_t g = 0; g < layout.groups; ++g, record += layout.group_bytes, row_codes += layout.group) {
+    ahead.ask();
     const uint8_t* codes = record + layout.header_bytes;
     I16 sums[kRows][2];
     if constexpr (kAsymmetric) {
@@ -171,34 +198,34 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row)
 }
 
 template <int kRows>
-inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row) {
+inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
   switch (layout.format) {
     case Format::kF32:
-      return product_f32<kRows>(args, panel, row);
+      return product_f32<kRows>(args, panel, row, ahead);
     case Format::kBf16:
-      return product_bf16<kRows>(args, panel, row);
+      return product_bf16<kRows>(args, panel, row, ahead);
     case Format::kInt8:
-      return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row)
-                               : product_integer<false, false, kRows>(args, panel, row);
+      return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row, ahead)
+                               : product_integer<false, false, kRows>(args, panel, row, ahead);
     case Format::kInt4:
-      return layout.asymmetric ? product_integer<true, true, kRows>(args, panel, row)
-                               : product_integer<true, false, kRows>(args, panel, row);
+      return layout.asymmetric ? product_integer<true, true, kRows>(args, panel, row, ahead)
+                               : product_integer<true, false, kRows>(args, panel, row, ahead);
   }
 }
 
 template <int kRows>
-inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count) {
+inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (count == kRows) return product_rows<kRows>(args, panel, row);
-    product_of<kRows - 1>(args, panel, row, count);
+    if (count == kRows) return product_rows<kRows>(args, panel, row, ahead);
+    product_of<kRows - 1>(args, panel, row, count, ahead);
   }
 }
 
 constexpr int kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
 
 // One panel of the opened row, for some rows: the outputs stay in the nearest cache until they are opened.
-inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count) {
+inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
   const Opening& opening = *args.opening;
   float outputs[2][kMostRows * kPanel] = {};
   ProductArgs part = args;
@@ -208,7 +235,7 @@ inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, 
   for (int i = 0; i < parts; ++i) {
     part.out = outputs[i];
     part.out_column = (panel * parts + i) * kPanel;
-    product_of<kMostRows>(part, panel * parts + i, row, count);
+    product_of<kMostRows>(part, panel * parts + i, row, count, ahead);
   }
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t half = 0; half < kPanel; half += 16) {
@@ -227,14 +254,17 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
   // As few passes over a panel as the registers allow, all of about the same number of rows.
   const int64_t most = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
   const int64_t passes = (args.row_count + most - 1) / most;
+  const Layout& layout = args.weights->layout;
+  const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    int64_t row = 0;
-    for (int64_t pass = 0; pass < passes; ++pass) {
+    const uint8_t* last = args.weights->data + ((panel + 1) * parts - 1) * layout.panel_bytes;
+    Ahead ahead = ahead_of(layout, last, passes);
+    for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
       if (args.opening != nullptr) {
-        product_opened(args, panel, row, count);
+        product_opened(args, panel, row, count, ahead);
       } else {
-        product_of<kMostRows>(args, panel, row, count);
+        product_of<kMostRows>(args, panel, row, count, ahead);
       }
       row += count;
     }

@@ -62,6 +62,7 @@ inline F16 add_exponent(F16 x, F16 n) { return {add_exponent8(x.a, n.a), add_exp
 
 inline I16 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I16 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I16 add_int(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 sub_int(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I16 mul_int(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 
@@ -107,12 +108,13 @@ inline float reduce_max(F16 x) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-inline int32_t reduce_add_int(__m256i x) {
-  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+inline int32_t reduce_add_int(I16 x) {
+  __m256i eight = _mm256_add_epi32(x.a, x.b);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-inline int32_t store_rounded(int8_t* p, F16 x) {
+inline I16 store_rounded(int8_t* p, F16 x) {
   const __m256 rounder = _mm256_set1_ps(12582912.0f);
   const __m256i base = _mm256_set1_epi32(0x4b400000);
   __m256i a = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base);
@@ -120,7 +122,7 @@ inline int32_t store_rounded(int8_t* p, F16 x) {
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
   __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-  return reduce_add_int(_mm256_madd_epi16(_mm256_cvtepi8_epi16(bytes), _mm256_set1_epi16(1)));
+  return {a, b};
 }
 
 struct Codes {

@@ -67,6 +67,19 @@ inline I16 splat_int(int32_t x) {
   for (int i = 0; i < 16; ++i) result.v[i] = x;
   return result;
 }
+// Wraps, as the instructions do: the codes of a group that holds no numbers may be anything.
+inline I16 add_int(const I16& a, const I16& b) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) {
+    result.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
+  }
+  return result;
+}
+inline int32_t reduce_add_int(const I16& a) {
+  uint32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += static_cast<uint32_t>(a.v[i]);
+  return static_cast<int32_t>(sum);
+}
 inline I16 sub_int(const I16& a, const I16& b) {
   I16 result;
   for (int i = 0; i < 16; ++i) result.v[i] = a.v[i] - b.v[i];
@@ -115,14 +128,13 @@ inline float reduce_max(const F16& a) {
 }
 
 // Rounds to int8, returns the sum of the codes.
-inline int32_t store_rounded(int8_t* p, const F16& a) {
-  int32_t sum = 0;
+inline I16 store_rounded(int8_t* p, const F16& a) {
+  I16 codes;
   for (int i = 0; i < 16; ++i) {
-    int32_t code = static_cast<int32_t>(bits_from_f32(a.v[i] + 12582912.0f)) - 0x4b400000;
-    p[i] = static_cast<int8_t>(code);
-    sum += p[i];
+    codes.v[i] = static_cast<int32_t>(bits_from_f32(a.v[i] + 12582912.0f)) - 0x4b400000;
+    p[i] = static_cast<int8_t>(codes.v[i]);
   }
-  return sum;
+  return codes;
 }
 
 // 16 channels by 4 inputs of codes.

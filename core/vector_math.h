@@ -10,6 +10,9 @@ namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <int kValue>
 struct Count {
   static constexpr int kCount = kValue;

@@ -20,13 +20,13 @@ def test_the_json_holds_sizes_floors_and_what_fits(tiny_folder: Path, capsys: py
     facts = json.loads(capsys.readouterr().out)
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] > 0
-    assert [entry["precision"] for entry in facts["precisions"]] == ["f32", "bf16", "int8-g64", "int4-g32"]
+    assert [entry["precision"] for entry in facts["precisions"]] == ["f32", "bf16", "int8-g128", "int4-g32"]
     sizes = [entry["weight_bytes"] for entry in facts["precisions"]]
     assert sizes == sorted(sizes, reverse=True)
     assert all(entry["decode_ms"] > 0 and entry["prefill_ms"] > entry["decode_ms"] for entry in facts["precisions"])
     kv = facts["kv_bytes_per_token"]
     assert kv["f32"] == 2 * kv["bf16"] > 2 * kv["int8"]
-    fits = facts["tokens_that_fit"]["int8-g64"]
+    fits = facts["tokens_that_fit"]["int8-g128"]
     expected = (facts["machine"]["memory"] - facts["precisions"][2]["weight_bytes"]) // kv["bf16"]
     assert fits["bf16"] == pytest.approx(expected, abs=1)
 

@@ -53,6 +53,20 @@ def int8_rows(group: int) -> Callable[[Doubles], Doubles]:
 STORED: dict[str, Callable[[Doubles], Doubles]] = {"f32": exact, "bf16": bf16, "int8": int8}
 
 
+def rounded_weights(scores: Doubles, scale: Doubles) -> Doubles:
+    """Weights [heads, rows, tokens] of scores in powers of two, each rounded beside the largest score up to its chunk.
+
+    What is rounded is the weight times its token's scale; the sum that all are divided by is of unrounded weights.
+    """
+    chunk = np.arange(scores.shape[2]) // 64
+    ends = np.append(np.flatnonzero(np.diff(chunk)), len(chunk) - 1)
+    peaks = np.maximum.accumulate(scores, axis=2)[:, :, ends][:, :, chunk]
+    last = peaks[:, :, -1:]
+    with np.errstate(invalid="ignore"):  # of chunks before the first token that a row sees
+        rounded = bf16(np.exp2(scores - peaks) * scale[:, None, :]) / scale[:, None, :] * np.exp2(peaks - last)
+    return np.where(np.isneginf(scores), 0.0, rounded) / np.exp2(scores - last).sum(axis=2, keepdims=True)
+
+
 def forward(
     spec: ModelSpec,
     tensors: Tensors,
@@ -61,9 +75,10 @@ def forward(
     variant: int = 0,
     stored: Callable[[Doubles], Doubles] = exact,
     read: Callable[[Doubles], Doubles] = exact,
+    twos: bool = False,
     hidden: bool = False,
 ) -> Doubles:
-    """Logits of every token, or its final hidden state."""
+    """Logits of every token, or its final hidden state. `twos`: attention rounds to bf16 what meets keys and values."""
 
     def weight(name: str) -> Doubles:
         return tensors[name].astype(np.float64)
@@ -115,16 +130,22 @@ def forward(
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
         k, v = stored(k), stored(v)
+        # What a token's codes are multiplied by, where it has codes.
+        v_scale = np.abs(v).max(axis=-1) / 127 if stored is int8 else np.ones(v.shape[:2])
         repeat = spec.heads // spec.kv_heads
-        k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
-        scores = np.einsum("ihd,jhd->hij", q, k) * spec.attention_scale
+        k, v, v_scale = (np.repeat(x, repeat, axis=1) for x in (k, v, v_scale))
+        unit = 1 / math.log(2) if twos else 1.0
+        q = q * spec.attention_scale * unit
+        scores = np.einsum("ihd,jhd->hij", bf16(q) if twos else q, k)
         if spec.attention_softcap:
-            scores = spec.attention_softcap * np.tanh(scores / spec.attention_softcap)
+            cap = spec.attention_softcap * unit
+            scores = cap * np.tanh(scores / cap)
         i, j = np.arange(count)[:, None], np.arange(count)[None, :]
         seen = (j <= i) if spec.causal else np.full((count, count), True)
         if layer.window:
             seen &= j > i - layer.window
-        weights = softmax(np.where(seen, scores, -np.inf))
+        scores = np.where(seen, scores, -np.inf)
+        weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
         return product(f"{name}.o", np.einsum("hij,jhd->ihd", weights, v).reshape(count, spec.q_size))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale

@@ -13,7 +13,7 @@ from millrace.models.precision import Precision, parse_kv, parse_plan, parse_pre
     [
         ("f32", Precision("f32")),
         ("bf16", Precision("bf16")),
-        ("int8", Precision("int8", 64)),
+        ("int8", Precision("int8", 128)),
         ("int4", Precision("int4", 32)),
         ("int4-g128", Precision("int4", 128)),
         ("int8-channel", Precision("int8", 0)),

@@ -21,7 +21,7 @@ KvType = Literal["f32", "bf16", "int8"]
 
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 stands for per channel
 # Groups by default: 32 for int4, whose coarse codes gain most from near scales; 64 for int8.
-_DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 64}
+_DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
 
 
 class Precision(msgspec.Struct, frozen=True):
