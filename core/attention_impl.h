@@ -28,7 +28,7 @@ struct Singles {
   static F16 power(F16 score) { return exponential(score); }
 };
 
-#if defined(MILLRACE_BF16_ROWS)
+#if defined(MILLRACE_BF16_ATTENTION)
 // ... or in bf16: keys [size/2][16 tokens][2], values [8 token pairs][size][2]. The same offsets hold.
 struct Twos {
   using Value = uint16_t;
@@ -130,7 +130,7 @@ inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t bl
   chunk.values[block] = expand_values(layout, record, buffers.values + at);
 }
 
-#if defined(MILLRACE_BF16_ROWS)
+#if defined(MILLRACE_BF16_ATTENTION)
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Twos>& chunk) {
   const int64_t size = layout.padded_size;
@@ -400,7 +400,7 @@ void attend_by(const AttentionArgs& args) {
 }
 
 void attend(const AttentionArgs& args) {
-#if defined(MILLRACE_BF16_ROWS)
+#if defined(MILLRACE_BF16_ATTENTION)
   if (args.layout->type != KvType::kF32) return attend_by<Twos>(args);
 #endif
   attend_by<Singles>(args);

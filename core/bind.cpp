@@ -309,6 +309,7 @@ NB_MODULE(_core, module) {
   module.attr("BLOCK") = kBlock;
   module.attr("LAYOUT") = kLayoutVersion;
   module.def("isa_available", &available_isas);
+  module.def("isa_emulated", &emulated_isas);
   module.def("isa_default", &default_isa);
 
   nb::class_<Pool>(module, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);

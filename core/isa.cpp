@@ -1,9 +1,55 @@
 #include "isa.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
+#include "tiles.h"
+
 namespace millrace {
+namespace {
+
+#if defined(MILLRACE_X86)
+// A small product must come out as it does without tiles: a virtual machine may offer them and not mean it.
+bool tiles_multiply() {
+  constexpr int64_t kRows = 20, kInputs = 64;
+  alignas(64) uint8_t weights[kPanel * 2 + kPanel * kInputs];
+  alignas(64) int8_t codes[kRows * kInputs];
+  float scales[kRows];
+  int32_t starts[kRows];
+  for (int64_t i = 0; i < kPanel; ++i) {
+    const uint16_t scale = f16_from_f32(0.01f * static_cast<float>(i + 1));
+    std::memcpy(weights + 2 * i, &scale, 2);
+  }
+  for (int64_t i = 0; i < kPanel * kInputs; ++i) weights[kPanel * 2 + i] = static_cast<uint8_t>(i * 37 + 11);
+  for (int64_t i = 0; i < kRows * kInputs; ++i) codes[i] = static_cast<int8_t>(i * 29 % 255 - 127);
+  for (int64_t r = 0; r < kRows; ++r) {
+    scales[r] = 0.5f + static_cast<float>(r);
+    starts[r] = static_cast<int32_t>(r * 7 - 50);
+  }
+  const PackedView view{Layout::of(Format::kInt8, kPanel, kInputs, kInputs, false), weights};
+  const QuantisedRows rows{codes, scales, starts, kInputs, 1};
+  float found[2][kRows * kPanel];
+  ProductArgs args;
+  args.weights = &view;
+  args.quantised = &rows;
+  args.row_count = kRows;
+  args.out_stride = kPanel;
+  for (int i = 0; i < 2; ++i) {
+    args.out = found[i];
+    (i == 0 ? avx512_kernels() : amx_kernels()).product(args, 0, 1);
+  }
+  return std::memcmp(found[0], found[1], sizeof found[0]) == 0;
+}
+
+bool has_amx() {
+  static const bool found =
+      __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && amx_allowed() && tiles_multiply();
+  return found;
+}
+#endif
+
+}  // namespace
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
@@ -14,6 +60,7 @@ std::vector<std::string> available_isas() {
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vnni");
   const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (pairs && has_amx()) names.emplace_back("amx");
   // Intel's cores multiply bf16 by twos at half the speed of f32 one by one; AMD's at twice that speed.
   const bool pairs_first = pairs && __builtin_cpu_is("amd");
   if (pairs_first) names.emplace_back("avx512bf16");
@@ -25,11 +72,26 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
+std::vector<std::string> emulated_isas() {
+  std::vector<std::string> names;
+#if defined(MILLRACE_X86)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) names.emplace_back("amx-emulated");
+#endif
+  return names;
+}
+
 const Kernels& kernels_of(const std::string& isa) {
   std::string known;
+  for (const std::string& name : emulated_isas()) {
+#if defined(MILLRACE_X86)
+    if (name == isa) return amx_emulated_kernels();
+#endif
+  }
   for (const std::string& name : available_isas()) {
     if (name == isa) {
 #if defined(MILLRACE_X86)
+      if (name == "amx") return amx_kernels();
       if (name == "avx512bf16") return avx512bf16_kernels();
       if (name == "avx512") return avx512_kernels();
       if (name == "avx2") return avx2_kernels();

@@ -9,6 +9,7 @@
 namespace millrace {
 
 std::vector<std::string> available_isas();          // best first; never empty
+std::vector<std::string> emulated_isas();           // for tests alone: what this machine has not, in plain C++
 std::string default_isa();                          // throws std::invalid_argument when MILLRACE_ISA cannot be had
 const Kernels& kernels_of(const std::string& isa);  // throws std::invalid_argument
 

@@ -1,4 +1,5 @@
 // The kernels for one instruction set: avx512bf16. See kernels_impl.h.
+#define MILLRACE_BF16_ATTENTION 1
 #include "simd_avx512.h"
 // The primitives come first.
 #include "kernels_impl.h"

@@ -117,6 +117,8 @@ const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512bf16_kernels();
+const Kernels& amx_kernels();
+const Kernels& amx_emulated_kernels();
 #endif
 
 }  // namespace millrace

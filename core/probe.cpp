@@ -7,10 +7,10 @@
 #include <new>
 #include <stdexcept>
 
+#include "tiles.h"
+
 #if defined(MILLRACE_X86)
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12's own intrinsics (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -124,65 +124,23 @@ __attribute__((target("avx512f,avx512bf16"))) double dot_bf16_avx512() {
 
 #undef MILLRACE_CHAINS
 
-// AMX needs the kernel's leave for its large state, once per process.
-bool amx_allowed() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
-  static const bool allowed =
-      __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return allowed;
-#else
-  return false;
-#endif
-}
-
-struct TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
-
 constexpr int64_t kTileRounds = 4000;
 
-// Four accumulators (tiles 0 to 3), two left and two right tiles, all full: 16 rows of 64 bytes.
-__attribute__((target("amx-tile,amx-int8,amx-bf16"))) double amx_tiles(bool int8) {
-  alignas(64) TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = 16;
-  }
-  alignas(64) static const uint8_t zeros[1024] = {};
-  // gcc 12 names only the first bytes of the struct as this instruction's input: without the barrier the rest is not
-  // stored.
-  asm volatile("" ::: "memory");
-  _tile_loadconfig(&config);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_loadd(4, zeros, 64);
-  _tile_loadd(5, zeros, 64);
-  _tile_loadd(6, zeros, 64);
-  _tile_loadd(7, zeros, 64);
+// All tiles full: 32 rows by 32 channels of 64 bytes.
+double amx_tiles(bool int8) {
+  alignas(64) static const uint8_t zeros[kTileBytes * kPanel] = {};
+  HardwareTiles tiles;
+  tiles.shape({2 * kTileRows, kTileBytes});
+  tiles.clear();
+  tiles.load(zeros, reinterpret_cast<const int8_t*>(zeros), kTileBytes);
   for (int64_t round = 0; round < kTileRounds; ++round) {
     if (int8) {
-      _tile_dpbssd(0, 4, 6);
-      _tile_dpbssd(1, 4, 7);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
+      tiles.add_int8();
     } else {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      tiles.add_bf16();
     }
   }
-  _tile_release();
-  return 2.0 * 16 * 16 * (int8 ? 64 : 32) * 4 * static_cast<double>(kTileRounds);
+  return 2.0 * 32 * 32 * (int8 ? 64 : 32) * static_cast<double>(kTileRounds);
 }
 
 #endif

@@ -31,30 +31,32 @@ inline Ahead ahead_of(const Layout& layout, const uint8_t* panel, int64_t passes
   return {panel + layout.panel_bytes, (lines + times * passes - 1) / most(times * passes, 1)};
 }
 
+// A row's totals of one panel become outputs.
+inline void write_row(const ProductArgs& args, int64_t panel, int64_t row, F16 low, F16 high) {
+  const int64_t column = panel * kPanel;
+  const int64_t valid = least(args.weights->layout.outputs - column, kPanel);
+  const F16 gain = splat(args.weights->gain);
+  low = mul(low, gain);
+  high = mul(high, gain);
+  if (args.bias != nullptr) {
+    low = add(low, load(args.bias + column));
+    high = add(high, load(args.bias + column + 16));
+  }
+  float* out = args.out + (row - args.out_row) * args.out_stride + (column - args.out_column);
+  if (valid == kPanel) {
+    store(out, low);
+    store(out + 16, high);
+  } else {
+    float lanes[kPanel];
+    store(lanes, low);
+    store(lanes + 16, high);
+    for (int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
+  }
+}
+
 template <int kRows>
 inline void write_rows(const ProductArgs& args, int64_t panel, int64_t row, const F16 (&totals)[kRows][2]) {
-  const Layout& layout = args.weights->layout;
-  const F16 gain = splat(args.weights->gain);
-  int64_t column = panel * kPanel;
-  int64_t valid = layout.outputs - column < kPanel ? layout.outputs - column : kPanel;
-  for (int r = 0; r < kRows; ++r) {
-    F16 low = mul(totals[r][0], gain);
-    F16 high = mul(totals[r][1], gain);
-    if (args.bias != nullptr) {
-      low = add(low, load(args.bias + column));
-      high = add(high, load(args.bias + column + 16));
-    }
-    float* out = args.out + (row + r - args.out_row) * args.out_stride + (column - args.out_column);
-    if (valid == kPanel) {
-      store(out, low);
-      store(out + 16, high);
-    } else {
-      float lanes[kPanel];
-      store(lanes, low);
-      store(lanes + 16, high);
-      for (int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
-    }
-  }
+  for (int r = 0; r < kRows; ++r) write_row(args, panel, row + r, totals[r][0], totals[r][1]);
 }
 
 template <int kRows>
@@ -224,10 +226,13 @@ inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int6
 
 constexpr int kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
 
-// One panel of the opened row, for some rows: the outputs stay in the nearest cache until they are opened.
-inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
+// One panel of the opened row, for at most kMost rows: the outputs stay in the nearest cache until they are opened.
+// `write_outputs` writes them, of one panel of the weights, as `part` says.
+template <int64_t kMost, typename WriteOutputs>
+inline void write_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count,
+                         const WriteOutputs& write_outputs) {
   const Opening& opening = *args.opening;
-  float outputs[2][kMostRows * kPanel] = {};
+  float outputs[2][kMost * kPanel] = {};
   ProductArgs part = args;
   part.out_row = row;
   part.out_stride = kPanel;
@@ -235,7 +240,7 @@ inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, 
   for (int i = 0; i < parts; ++i) {
     part.out = outputs[i];
     part.out_column = (panel * parts + i) * kPanel;
-    product_of<kMostRows>(part, panel * parts + i, row, count, ahead);
+    write_outputs(part, panel * parts + i);
   }
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t half = 0; half < kPanel; half += 16) {
@@ -252,8 +257,8 @@ inline void product_opened(const ProductArgs& args, int64_t panel, int64_t row, 
 
 void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
   // As few passes over a panel as the registers allow, all of about the same number of rows.
-  const int64_t most = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
-  const int64_t passes = (args.row_count + most - 1) / most;
+  const int64_t most_rows = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
+  const int64_t passes = (args.row_count + most_rows - 1) / most_rows;
   const Layout& layout = args.weights->layout;
   const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
@@ -262,7 +267,9 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
       if (args.opening != nullptr) {
-        product_opened(args, panel, row, count, ahead);
+        write_opened<kMostRows>(args, panel, row, count, [&](const ProductArgs& part, int64_t of) {
+          product_of<kMostRows>(part, of, row, count, ahead);
+        });
       } else {
         product_of<kMostRows>(args, panel, row, count, ahead);
       }

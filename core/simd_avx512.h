@@ -50,6 +50,7 @@ inline F16 add_exponent(F16 x, F16 n) {
 }
 
 inline I16 zero_int() { return _mm512_setzero_si512(); }
+inline I16 load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 add_int(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
 inline int32_t reduce_add_int(I16 x) { return _mm512_reduce_add_epi32(x); }
@@ -129,6 +130,7 @@ using SmallCodes = __m512i;
 using WideCodes = __m512i;
 
 inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x); }
 inline SmallCodes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline SmallCodes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 inline WideCodes widen(Codes x) { return x; }

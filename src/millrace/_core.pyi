@@ -14,6 +14,7 @@ SourceType = Literal["f32", "bf16", "f16"]
 KvType = Literal["f32", "bf16", "int8"]
 
 def isa_available() -> list[str]: ...  # best first
+def isa_emulated() -> list[str]: ...  # for tests alone
 def isa_default() -> str: ...  # MILLRACE_ISA or the best; ValueError where the machine lacks it
 
 class Pool:

@@ -12,7 +12,20 @@ from millrace.models.precision import Format, KvType
 from millrace.models.spec import ModelSpec
 
 from .reference import STORED, Doubles, bf16, exact, forward, int8_rows
-from .tiny import ENCODER, ISAS, SPECS, Floats, Share, Tiny, packed_model, random_tensors, same_bits, text
+from .tiny import (
+    ENCODER,
+    ISAS,
+    ROUNDS_ATTENTION,
+    ROUNDS_ROWS,
+    SPECS,
+    Floats,
+    Share,
+    Tiny,
+    packed_model,
+    random_tensors,
+    same_bits,
+    text,
+)
 
 LENGTH = 70  # tokens: past every window, past one attention chunk, not whole blocks
 BLOCKS = (3, 1, 4, 0, 5)
@@ -68,7 +81,7 @@ def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvTy
     tokens = text(LENGTH, model)
     found = Tiny(model, kv=kv, isa=isa).rows(tokens, BLOCKS)
     tensors = random_tensors(model)
-    twos = isa == "avx512bf16"  # its instructions multiply bf16 by bf16
+    twos = isa in ROUNDS_ATTENTION
     rounded = off_by(found, forward(model, tensors, tokens, stored=STORED[kv], twos=twos))
     unrounded = off_by(found, forward(model, tensors, tokens))
     assert rounded < 2e-3  # a key that lies almost between two steps may fall to the other side
@@ -85,7 +98,7 @@ def test_rounded_weights_give_what_the_unpacked_weights_give(name: str, format: 
     model = SPECS[name]
     tokens = text(20, model)
     found = Tiny(model, format, group, isa=isa).rows(tokens, BLOCKS)
-    rounds = isa == "avx512bf16"  # its instructions multiply bf16 by bf16
+    rounds = isa in ROUNDS_ROWS
     read = int8_rows(group) if format != "bf16" else bf16 if rounds else exact
     expected = forward(model, unpacked_tensors(model, format, group), tokens, read=read)
     if format == "bf16" and not rounds:

@@ -32,8 +32,13 @@ def with_isa(value: str | None) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_is_always_a_portable_instruction_set_and_it_is_the_last() -> None:
-    assert ISAS[-1] == "portable"
+    assert _core.isa_available()[-1] == "portable"
     assert len(set(ISAS)) == len(ISAS)
+
+
+def test_what_is_emulated_is_never_chosen() -> None:
+    assert not set(_core.isa_available()) & set(_core.isa_emulated())
+    assert with_isa(None).stdout.strip() not in _core.isa_emulated()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -51,7 +56,7 @@ def test_one_that_is_not_there_is_an_error_that_says_what_is(value: str) -> None
     done = with_isa(value)
     assert done.returncode != 0
     assert f"ValueError: instruction set '{value}'" in done.stderr
-    assert ", ".join(ISAS) in done.stderr
+    assert ", ".join(_core.isa_available()) in done.stderr
 
 
 @pytest.mark.parametrize("isa", ISAS)

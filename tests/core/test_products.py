@@ -12,7 +12,7 @@ from millrace.models.precision import Format
 
 from .reference import bf16
 from .test_layout import INTEGERS, group_of, random_codes
-from .tiny import ISAS, Floats, packed, same_bits
+from .tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
 
 Doubles = NDArray[np.float64]
 
@@ -79,7 +79,7 @@ def test_products_of_float_weights_are_numpys(format: Format, shape: tuple[int, 
     weights = packed(np.random.default_rng(2).standard_normal(shape).astype(np.float32), format)
     rows = random_rows(5, inputs)
     held = weights.unpack().astype(np.float64)
-    rounds = format == "bf16" and isa == "avx512bf16"  # its instructions multiply bf16 by bf16
+    rounds = format == "bf16" and isa in ROUNDS_ROWS
     expected = (bf16(rows.astype(np.float64)) if rounds else rows.astype(np.float64)) @ held.T
     bound = 1e-6 * (np.abs(rows).astype(np.float64) @ np.abs(held).T)
     assert (np.abs(product(weights, rows, outputs, isa) - expected) <= bound).all()

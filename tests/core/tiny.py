@@ -24,7 +24,10 @@ Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]
 CoreTensors = dict[str, _core.Packed | Floats]
 
-ISAS = _core.isa_available()
+ISAS = [*_core.isa_available(), *_core.isa_emulated()]
+# Those whose instructions multiply bf16 by bf16: rows that meet bf16 weights are rounded to it ...
+ROUNDS_ROWS = ("avx512bf16", "amx", "amx-emulated")
+ROUNDS_ATTENTION = ("avx512bf16",)  # ... and queries and weights of attention, where KV is not f32
 
 
 def rope(dims: int, base: float = 10000.0, **changes: Any) -> RopeSpec:

@@ -42,7 +42,7 @@ def choose_isa(named: str | None) -> str:
         except ValueError as error:
             raise RequestError(str(error), parameter="MILLRACE_ISA") from None
     known = _core.isa_available()
-    if named not in known:
+    if named not in (*known, *_core.isa_emulated()):
         raise RequestError(
             f"instruction set '{named}' is not to be had here: this machine has {', '.join(known)}", parameter="isa"
         )

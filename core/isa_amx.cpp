@@ -1,0 +1,13 @@
+// The kernels for one instruction set: amx, beside AVX-512 and its conversions to bf16. See kernels_impl.h.
+#include "simd_avx512.h"
+// The primitives come first.
+#include "products_tiles_impl.h"
+
+namespace millrace {
+
+const Kernels& amx_kernels() {
+  static constexpr Kernels kKernels = make_tiled_kernels<HardwareTiles>("amx");
+  return kKernels;
+}
+
+}  // namespace millrace

@@ -1,0 +1,13 @@
+// The kernels for one instruction set: what amx is, with tiles in plain C++. See kernels_impl.h.
+#include "simd_avx512.h"
+// The primitives come first.
+#include "products_tiles_impl.h"
+
+namespace millrace {
+
+const Kernels& amx_emulated_kernels() {
+  static constexpr Kernels kKernels = make_tiled_kernels<EmulatedTiles>("amx-emulated");
+  return kKernels;
+}
+
+}  // namespace millrace

@@ -1,0 +1,142 @@
+// Products by AMX tiles: 32 rows by a panel of 32 channels at a time. Owns what replaces product() there.
+//
+// Integer sums of a group are exact, and groups are added in the same order by the same operations as elsewhere, so
+// these products give the same bits as those by dot products, and few rows go by dot products still. bf16 sums are the
+// tiles' own arithmetic, so all rows go by tiles.
+//
+// Part of a file that is compiled for one instruction set; comes after kernels_impl.h.
+#pragma once
+
+#include "kernels_impl.h"
+#include "tiles.h"
+
+namespace millrace {
+namespace {
+
+constexpr int64_t kTiledRows = 2 * kTileRows;
+constexpr int64_t kLeastTiledRows = 8;  // of integer products; for fewer, most of a tile's work would be wasted
+
+// `inputs` (32 or 64) inputs of int4 codes as the rows of four bytes that a tile takes.
+inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
+  for (int64_t k = 0; k < inputs; k += 8, codes += 128, out += 256) {
+    const Codes low = load_codes(codes);
+    const Codes high = load_codes(codes + 64);
+    store_codes(out, low_nibbles(low));
+    store_codes(out + 64, low_nibbles(high));
+    store_codes(out + 128, high_nibbles(low));
+    store_codes(out + 192, high_nibbles(high));
+  }
+}
+
+// totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for.
+template <typename Tiles>
+inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArgs& args, int64_t panel, int64_t row,
+                          float* totals) {
+  const Layout& layout = args.weights->layout;
+  const bool int4 = layout.format == Format::kInt4;
+  const QuantisedRows& rows = *args.quantised;
+  const int64_t first = args.first_row + row;
+  const int8_t* row_codes = rows.codes + first * rows.stride;
+  const float* row_scales = rows.scales + first * rows.groups_stride;
+  const int32_t* row_sums = rows.sums + first * rows.groups_stride;
+  const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
+  alignas(64) int32_t sums[kTiledRows * kPanel];
+  alignas(64) uint8_t wide[kTileBytes * kPanel];
+  for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store(totals + i, splat(0.0f));
+  for (int64_t g = 0; g < layout.groups; ++g, record += layout.group_bytes) {
+    const uint8_t* codes = record + layout.header_bytes;
+    tiles.clear();
+    for (int64_t k = 0; k < layout.group; k += shape.bytes) {
+      const uint8_t* weights = codes + k * kPanel;
+      if (int4) {
+        widen_nibbles(codes + k * kPanel / 2, shape.bytes, wide);
+        weights = wide;
+      }
+      tiles.load(weights, row_codes + g * layout.group + k, rows.stride);
+      tiles.add_int8();
+    }
+    tiles.store(sums);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
+    const F16 low_scale = load_f16(scales);
+    const F16 high_scale = load_f16(scales + 16);
+    I16 low_factor = splat_int(1);  // of a row's sum of codes
+    I16 high_factor = low_factor;
+    if (layout.asymmetric) {
+      const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
+      const I16 bias = splat_int(int4 ? 0 : kInt8Bias);
+      low_factor = sub_int(bias, load_i16(zeros));
+      high_factor = sub_int(bias, load_i16(zeros + 16));
+    }
+    for (int64_t r = 0; r < shape.rows; ++r) {
+      const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
+      const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
+      float* total = totals + r * kPanel;
+      const I16 low_start = layout.asymmetric ? mul_int(low_factor, row_sum) : row_sum;
+      const I16 high_start = layout.asymmetric ? mul_int(high_factor, row_sum) : row_sum;
+      const I16 low = add_int(low_start, load_int(sums + r * kPanel));
+      const I16 high = add_int(high_start, load_int(sums + r * kPanel + 16));
+      store(total, fma(mul(to_float(low), low_scale), row_scale, load(total)));
+      store(total + 16, fma(mul(to_float(high), high_scale), row_scale, load(total + 16)));
+    }
+  }
+}
+
+template <typename Tiles>
+inline void tiled_bf16(Tiles& tiles, const ProductArgs& args, int64_t panel, int64_t row, float* totals) {
+  const Layout& layout = args.weights->layout;
+  const uint8_t* weights = args.weights->data + panel * layout.panel_bytes;
+  const int8_t* codes = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
+  tiles.clear();
+  for (int64_t k = 0; k < layout.padded_inputs; k += 32) {
+    tiles.load(weights + k * kPanel * 2, codes + k * 2, args.quantised->stride);
+    tiles.add_bf16();
+  }
+  tiles.store(totals);
+}
+
+template <typename Tiles>
+void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
+  const Layout& layout = args.weights->layout;
+  const bool integer = is_integer(layout.format);
+  if (layout.format == Format::kF32 || (integer && args.row_count < kLeastTiledRows)) {
+    return product(args, first_panel, last_panel);
+  }
+  Tiles tiles;
+  TileShape shape{0, 0};
+  const int64_t bytes = integer && layout.group % kTileBytes != 0 ? kTileBytes / 2 : kTileBytes;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
+      const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};
+      if (!(wanted == shape)) {
+        shape = wanted;
+        tiles.shape(shape);
+      }
+      auto write_outputs = [&](const ProductArgs& part, int64_t of) {
+        alignas(64) float totals[kTiledRows * kPanel];
+        if (integer) {
+          tiled_integer(tiles, shape, part, of, row, totals);
+        } else {
+          tiled_bf16(tiles, part, of, row, totals);
+        }
+        for (int64_t r = 0; r < shape.rows; ++r) {
+          write_row(part, of, row + r, load(totals + r * kPanel), load(totals + r * kPanel + 16));
+        }
+      };
+      if (args.opening != nullptr) {
+        write_opened<kTiledRows>(args, panel, row, shape.rows, write_outputs);
+      } else {
+        write_outputs(args, panel);
+      }
+    }
+  }
+}
+
+template <typename Tiles>
+constexpr Kernels make_tiled_kernels(const char* name) {
+  Kernels kernels = make_kernels(name);
+  kernels.product = product_by_tiles<Tiles>;
+  return kernels;
+}
+
+}  // namespace
+}  // namespace millrace
