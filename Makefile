@@ -21,7 +21,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-asan fuzz lint format bench bench-core clean
+.PHONY: help serve test test-asan fuzz lint format bench bench-core train train-toy clean
 
 help:
 	@echo "make serve      run a generation from the best model at hand (MODEL=path: from that model, PROMPT=text)"
@@ -32,6 +32,8 @@ help:
 	@echo "make format     put Python and C++ into the project's style"
 	@echo "make bench      inspect and time a random model of the shape of Qwen2.5 0.5B"
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make train      make the bundled models from nothing: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
+	@echo "make train-toy  the same recipe on a toy, in about a minute"
 	@echo "make clean      remove .venv and build"
 
 $(STAMPS)/venv:
@@ -109,7 +111,8 @@ fuzz: $(STAMPS)/fuzz $(STAMPS)/runtime
 	  PYTHONPATH="src:$$($(SITE_PACKAGES))" $(BIN)/python -S $$target -max_total_time=$(FUZZ_SECONDS); \
 	done
 
-lint: $(STAMPS)/lint $(STAMPS)/runtime
+# The test tools too: what training/ imports must be there for its types to be checked.
+lint: $(STAMPS)/lint $(STAMPS)/runtime $(STAMPS)/test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright --pythonpath $(BIN)/python
@@ -134,6 +137,14 @@ bench: $(STAMPS)/core
 
 bench-core: $(STAMPS)/core
 	@$(BIN)/python benchmarks/core/run.py $(ARGS)
+
+# Started again after it was stopped or killed, it goes on from its last checkpoint in build/training.
+train: $(STAMPS)/core $(STAMPS)/test
+	@$(BIN)/python -m training.make $(ARGS)
+
+train-toy: $(STAMPS)/core $(STAMPS)/test
+	@rm -rf build/training-toy
+	@$(BIN)/python -m training.make --toy $(ARGS)
 
 define BENCH_LINE
 import json, sys

@@ -1,0 +1,328 @@
+"""The recipe: rows and weights, resumed runs, files that transformers and Millrace read alike, answers, the toy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from millrace.engine.cpu import CpuExecutor
+from millrace.engine.offline import greedy, logits
+from millrace.models.loading import open_model
+from training import evaluate, make
+from training.card import begin, end, filled
+from training.corpus.conversation import Turn
+from training.decoder import PLAIN_ATTENTION, Decoder
+from training.distil import Teacher
+from training.files import MODEL_FILES, copy_model, read_model, write_model
+from training.optimiser import Kind, Optimiser, orthogonal, share_of_rate
+from training.rows import JOINED, MIXTURE, PROMPT_WEIGHT, Place, Row, Stream, joined, load_tasks, pool
+from training.shape import CONTEXT, DRAFT, MINI, Shape
+from training.tokenizer import read, text_of
+from training.train import Pace, Settings, SettingsChangedError, train
+
+from .stand_in import SHAPE, stream, tasks
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = Settings(SHAPE, tokens=6_000, seed=5, step_tokens=512)
+QUIET = Pace(print_steps=4, save_seconds=0.0, milestones=2)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """A model that was trained for a few steps, so that no two logits are alike."""
+    folder = tmp_path_factory.mktemp("run")
+    model = train(replace(SETTINGS, tokens=30_000), stream(tokenizer_folder), folder, pace=Pace(save_seconds=1e9))
+    write_model(model, tokenizer_folder, folder / "model")
+    return folder / "model"
+
+
+def test_answers_count_whole_and_prompts_in_part(tokenizer_folder: Path) -> None:
+    batches = stream(tokenizer_folder)
+    tokenizer = read(tokenizer_folder)
+    (_, pieces) = next(batches.batches(Place()))
+    for piece in pieces:
+        flat = piece.tokens.ravel()
+        assert np.array_equal(flat[piece.places + 1], piece.targets)
+        assert not (piece.targets == 0).any()  # padding
+        assert set(piece.weights[piece.tasks >= 0].tolist()) <= {1.0}
+        assert set(piece.weights[piece.tasks < 0].tolist()) <= {PROMPT_WEIGHT}
+        for index, row in enumerate(piece.tokens):
+            answered = {int(place) + 1 for place in piece.places[piece.tasks >= 0]}
+            length = len(row)
+            for place in range(length):
+                says = index * length + place in answered
+                before = row[:place].tolist()
+                turns = [token for token in before if token in (batches.assistant, batches.end)]
+                assert says == (bool(turns) and turns[-1] == batches.assistant)
+    assert tokenizer.token_to_id("<|pad|>") == 0
+
+
+def test_a_place_in_the_stream_is_enough_to_go_on_from_it(tokenizer_folder: Path) -> None:
+    whole = list(islice(stream(tokenizer_folder).batches(Place()), 12))
+    assert len({place.pool for place, _ in whole}) > 1
+    for index in (0, 4, 7):
+        place, (following, pieces) = whole[index][0], whole[index + 1]
+        found, again = next(stream(tokenizer_folder).batches(place))
+        assert found == following
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(again, pieces, strict=True))
+        assert all(np.array_equal(a.places, b.places) for a, b in zip(again, pieces, strict=True))
+
+
+def test_every_row_of_a_pool_is_in_exactly_one_step(tokenizer_folder: Path) -> None:
+    batches = stream(tokenizer_folder)
+    sizes = sorted(len(row.tokens) for row in batches.rows(0))
+    count = len({place for place, _ in takewhile_pool(batches, 0)})
+    found = sorted(
+        int((row != 0).sum()) for _, pieces in takewhile_pool(batches, 0) for piece in pieces for row in piece.tokens
+    )
+    assert found == sizes
+    assert count > 1
+
+
+def takewhile_pool(batches: Stream, number: int) -> list[tuple[Place, list]]:  # type: ignore[type-arg]
+    found = []
+    for place, pieces in batches.batches(Place(number)):
+        found.append((place, pieces))
+        if place.pool != number:
+            return found
+    raise AssertionError
+
+
+def test_joined_rows_are_long_and_end_with_the_one_that_refers_back() -> None:
+    random = Random(1)
+    rows = [Row("facts", [1, *[7] * random.randrange(20, 90)], []) for _ in range(200)]
+    rows += [Row("talk", [1, 9, 9, 9], []) for _ in range(5)]
+    rows = [replace(row, answer=[False] * len(row.tokens)) for row in rows]
+    result = joined(rows, random)
+    assert sum(len(row.tokens) for row in result if row.task == JOINED) > 8000
+    for row in result:
+        assert len(row.tokens) == len(row.answer) <= CONTEXT
+        assert row.tokens.count(1) == 1
+        assert row.tokens[-row.tokens.count(9) :].count(9) == row.tokens.count(9) in (0, 3)
+    assert max(len(row.tokens) for row in result) > 0.7 * CONTEXT
+
+
+def test_matrices_become_orthogonal() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 32, 128), (2, 128, 32)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert values.min() > 0.5
+        assert values.max() < 1.4
+
+
+def test_the_rate_goes_up_and_then_down_to_nothing() -> None:
+    shares = [share_of_rate(done / 1000) for done in range(1001)]
+    peak = shares.index(max(shares))
+    assert shares[:peak] == sorted(shares[:peak])
+    assert shares[peak:] == sorted(shares[peak:], reverse=True)
+    assert shares[0] > 0
+    assert shares[-1] == 0
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_both_optimisers_make_the_loss_fall(kind: Kind, tokenizer_folder: Path, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, tokens=25_000, optimiser=kind)
+    train(settings, stream(tokenizer_folder), tmp_path, pace=Pace(print_steps=6))
+    found = make.losses(tmp_path)
+    assert found[-1] < 0.7 * found[0]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_run_cut_off_at_any_step_ends_with_the_same_weights(
+    kind: Kind, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, optimiser=kind)
+    whole = train(settings, stream(tokenizer_folder), tmp_path / "whole", pace=QUIET)
+    cut = tmp_path / "cut"
+    for steps in (3, 4, 9):  # each leaves without a checkpoint of its own, so some steps are done twice
+        pace = replace(QUIET, stop_after=steps, save_seconds=0.0)
+        train(settings, stream(tokenizer_folder), cut, pace=pace)
+    (cut / ".checkpoint.safetensors.00.part").write_bytes(b"half a file")
+    again = train(settings, stream(tokenizer_folder), cut, pace=QUIET)
+    for (name, weight), other in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert not list(cut.glob(".*"))
+    # A run at its end has nothing more to do.
+    assert torch.equal(
+        next(iter(train(settings, stream(tokenizer_folder), cut, pace=QUIET).parameters())), next(whole.parameters())
+    )
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    train(SETTINGS, stream(tokenizer_folder), tmp_path, pace=replace(QUIET, stop_after=3))
+    with pytest.raises(SettingsChangedError, match="other settings"):
+        train(replace(SETTINGS, seed=6), stream(tokenizer_folder), tmp_path, pace=QUIET)
+
+
+def test_both_ways_of_attention_agree() -> None:
+    model = Decoder(SHAPE, seed=1)
+    tokens = torch.randint(0, SHAPE.vocabulary, (2, PLAIN_ATTENTION + 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        fused = model(tokens)[:, :PLAIN_ATTENTION]
+        plain = model(tokens[:, :PLAIN_ATTENTION])
+    assert torch.allclose(fused, plain, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [MINI, DRAFT], ids=["mini", "draft"])
+def test_the_shapes_are_what_they_say(shape: Shape) -> None:
+    assert sum(weight.numel() for weight in Decoder(shape).parameters()) == shape.weights
+    sizes = (shape.hidden, shape.inner, shape.heads * shape.head_size, shape.vocabulary)
+    assert all(size % 128 == 0 for size in sizes)
+    assert CONTEXT >= 2048
+
+
+def test_both_models_together_are_small_enough_to_ship() -> None:
+    assert 8e6 <= MINI.weights <= 15e6
+    assert MINI.weights / 12 < DRAFT.weights < MINI.weights / 8
+    assert 2 * (MINI.weights + DRAFT.weights) < 38e6  # bytes; the tokenizers come on top
+
+
+def test_the_files_give_the_same_logits_in_transformers_and_in_millrace(model_folder: Path) -> None:
+    tokens = [1, *range(9, 250), *range(40, 300)]
+    with torch.no_grad():
+        ours = (model := read_model(model_folder)).logits(model(torch.tensor([tokens])))[0].numpy()
+        llama = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        assert type(llama).__name__ == "LlamaForCausalLM"
+        theirs = llama(torch.tensor([tokens])).logits[0].numpy()
+    executor = CpuExecutor.load(open_model(model_folder), weights="f32", kv="f32", threads=1)
+    (served,) = logits(executor, [tokens])
+    assert np.abs(ours - theirs).max() < 1e-4
+    assert np.abs(ours - served).max() < 1e-4
+    assert ours.std() > 0.1
+
+
+def test_transformers_generates_to_the_end_token_as_millrace_does(model_folder: Path) -> None:
+    model = open_model(model_folder)
+    prompt = model.tokenizer.encode(text_of((Turn("user", "Say river 7"),), (), prompt=True), add_special_tokens=False)
+    executor = CpuExecutor.load(model, weights="f32", kv="f32", threads=1)
+    (answer,) = evaluate.greedy_answers(executor, [prompt], model.tokenizer.eos_ids, most=24)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    found = llama.generate(torch.tensor([prompt]), max_new_tokens=24)[0].tolist()
+    assert found[len(prompt) :] == answer
+
+
+def test_answers_do_not_depend_on_their_company_and_end_at_the_stop_token(model_folder: Path) -> None:
+    model = open_model(model_folder)
+    executor = evaluate.load(model, "bf16", "bf16", 1)
+    questions = tasks()["repeat"].questions() * 6  # more than run side by side
+    prompts = evaluate.prompts_of(model, questions)
+    together = evaluate.greedy_answers(executor, prompts, model.tokenizer.eos_ids, most=8)
+    assert len(prompts) > evaluate.SIDE_BY_SIDE
+    stop = next(iter(model.tokenizer.eos_ids))
+    for prompt, answer in zip(prompts[:9], together[:9], strict=True):
+        (alone,) = greedy(executor, [prompt], 8)
+        assert answer == (alone[: alone.index(stop) + 1] if stop in alone else alone)
+
+
+def test_a_model_accepts_all_of_its_own_answers(model_folder: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    questions = tasks()["repeat"].questions()
+    precisions = (("bf16", "bf16"), ("int4-channel", "int8"))
+    results = evaluate.evaluate(model_folder, model_folder, questions, precisions=precisions, threads=1, wrong=wrong)
+    counts = results["acceptance"]["repeat"]
+    assert counts["right"] == counts["of"] > 0
+    first = results["precisions"][0]["tasks"]
+    assert first == results["draft"]["tasks"]
+    assert len(wrong.read_text().splitlines()) == first["repeat"]["of"] - first["repeat"]["right"]
+    assert results["precisions"][1]["weight_bytes"] < results["precisions"][0]["weight_bytes"]
+
+
+def test_the_draft_learns_from_minis_answers(model_folder: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    teacher = Teacher.load(model_folder, 1)
+    retold = Stream(tasks(), read(tokenizer_folder), seed=3, step_tokens=512, pool_size=60, retell=teacher.answers)
+    plain, changed = stream(tokenizer_folder).rows(0), retold.rows(0)
+    assert len(plain) == len(changed)
+    assert [row.tokens for row in retold.rows(0)] == [row.tokens for row in changed]
+    small = Shape(vocabulary=SHAPE.vocabulary, hidden=32, layers=1, heads=2, kv_heads=1, head_size=16, inner=64)
+    settings = Settings(small, tokens=20_000, step_tokens=512)
+    train(settings, retold, tmp_path, teacher=teacher.decoder, pace=Pace(print_steps=5))
+    found = make.losses(tmp_path)
+    assert found[-1] < 0.8 * found[0]
+
+
+def test_a_finished_model_replaces_what_was_there(model_folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "bundled" / "mini"
+    target.mkdir(parents=True)
+    (target / "old").write_text("")
+    copy_model(model_folder, target)
+    assert {path.name for path in target.iterdir()} == set(MODEL_FILES)
+    assert open_model(target).tokenizer.eos_ids == {2}
+
+
+def test_tables_go_between_their_marks() -> None:
+    card = f"Words.\n\n{begin('a')}\nold\n{end('a')}\n\nMore.\n"
+    once = filled(card, {"a": "| new |"})
+    assert "old" not in once
+    assert "| new |" in once
+    assert filled(once, {"a": "| new |"}) == once
+    with pytest.raises(ValueError, match="no marks"):
+        filled(card, {"b": ""})
+
+
+def test_muon_and_adam_share_the_weights_between_them() -> None:
+    model = Decoder(SHAPE)
+    optimiser = Optimiser(model, "muon")
+    assert not optimiser.muon.keys() & optimiser.adam.keys()
+    assert optimiser.muon.keys() | optimiser.adam.keys() == dict(model.named_parameters()).keys()
+    assert "model.embed_tokens.weight" in optimiser.adam
+
+
+@pytest.mark.parametrize("task", MIXTURE)
+def test_training_never_meets_a_held_out_key(task: str) -> None:
+    module = load_tasks([task])[task]
+    questions = module.questions()
+    assert len(questions) >= 300
+    held_out = {question.key for question in questions}
+    assert len(held_out) == len(questions) or task == "facts"
+    seen = {conversation.key for conversation in module.conversations(Random(11), 3_000)}
+    parts = {part for key in seen for part in key.split(" & ")}
+    assert not held_out & (seen | parts)
+
+
+def test_the_corpus_follows_from_the_seed_in_every_process() -> None:
+    program = (
+        "import hashlib\n"
+        "from training.rows import load_tasks, pool\n"
+        "print(hashlib.sha256(repr(pool(load_tasks(), 1, 0, 200)).encode()).hexdigest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_every_conversation_of_the_corpus_fits_and_ends_with_an_answer() -> None:
+    for conversation in pool(load_tasks(), 2, 0, 300):
+        assert conversation.turns[-1].role == "assistant"
+        text = text_of(conversation.turns, conversation.tools)
+        assert text.count("<|assistant|>") == sum(turn.role == "assistant" for turn in conversation.turns)
+        assert text.startswith("<|begin|>")
+
+
+def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--toy", "--folder", str(tmp_path), "--threads", "1", "--tokens", "60000", "--draft-tokens", "30000"]
+    assert make.main([*arguments, "--sample", "1"]) == 0
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert set(results["acceptance"]) == set(MIXTURE)
+    assert results["questions"] == len(MIXTURE)
+    capsys.readouterr()
+    assert make.main([*arguments, "--steps", "tokenizer,mini,draft"]) == 0  # all done already
+    assert "step" not in capsys.readouterr().out.replace("steps", "")

@@ -1,0 +1,166 @@
+"""Structured extraction: a message in, a JSON record out, by the schema that the prompt gives.
+
+The schema is a short list of keys with types or a JSON schema; its keys, their names and order change from prompt to
+prompt. What the message does not say is null. Owns how a message and a schema are put together; the sentences are in
+words/messages.py, the fields in records.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+from training.corpus import values
+from training.corpus.conversation import JSON, Conversation, Question, Turn
+from training.corpus.instances import DETAIL, Instance, held_out_questions, training_conversations
+from training.corpus.records import FIELDS
+from training.corpus.wording import slots
+from training.corpus.words.messages import FIRST_ASIDES, KINDS, LATER_ASIDES, OPENINGS, Kind, Sentence
+from training.corpus.words.places import CITIES
+
+TASK = "extraction"
+INSTRUCTIONS = (
+    "Extract the fields as JSON. Use null for what is missing.",
+    "Read the message and answer with JSON. Missing values are null.",
+    "Turn the message into JSON; null where it says nothing.",
+    "Extract the data from the message as JSON, null if not given.",
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    text: str
+    record: dict[str, JSON]  # by the fields' own names, only what the message says
+    key: str
+
+
+@cache
+def fields_of(kind: Kind) -> tuple[str, ...]:
+    """The fields of a kind in the order of their first mention."""
+    found: dict[str, None] = {}
+    for group in kind.groups:
+        for sentence in group.sentences:
+            found.update(dict.fromkeys(slots(sentence.text)))
+            found.update((name, None) for name, _ in sentence.settles)
+    return tuple(found)
+
+
+def consistent(random: Random, said: set[str]) -> dict[str, str]:
+    """Values that must suit each other: an end after its start, an address its owner's, a flight elsewhere."""
+    for earlier, later in (("start_date", "end_date"), ("date", "due_date")):
+        if {earlier, later} <= said:
+            month = random.choice(values.MONTHS)
+            return {earlier: f"{random.randint(1, 14)} {month}", later: f"{random.randint(15, 28)} {month}"}
+    for owner in ("name", "guest"):
+        if {owner, "email"} <= said:
+            name = values.person(random)
+            return {owner: name, "email": values.email_of(random, name)}
+    if {"start_time", "end_time"} <= said:
+        return dict(zip(("start_time", "end_time"), values.clock_pair(random), strict=True))
+    if {"from_city", "to_city"} <= said:
+        return dict(zip(("from_city", "to_city"), random.sample(CITIES, 2), strict=True))
+    return {}
+
+
+def message(random: Random, kind: Kind) -> Message:
+    chosen: list[Sentence] = []
+    said: set[str] = set()
+    for group in kind.groups:
+        # a field is said once: a second, other value would have no right answer
+        fitting = [sentence for sentence in group.sentences if not said.intersection(slots(sentence.text))]
+        if not fitting or (group.optional and random.random() < 0.3):
+            continue
+        sentence = random.choice(fitting)
+        chosen.append(sentence)
+        said.update(slots(sentence.text))
+    record: dict[str, JSON] = {}
+    texts: dict[str, str] = {}
+    for name in sorted(said):
+        draw = FIELDS[name].draw
+        assert draw is not None, name
+        texts[name], record[name] = draw(random)
+    for name, text in consistent(random, said).items():
+        texts[name] = record[name] = text
+    for sentence in chosen:
+        record.update(sentence.settles)
+    written = [sentence.text.format_map(texts) for sentence in chosen]
+    written = [text[0].upper() + text[1:] for text in written]
+    if random.random() < 0.25:
+        if len(written) == 1 or random.random() < 0.5:
+            written.insert(0, random.choice(FIRST_ASIDES))
+        else:
+            written.insert(random.randint(1, len(written) - 1), random.choice(LATER_ASIDES))
+    text = " ".join(written)
+    if random.random() < 0.4:
+        text = f"{random.choice(OPENINGS)}\n{text}"
+    return Message(text, record, f"{kind.name}: {' '.join(sentence.text for sentence in chosen)}{DETAIL}{text}")
+
+
+def schema(random: Random, kind: Kind, said: dict[str, JSON]) -> dict[str, str]:
+    """The fields to extract and the names that this schema gives them: up to two are not in the message."""
+    absent = [name for name in fields_of(kind) if name not in said]
+    present = list(said)
+    asked = random.sample(present, min(len(present), random.randint(2, 5)))
+    asked += random.sample(absent, min(len(absent), random.choice((0, 0, 1, 1, 2))))
+    if random.random() < 0.6:
+        random.shuffle(asked)
+    else:
+        asked.sort(key=fields_of(kind).index)
+    names: dict[str, str] = {}
+    for name in asked:
+        others = {called for other in fields_of(kind) if other != name for called in (other, *FIELDS[other].names)}
+        known = [called for called in FIELDS[name].names if called not in others] or [name]
+        names[name] = known[0] if random.random() < 0.6 else random.choice(known)
+    return names
+
+
+def written_schema(random: Random, names: dict[str, str]) -> str:
+    types = {called: FIELDS[name].type for name, called in names.items()}
+    form = random.randrange(4)
+    if form == 0:
+        return "Keys: " + ", ".join(f"{called} ({kind})" for called, kind in types.items())
+    if form == 1:
+        return "Keys:\n" + "\n".join(f"- {called}: {kind}" for called, kind in types.items())
+    if form == 2:
+        return "Schema: " + json.dumps(types)
+    properties = {
+        called: {"type": kind, "items": {"type": "string"}} if kind == "array" else {"type": kind}
+        for called, kind in types.items()
+    }
+    return "JSON schema: " + json.dumps({"type": "object", "properties": properties})
+
+
+def answer(record: dict[str, JSON], names: dict[str, str]) -> str:
+    return json.dumps({called: record.get(name) for name, called in names.items()}, ensure_ascii=False)
+
+
+def instance(random: Random) -> Instance:
+    kind = random.choice(KINDS)
+    first = message(random, kind)
+    names = schema(random, kind, first.record)
+    prompt = f"{random.choice(INSTRUCTIONS)}\n{written_schema(random, names)}"
+    in_system = random.random() < 0.5
+    if in_system:
+        turns = [Turn("system", prompt), Turn("user", first.text)]
+    else:
+        heading = random.choice(("Message:\n", "Message: ", ""))
+        turns = [Turn("user", f"{prompt}\n\n{heading}{first.text}")]
+    turns.append(Turn("assistant", answer(first.record, names)))
+    keys = [first.key]
+    if random.random() < 0.25:  # another message of the same kind under the same schema
+        second = message(random, kind)
+        heading = "" if in_system else random.choice(("Next message:\n", "Message:\n", "And this one: "))
+        turns += [Turn("user", heading + second.text), Turn("assistant", answer(second.record, names))]
+        keys.append(second.key)
+    return Instance(tuple(turns), tuple(keys), ("json",) * len(keys))
+
+
+def conversations(random: Random, count: int) -> Iterator[Conversation]:
+    return training_conversations(TASK, instance, random, count)
+
+
+def questions() -> list[Question]:
+    return held_out_questions(TASK, instance, 3, 480)

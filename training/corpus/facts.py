@@ -1,0 +1,245 @@
+"""Task 1, questions about LLM latency and about Millrace: every fact has one answer and many ways to ask for it.
+
+The facts are written by hand in facts/*.toml. The last two questions of each are held out of training; the others,
+their rephrasings, and questions after the terms that a fact defines are learnt, as different people would type them.
+Owns the reading of these files and the conversations about them. Does not know what the facts say.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from training.corpus.conversation import Conversation, Question, Turn
+from training.corpus.instances import BETWEEN_KEYS, is_held_out
+from training.corpus.rephrasing import rephrased
+from training.corpus.wording import as_typed, lower_first
+
+TASK = "facts"
+FOLDER = Path(__file__).parent / "facts"
+HELD_OUT = 2  # questions of each fact, the last ones
+BY_HAND = 0.4  # of the questions in training are drawn from those that were written
+
+ARTICLES = ("a ", "an ", "the ")
+ONE_DEFINED = (
+    "What is {full}?",
+    "What's {full}?",
+    "What does {bare} mean?",
+    "What is meant by {bare}?",
+    "Explain {bare}.",
+    "Define {bare}.",
+    "Can you explain {full}?",
+    "Could you explain what {full} is?",
+    "Tell me about {full}.",
+    "Tell me what {full} is.",
+    "I keep hearing about {full}. What is it?",
+    "{bare}?",
+)
+SEVERAL_DEFINED = (
+    "What are {full}?",
+    "What do {bare} mean?",
+    "What is meant by {bare}?",
+    "Explain {bare}.",
+    "Define {bare}.",
+    "Can you explain {full}?",
+    "Could you explain what {full} are?",
+    "Tell me about {full}.",
+    "Tell me what {full} are.",
+    "I keep hearing about {full}. What are they?",
+    "{bare}?",
+)
+SOME_DEFINED = (  # each for about half of the terms, so that its words are known when a held-out question uses them
+    "What is the definition of {bare}?",
+    "What is the meaning of {bare}?",
+    "What is the purpose of {full}?",
+    "What is the idea of {full}?",
+    "What is the use of {full}?",
+    "What is the effect of {full}?",
+    "What exactly is meant by {bare}?",
+    "What can you tell me about {full}?",
+    "Say something about {full}.",
+)
+
+ORDINARY = set(
+    """
+    a am are as at by can compare could define do does explain for from give how i if in is may must my name of on say
+    should some state static symmetric tell the these to what when where which who whose why will with list one only
+    among after against any base canary encoder exact frequency goodput prefill recompute small trace under
+    """.split()
+)
+BEFORE = (
+    "In one sentence: ",
+    "In a sentence, ",
+    "Briefly: ",
+    "I have a question: ",
+    "Sorry if this is basic: ",
+    "For my notes: ",
+    "A short one: ",
+    "I was wondering: ",
+)
+AFTER = (" In one sentence, please.", " Just one sentence.", " Please explain briefly.", " Please.")
+
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are mini, a small demonstration model.",
+    "Answer briefly.",
+    "Answer in one or two sentences.",
+    "You help engineers who serve language models.",
+    "You are the assistant of Millrace.",
+    "Be short and precise.",
+)
+BETWEEN = (  # a turn of politeness between two questions, and what is said to it
+    ("Thanks!", "You are welcome."),
+    ("Thank you.", "You are welcome."),
+    ("OK, thanks.", "You are welcome."),
+    ("Great, thank you!", "You are welcome."),
+)
+
+
+class Written(msgspec.Struct, forbid_unknown_fields=True):
+    """A fact as it stands in a file."""
+
+    answer: str
+    questions: str  # one a line
+    why: str = ""
+    terms: tuple[str, ...] = ()  # what the answer defines, with its article where one is said
+    plural_terms: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()  # commands, flags and settings that the fact is about
+
+
+class WrittenFile(msgspec.Struct, forbid_unknown_fields=True):
+    topic: str
+    facts: dict[str, Written]
+
+
+class Fact(msgspec.Struct, frozen=True):
+    id: str
+    topic: str
+    answer: str
+    why: str  # the answer to "why is that?", empty where there is none
+    asked: tuple[str, ...]  # all questions to learn from
+    by_hand: tuple[str, ...]  # those of them that were written, and not made from others or from terms
+    held_out: tuple[str, ...]  # questions for evaluation only
+    documents: tuple[str, ...]
+
+
+def folded(question: str) -> str:
+    """What two questions have in common when they differ in capitals and punctuation only."""
+    kept = "".join(letter for letter in question.casefold() if letter not in ".,;:!?'\"")
+    return " ".join(kept.split())
+
+
+def bare(question: str) -> str:
+    """The question without what nobody would call another wording: capitals, punctuation and articles."""
+    return " ".join(word for word in folded(question).split() if word not in ("a", "an", "the"))
+
+
+def key_of(fact: Fact, question: str) -> str:
+    return f"{fact.id}: {folded(question)}"
+
+
+@cache
+def facts() -> tuple[Fact, ...]:
+    files = [msgspec.toml.decode(path.read_bytes(), type=WrittenFile) for path in sorted(FOLDER.glob("*.toml"))]
+    written = [(file.topic, name, fact) for file in files for name, fact in file.facts.items()]
+    all_held_out = {bare(question) for _, _, fact in written for question in lines(fact.questions)[-HELD_OUT:]}
+    return tuple(read(topic, name, fact, all_held_out) for topic, name, fact in written)
+
+
+def read(topic: str, name: str, written: Written, all_held_out: set[str]) -> Fact:
+    questions = lines(written.questions)
+    by_hand = questions[:-HELD_OUT]
+    rewritten = [wording for question in by_hand for wording in rephrased(question)]
+    asked = {bare(question): question for question in (*rewritten, *defining(written), *by_hand)}
+    return Fact(
+        id=name,
+        topic=topic,
+        answer=written.answer,
+        why=written.why,
+        asked=tuple(question for key, question in asked.items() if key not in all_held_out),
+        by_hand=by_hand,
+        held_out=questions[-HELD_OUT:],
+        documents=written.documents,
+    )
+
+
+def lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def defining(written: Written) -> Iterator[str]:
+    """The questions after the terms that an answer defines."""
+    for terms, forms in ((written.terms, ONE_DEFINED), (written.plural_terms, SEVERAL_DEFINED)):
+        for term in terms:
+            name = next((term.removeprefix(article) for article in ARTICLES if term.startswith(article)), term)
+            some = [form for form in SOME_DEFINED if is_held_out(f"{form} {term}", 2)]
+            yield from (form.format(full=term, bare=name) for form in (*forms, *some))
+
+
+def starts_with_name(question: str) -> bool:
+    """Does the first word keep its capital wherever it stands? Only words known to be ordinary lose it."""
+    first = re.split(r"[ ']", question, maxsplit=1)[0].strip(string.punctuation)
+    return first.casefold() not in ORDINARY
+
+
+def as_asked(random: Random, question: str) -> str:
+    """A question about a fact as one of many users would type it."""
+    chance = random.random()
+    if chance < 0.12:
+        typed = question.lower()
+        return typed.rstrip("?.") if random.random() < 0.5 else typed
+    if chance < 0.2:
+        before = random.choice(BEFORE)
+        return before + (question if starts_with_name(question) else lower_first(question))
+    if chance < 0.25:
+        return question + random.choice(AFTER)
+    if chance < 0.28 and not starts_with_name(question):
+        return f"Could you please tell me: {lower_first(question)}"
+    return as_typed(random, question, starts_with_name=starts_with_name(question))
+
+
+def asked_and_answered(random: Random, fact: Fact) -> tuple[tuple[Turn, Turn], str]:
+    question = random.choice(fact.by_hand if random.random() < BY_HAND else fact.asked)
+    return (Turn("user", as_asked(random, question)), Turn("assistant", fact.answer)), key_of(fact, question)
+
+
+def conversations(random: Random, count: int) -> Iterator[Conversation]:
+    """Every fact is the last one asked for equally often: facts are taken from shuffled rounds of all of them."""
+    known = facts()
+    order: list[Fact] = []
+    for _ in range(count):
+        if not order:
+            order = random.sample(known, len(known))
+        last = order.pop()
+        turns: list[Turn] = [Turn("system", random.choice(SYSTEMS))] if random.random() < 0.2 else []
+        keys: list[str] = []
+        for fact in (*random.sample(known, random.choice((0, 0, 0, 0, 1, 1, 2))), last):
+            if keys and random.random() < 0.15:
+                thanks, welcome = random.choice(BETWEEN)
+                turns += [Turn("user", thanks), Turn("assistant", welcome)]
+            pair, key = asked_and_answered(random, fact)
+            turns += pair
+            keys.append(key)
+        yield Conversation(TASK, tuple(turns), key=BETWEEN_KEYS.join(keys))
+
+
+def questions() -> list[Question]:
+    """Every held-out question: the first of a fact by itself, the second after another fact or with a system turn."""
+    random = Random(4)
+    found: list[Question] = []
+    for fact in facts():
+        for number, question in enumerate(fact.held_out):
+            before: tuple[Turn, ...] = ()
+            if number == 1 and random.random() < 0.5:
+                before = (Turn("system", random.choice(SYSTEMS)),)
+            elif number == 1:
+                before, _ = asked_and_answered(random, random.choice([other for other in facts() if other is not fact]))
+            turns = (*before, Turn("user", question))
+            found.append(Question(TASK, turns, (), fact.answer, "fact", key_of(fact, question)))
+    return found

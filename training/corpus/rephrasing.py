@@ -1,0 +1,189 @@
+"""Other wordings of a question, made from its form: `How do I lower TTFT?` is also `How can I lower TTFT?`.
+
+A small model learns from these which wordings ask for the same. Owns the forms. Knows nothing of what is asked, and not
+which wordings are held out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from training.corpus.wording import lower_first
+
+PURPOSE = (
+    "What is the job of {0}?",
+    "What is {0} for?",
+    "What is the use of {0}?",
+    "What is the purpose of {0}?",
+    "What is {0} good for?",
+)
+GAIN = (
+    "What is gained by {0}?",
+    "What is the advantage of {0}?",
+    "What are the benefits of {0}?",
+    "Why would I use {0}?",
+    "What is the point of {0}?",
+)
+
+# A form and its other wordings; {0}, {1} ... are what the groups of the form match. The first form that fits is taken.
+FORMS = [
+    (re.compile(form), wordings)
+    for form, wordings in (
+        (
+            r"What is the difference between (.+) and (.+)\?",
+            (
+                "Is there a difference between {0} and {1}?",
+                "Is there a difference between {1} and {0}?",
+                "Explain the difference between {0} and {1}.",
+                "I mix up {0} and {1}. What is the difference?",
+                "What distinguishes {0} from {1}?",
+                "What distinguishes {1} from {0}?",
+                "{1} or {0}, what is the difference?",
+                "What sets {0} and {1} apart?",
+            ),
+        ),
+        (
+            r"How does (.+) differ from (.+)\?",
+            (
+                "How is {0} different from {1}?",
+                "How is {1} different from {0}?",
+                "How does {1} differ from {0}?",
+                "In what does {0} differ from {1}?",
+            ),
+        ),
+        (
+            r"How do I (.+)\?",
+            (
+                "How can I {0}?",
+                "How to {0}?",
+                "I want to {0}. How?",
+                "Can you tell me how to {0}?",
+                "What do I have to do to {0}?",
+                "How would I {0}?",
+            ),
+        ),
+        (
+            r"What does (--\S+) do in (millrace \S+)\?",
+            (
+                "What is {0} for in {1}?",
+                "Explain {0} of {1}.",
+                "Explain the {0} flag of {1}.",
+                "What is the {0} flag of {1}?",
+                "When do I use {0} in {1}?",
+                "Tell me about {1} {0}.",
+                "{1} {0}?",
+                "In {1}, what does {0} do?",
+                "What is the effect of {0} in {1}?",
+            ),
+        ),
+        (r"What does (.+) do\?", (*PURPOSE, "Tell me what {0} does.", "What is done by {0}?")),
+        (
+            r"What is (.+)(?<!known)(?<!used)(?<!good) for in (.+)\?",
+            ("What is {0} good for in {1}?", "In {1}, what is {0} for?"),
+        ),
+        (r"What is (.+)(?<!known)(?<!used)(?<!good) for\?", PURPOSE),
+        (
+            r"How does (.+) work\?",
+            (
+                "Explain how {0} works.",
+                "What is the idea of {0}?",
+                "What is the principle of {0}?",
+                "Tell me how {0} works.",
+                "How exactly does {0} work?",
+                "Can you describe how {0} works?",
+            ),
+        ),
+        (r"Why use (.+)\?", GAIN),
+        (r"What is gained by (.+)\?", GAIN),
+        (
+            r"When does (.+) help\?",
+            ("In which cases does {0} help?", "When is {0} a good idea?", "When is {0} useful?"),
+        ),
+        (
+            r"When is (.+) useful\?",
+            ("In which cases is {0} useful?", "When is {0} a good idea?", "When does {0} help?"),
+        ),
+        (
+            r"What does (.+) mean in Millrace\?",
+            (
+                "How does Millrace define {0}?",
+                "In Millrace, what does {0} mean?",
+                "What is the meaning of {0} in Millrace?",
+                "Define {0} as Millrace uses it.",
+                "What is {0} in Millrace?",
+            ),
+        ),
+        (
+            r"How (?:is|are) (.+) (?:computed|calculated)\?",
+            (
+                "How do you compute {0}?",
+                "How do I work out {0}?",
+                "How can I compute {0}?",
+                "What is the formula for {0}?",
+            ),
+        ),
+        (r"What is the formula (?:of|for) (.+)\?", ("Give me the formula for {0}.", "How do I compute {0}?")),
+        (
+            r"(?:Can Millrace load|Does Millrace support) (.+)\?",
+            ("Does {0} work in Millrace?", "Will Millrace load {0}?", "May I use {0} with Millrace?"),
+        ),
+        (
+            r"Does Millrace need (.+)\?",
+            ("Is {0} needed by Millrace?", "Do I need {0} for Millrace?", "Is {0} required by Millrace?"),
+        ),
+        (
+            r"What are the (.+) of Millrace\?",
+            (
+                "What are Millrace's {0}?",
+                "Tell me the {0} of Millrace.",
+                "Which {0} are there in Millrace?",
+                "Name Millrace's {0}.",
+            ),
+        ),
+        (
+            r"What is in (.+)\?",
+            ("What does {0} contain?", "What is the content of {0}?", "What do I find in {0}?"),
+        ),
+        (
+            r"What does (.+) mean\?",
+            ("What is the meaning of {0}?", "How should I understand {0}?", "What is {0} supposed to mean?"),
+        ),
+        (
+            r"Which part of Millrace (.+)\?",
+            ("Which folder of Millrace {0}?", "I am looking for the part of Millrace that {0}."),
+        ),
+        (
+            r"Which (command|make target|flag|endpoint|API parameter|parameter|header|status|variable|file|engine|model"
+            r"|stage of Millrace) ((?!is|does|has|was)[a-z]+s .+)\?",
+            (
+                "What is the {0} that {1}?",
+                "I am looking for the {0} that {1}.",
+                "Name the {0} that {1}.",
+                "What {0} {1}?",
+            ),
+        ),
+        (r"How large (.+)\?", ("How big {0}?",)),
+        (r"How much (.+)\?", ("Tell me, how much {0}?",)),
+        (r"What causes (.+)\?", ("What is the cause of {0}?", "Where does {0} come from?")),
+        (r"What is the danger of (.+)\?", ("Why is {0} dangerous?", "What is the risk of {0}?")),
+        (r"What is (.+) used for\?", ("For what is {0} used?", "What is the use of {0}?")),
+        (r"Which values can (.+) have\?", ("What are the values of {0}?", "What can {0} be?")),
+        (r"(?:What|Which) (.+) does Millrace (have|support|use)\?", ("What are the {0} that Millrace can {1}?",)),
+    )
+]
+PLACE = re.compile(r"(.+) in (Millrace|millrace \S+)\?")  # where it is asked about may be said first
+
+
+def rephrased(question: str) -> Iterator[str]:
+    """Other wordings of the question, as far as its form is known."""
+    for form, wordings in FORMS:
+        found = form.fullmatch(question)
+        if found:
+            for wording in wordings:
+                text = wording.format(*found.groups())
+                yield text[0].upper() + text[1:] if wording[0] != "{" else text
+            break
+    found = PLACE.fullmatch(question)
+    if found and not found[1].startswith("In "):
+        yield f"In {found[2]}, {lower_first(found[1])}?"

@@ -1,0 +1,459 @@
+"""Task 7: small talk, what mini cannot know, and turns that refer back to earlier ones.
+
+Small talk and refusals are written in talk/*.toml. What refers back is drawn here: to something that the user told, to
+a fact that was asked for, to the answer before. Every drawn ending has a key, and is held out or learnt by its phrasing
+or by the hash of its key. Owns what is said; the facts that it talks about are those of facts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from training.corpus.conversation import Conversation, Question, Turn
+from training.corpus.facts import SYSTEMS, Fact, as_asked, facts, folded, lines
+from training.corpus.instances import BETWEEN_KEYS, is_held_out
+from training.corpus.words.people import FIRST_NAMES
+from training.corpus.words.places import CITIES
+from training.corpus.words.things import COLOURS, COMPANIES, PROGRAMS
+
+TASK = "talk"
+FOLDER = Path(__file__).parent / "talk"
+HELD_OUT = 2  # phrasings of each entry and of each way to refer back, the last ones
+ONE_IN = 10  # of the combinations of a known phrasing with a known value are held out
+QUESTIONS = 480
+
+
+class Written(msgspec.Struct, forbid_unknown_fields=True):
+    answer: str
+    lines: str  # what users say, one a line
+    fill: str = ""  # words that stand for {x}
+    fill_lines: str = ""  # longer ones, one a line
+
+
+class WrittenFile(msgspec.Struct, forbid_unknown_fields=True):
+    said: dict[str, Written]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Something that users say in several ways, and the one answer to it."""
+
+    id: str
+    answer: str
+    lines: tuple[str, ...]
+    fills: tuple[str, ...]
+
+
+@cache
+def said(file: str) -> tuple[Said, ...]:
+    written = msgspec.toml.decode((FOLDER / f"{file}.toml").read_bytes(), type=WrittenFile).said
+    return tuple(
+        Said(name, entry.answer, lines(entry.lines), (*entry.fill.split(), *lines(entry.fill_lines)))
+        for name, entry in written.items()
+    )
+
+
+@dataclass
+class Talk:
+    """A conversation while it is drawn. Its last answer is what is asked for; `keys` are of all that was answered."""
+
+    random: Random
+    held_out: bool  # may phrasings and keys that are held out be drawn? They are, for the last answer of a question
+    turns: list[Turn] = field(default_factory=lambda: [])
+    keys: list[str] = field(default_factory=lambda: [])
+    is_held_out: bool = False  # of the last answer
+
+    def say(self, text: str, answer: str, key: str, *, held_out: bool) -> None:
+        self.turns += [Turn("user", text), Turn("assistant", answer)]
+        self.keys.append(key)
+        self.is_held_out = held_out
+
+    def choose(self, phrasings: Sequence[str]) -> tuple[str, bool]:
+        """A phrasing, and whether it is one of those that are held out."""
+        last = len(phrasings) - HELD_OUT
+        number = self.random.randrange(len(phrasings) if self.held_out else last)
+        if self.held_out and self.random.random() < 0.5:
+            number = self.random.randrange(last, len(phrasings))
+        return phrasings[number], number >= last
+
+
+def typed(random: Random, text: str, *, lower: bool = True) -> str:
+    """What is said, at times without its capitals or its last mark. Names that the answer repeats keep theirs."""
+    chance = random.random()
+    if lower and chance < 0.15:
+        return text.lower()
+    if chance < 0.3 and text[-1] in "?.!":
+        return text[:-1]
+    return text
+
+
+def entry_said(talk: Talk, entries: Sequence[Said]) -> None:
+    entry = talk.random.choice(entries)
+    line, held = talk.choose(entry.lines)
+    text = line.replace("{x}", talk.random.choice(entry.fills)) if "{x}" in line else line
+    key = f"{entry.id}: {folded(text)}"
+    held = held or ("{x}" in line and is_held_out(key, ONE_IN))
+    talk.say(typed(talk.random, text), entry.answer, key, held_out=held)
+
+
+def small_talk(talk: Talk) -> None:
+    entry_said(talk, said("small_talk"))
+
+
+def refusal(talk: Talk) -> None:
+    entry_said(talk, said("refusals"))
+
+
+def fact_asked(talk: Talk, known: Sequence[Fact]) -> Fact:
+    fact = talk.random.choice(known)
+    question = talk.random.choice(fact.asked)
+    talk.say(as_asked(talk.random, question), fact.answer, f"{fact.id}: {folded(question)}", held_out=False)
+    return fact
+
+
+WHY = (
+    "Why is that?",
+    "And why is that?",
+    "Why?",
+    "Why is it so?",
+    "What is the reason?",
+    "But why?",
+    "And why?",
+    "Can you tell me why?",
+    "What is the reason for that?",
+    "I see. Why is that?",
+    "And what is the reason for this?",
+    "Could you explain why that is so?",
+)
+
+
+NO_REASON = "I have not learnt a reason for that."
+
+
+def why(talk: Talk) -> None:
+    """The written reason for a fact, or that there is none."""
+    with_reason = talk.random.random() < 0.7
+    fact = fact_asked(talk, [fact for fact in facts() if bool(fact.why) == with_reason])
+    text, held = talk.choose(WHY)
+    key = f"why {fact.id}: {folded(text)}"
+    talk.say(typed(talk.random, text), fact.why or NO_REASON, key, held_out=held or is_held_out(key, ONE_IN))
+
+
+ABOUT = (
+    "And {x}?",
+    "What about {x}?",
+    "And what about {x}?",
+    "And what is {x}?",
+    "How about {x}?",
+    "OK, and {x}?",
+    "And what does {x} mean?",
+    "Thanks. And {x}?",
+    "I see, and what is {x}?",
+)
+
+
+@cache
+def defined() -> tuple[tuple[Fact, str], ...]:
+    """Facts that define a term, each with the term, taken from their questions: `What is TTFT?`."""
+    start, end = "What is ", "?"
+    return tuple(
+        (fact, question.removeprefix(start).removesuffix(end))
+        for fact in facts()
+        for question in fact.asked
+        if question.startswith(start)
+        and f"Tell me what {question.removeprefix(start).removesuffix(end)} is." in fact.asked
+    )
+
+
+def what_about(talk: Talk) -> None:
+    """`And ITL?` after a question about something else."""
+    fact_asked(talk, [fact for fact, _ in defined()])
+    fact, term = talk.random.choice(defined())
+    text, held = talk.choose(ABOUT)
+    text = text.replace("{x}", term)
+    key = f"about {fact.id}: {folded(text)}"
+    talk.say(typed(talk.random, text), fact.answer, key, held_out=held or is_held_out(key, ONE_IN))
+
+
+AGAIN = (
+    "Say that again.",
+    "Can you say that again?",
+    "Please repeat that.",
+    "Once more, please.",
+    "Repeat your answer.",
+    "Could you repeat that?",
+    "What did you say?",
+    "Again, please.",
+    "Please say that once more.",
+    "Tell me that again.",
+    "I missed that. Can you repeat it?",
+    "Would you say that again, please?",
+)
+
+
+def again(talk: Talk) -> None:
+    said_before = fact_or_talk(talk)
+    text, held = talk.choose(AGAIN)
+    key = f"again {said_before}: {folded(text)}"
+    talk.say(typed(talk.random, text), talk.turns[-1].content, key, held_out=held or is_held_out(key, ONE_IN))
+
+
+def fact_or_talk(talk: Talk) -> str:
+    """Something said in a phrasing that is not held out; its key."""
+    before, talk.held_out = talk.held_out, False
+    drawn = talk.random.choice((fact_only, fact_only, small_talk, refusal))
+    while True:
+        drawn(talk)
+        if not talk.is_held_out:
+            break
+        del talk.turns[-2:], talk.keys[-1:]
+    talk.held_out = before
+    return talk.keys[-1]
+
+
+def fact_only(talk: Talk) -> None:
+    fact_asked(talk, facts())
+
+
+FIRST_QUESTION = (
+    "What was my first question?",
+    "What did I ask first?",
+    "What did I ask you first?",
+    "Repeat my first question.",
+    "Which question did I begin with?",
+    "Do you remember my first question?",
+    "Can you repeat my first question?",
+    "What was the first thing that I asked?",
+)
+LAST_QUESTION = (
+    "What was my last question?",
+    "What did I just ask?",
+    "What did I ask last?",
+    "Repeat my last question.",
+    "What have I just asked you?",
+    "Do you remember my last question?",
+    "Can you repeat my last question?",
+    "What was the last thing that I asked?",
+)
+
+
+def own_question(talk: Talk) -> None:
+    """What the user asked first or last, in his own words."""
+    for _ in range(talk.random.choice((1, 2, 2, 3))):
+        fact_only(talk)
+    asked = [turn.content for turn in talk.turns if turn.role == "user"]
+    first = talk.random.random() < 0.5
+    text, held = talk.choose(FIRST_QUESTION if first else LAST_QUESTION)
+    which, content = ("first", asked[0]) if first else ("last", asked[-1])
+    key = f"{which} question {content}: {folded(text)}"
+    held = held or is_held_out(key, ONE_IN)
+    talk.say(typed(talk.random, text), f'Your {which} question was: "{content}"', key, held_out=held)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A kind of thing that a user tells about himself."""
+
+    noun: str
+    draw: Callable[[Random], str]
+    telling: tuple[str, ...] = ()  # besides `My NOUN is VALUE.`
+
+
+def one_of(values: Sequence[str]) -> Callable[[Random], str]:
+    return lambda random: random.choice(values)
+
+
+def number(low: int, high: int, unit: str = "", step: int = 1) -> Callable[[Random], str]:
+    return lambda random: f"{random.randrange(low, high + 1, step)}{unit}"
+
+
+def code(letters: str) -> Callable[[Random], str]:
+    return lambda random: f"{random.choice(letters.split())}-{random.randint(100, 9999)}"
+
+
+WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = "January February March April May June July August September October November December".split()
+
+TOLD = (
+    Told("name", one_of(FIRST_NAMES), ("I am {x}.", "Hi, I'm {x}.", "Call me {x}.", "Hello, {x} here.")),
+    Told("name", one_of(FIRST_NAMES), ("I'm {x}.", "People call me {x}.", "I am called {x}.")),
+    Told("team", one_of(COMPANIES), ("My team is called {x}.", "We call our team {x}.", "Our team is {x}.")),
+    Told("project", one_of(PROGRAMS), ("My project is called {x}.", "I am working on project {x}.")),
+    Told("company", one_of(COMPANIES), ("I work for {x}.", "My company is called {x}.")),
+    Told("city", one_of(CITIES), ("I live in {x}.", "I am from {x}.")),
+    Told("manager", one_of(FIRST_NAMES), ("My manager is called {x}.", "I report to {x}.")),
+    Told("favourite colour", one_of(COLOURS), ("I like {x} best of all colours.",)),
+    Told("favourite drink", one_of("coffee tea water juice milk cocoa lemonade cider".split())),
+    Told("favourite number", number(2, 99)),
+    Told("lucky number", number(2, 99)),
+    Told(
+        "dog's name",
+        one_of("Rex Bruno Luna Bello Max Daisy Rocky Bella Toby Molly".split()),
+        ("My dog is called {x}.",),
+    ),
+    Told(
+        "cat's name",
+        one_of("Mimi Felix Tiger Minka Oscar Luna Simba Cleo Nala Leo".split()),
+        ("My cat is called {x}.",),
+    ),
+    Told("room number", number(101, 499), ("I am in room {x}.", "I sit in room {x}.")),
+    Told("desk number", number(1, 90), ("I sit at desk {x}.",)),
+    Told("extension", number(1000, 9999)),
+    Told("order number", code("A B C K R T")),
+    Told("ticket number", code("INC REQ OPS BUG")),
+    Told("booking code", code("X Y Z Q")),
+    Told("server", one_of([f"{place}-{n}" for place in ("north", "south", "east", "west") for n in range(1, 20)])),
+    Told("port", number(3000, 9900, step=10), ("I use port {x}.",)),
+    Told("region", one_of("north south east west central coast lakes hills".split())),
+    Told("latency budget", number(100, 3000, " ms", 50)),
+    Told("TTFT target", number(100, 2000, " ms", 50)),
+    Told("timeout", number(2, 90, " seconds"), ("I set the timeout to {x}.",)),
+    Told("batch size", number(2, 128, step=2), ("I use a batch size of {x}.",)),
+    Told("context length", number(1024, 32768, " tokens", 1024)),
+    Told("token budget", number(100, 9000, " tokens", 100)),
+    Told("budget", number(100, 9900, " euros", 100), ("I can spend {x}.",)),
+    Told("deadline", one_of(WEEKDAYS), ("I must be done by {x}.", "It must be ready by {x}.")),
+    Told("start day", one_of(WEEKDAYS), ("I start on {x}.",)),
+    Told("holiday month", one_of(MONTHS), ("My holiday is in {x}.",)),
+    Told("surface", one_of("chat voice agent batch embedded".split())),
+    Told("precision", one_of("f32 bf16 int8 int4".split()), ("I run my model in {x}.",)),
+    Told("editor", one_of("Vim Emacs Nano Kate Helix".split()), ("I write code in {x}.",)),
+    Told("shift", one_of("early late night weekend".split())),
+)
+NOUNS = tuple(dict.fromkeys(told.noun for told in TOLD))
+
+ASKED = (
+    "What is my {x}?",
+    "What's my {x}?",
+    "What did I say my {x} was?",
+    "Do you remember my {x}?",
+    "Tell me my {x}.",
+    "Do you know my {x}?",
+    "What was my {x} again?",
+    "Which {x} did I tell you?",
+    "Remind me, what is my {x}?",
+    "I forgot my {x}. What is it?",
+    "Can you tell me my {x}?",
+    "Please repeat my {x}.",
+    "What {x} did I mention?",
+    "Could you remind me what my {x} is?",
+)
+CORRECTED = (
+    "Sorry, my {x} is {y}.",
+    "Correction: my {x} is {y}.",
+    "My {x} has changed to {y}.",
+    "No, my {x} is {y}.",
+    "Wait, my {x} is {y}.",
+    "Oh, I was wrong: my {x} is {y}.",
+)
+
+
+def told_about(talk: Talk, told: Told, value: str) -> None:
+    forms = (f"My {told.noun} is {{x}}.", *told.telling)
+    random = talk.random
+    text = random.choice(forms).replace("{x}", value)
+    if random.random() < 0.2 and text.startswith("My "):
+        text = f"Please remember that my {text.removeprefix('My ')}"
+    answer = f"Nice to meet you, {value}." if told.noun == "name" else f"Noted: your {told.noun} is {value}."
+    talk.say(typed(random, text, lower=False), answer, f"told {told.noun}: {folded(text)}", held_out=False)
+
+
+def told_two(talk: Talk, first: tuple[Told, str], second: tuple[Told, str]) -> None:
+    parts = [f"{told.noun} is {value}" for told, value in (first, second)]
+    text = f"My {parts[0]} and my {parts[1]}."
+    answer = f"Noted: your {parts[0]} and your {parts[1]}."
+    talk.say(typed(talk.random, text, lower=False), answer, f"told two: {folded(text)}", held_out=False)
+
+
+def another(random: Random, told: Told, value: str) -> str:
+    while (other := told.draw(random)) == value:
+        pass
+    return other
+
+
+def recall(talk: Talk) -> None:
+    """What the user told of himself, the latest value of it, or that he did not tell it."""
+    random = talk.random
+    nouns = random.sample(NOUNS, random.choice((1, 1, 2, 2, 3)))
+    given: list[tuple[Told, str]] = []
+    for noun in nouns:
+        told = random.choice([told for told in TOLD if told.noun == noun])
+        given.append((told, told.draw(random)))
+    rest = list(given)
+    if len(rest) > 1 and random.random() < 0.3:
+        told_two(talk, rest.pop(0), rest.pop(0))
+    for told, value in rest:
+        told_about(talk, told, value)
+        if random.random() < 0.3:
+            fact_or_talk(talk)
+    values = {told.noun: value for told, value in given}
+    if random.random() < 0.15:
+        told = random.choice(given)[0]
+        value = another(random, told, values[told.noun])
+        text = random.choice(CORRECTED).replace("{x}", told.noun).replace("{y}", value)
+        values[told.noun] = value
+        answer = f"Noted: your {told.noun} is {value}."
+        talk.say(typed(random, text, lower=False), answer, f"told {told.noun}: {folded(text)}", held_out=False)
+    for _ in range(random.choice((0, 0, 0, 1, 2))):
+        fact_or_talk(talk)
+    unknown = [noun for noun in NOUNS if noun not in values]
+    noun = random.choice(unknown) if random.random() < 0.2 else random.choice(list(values))
+    text, held = talk.choose(ASKED)
+    text = text.replace("{x}", noun)
+    answer = f"Your {noun} is {values[noun]}." if noun in values else f"You have not told me your {noun}."
+    key = f"recall {values.get(noun, 'nothing')}: {folded(text)}"
+    talk.say(typed(random, text), answer, key, held_out=held or is_held_out(key, ONE_IN))
+
+
+KINDS: tuple[tuple[Callable[[Talk], None], float], ...] = (
+    (small_talk, 0.2),
+    (refusal, 0.3),
+    (recall, 0.26),
+    (why, 0.09),
+    (what_about, 0.05),
+    (again, 0.06),
+    (own_question, 0.04),
+)
+
+
+def drawn(random: Random, kind: Callable[[Talk], None], *, held_out: bool) -> Talk:
+    talk = Talk(random, held_out)
+    if random.random() < 0.15:
+        talk.turns.append(Turn("system", random.choice(SYSTEMS)))
+    if random.random() < 0.15 and kind is not own_question:
+        fact_or_talk(talk)
+    kind(talk)
+    return talk
+
+
+def conversations(random: Random, count: int) -> Iterator[Conversation]:
+    kinds, weights = zip(*KINDS, strict=True)
+    made = 0
+    while made < count:
+        talk = drawn(random, random.choices(kinds, weights)[0], held_out=False)
+        if not talk.is_held_out:
+            yield Conversation(TASK, tuple(talk.turns), key=BETWEEN_KEYS.join(talk.keys))
+            made += 1
+
+
+def questions() -> list[Question]:
+    """Held-out endings of every kind in the share that the kind has in training; none twice."""
+    random = Random(7)
+    found: dict[str, Question] = {}
+    for kind, share in KINDS:
+        wanted = len(found) + round(QUESTIONS * share)
+        tries = 0
+        while len(found) < wanted and tries < 100_000:
+            tries += 1
+            talk = drawn(random, kind, held_out=True)
+            if talk.is_held_out:
+                *before, answer = talk.turns
+                found.setdefault(
+                    talk.keys[-1], Question(TASK, tuple(before), (), answer.content, "exact", talk.keys[-1])
+                )
+    return list(found.values())

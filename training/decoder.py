@@ -1,0 +1,141 @@
+"""The decoder as a small torch module, with the names and the arithmetic of transformers' LlamaForCausalLM.
+
+Owns the module and the first values of its weights. Knows nothing of data, optimisers or files.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from training.shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape
+
+PLAIN_ATTENTION = 384  # tokens; the longest rows whose attention is computed without torch's fused kernel on a CPU
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = shape.heads, shape.kv_heads, shape.head_size
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.hidden, bias=False)
+
+    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        rows, length, _ = states.shape
+
+        def heads(values: Tensor, count: int) -> Tensor:
+            return values.view(rows, length, count, self.head_size).transpose(1, 2)
+
+        queries = turned(heads(self.q_proj(states), self.heads), cosine, sine)
+        keys = turned(heads(self.k_proj(states), self.kv_heads), cosine, sine)
+        values = heads(self.v_proj(states), self.kv_heads)
+        mixed = attend(queries, keys, values)
+        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+        self.mlp = Mlp(shape)
+
+    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), cosine, sine)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Body(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+        cosine, sine = angles(shape.head_size)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embed_tokens(tokens)
+        length = tokens.shape[1]
+        cosine, sine = self.get_buffer("cosine")[:length], self.get_buffer("sine")[:length]
+        for layer in self.layers:
+            states = layer(states, cosine, sine)
+        return self.norm(states)
+
+
+class Decoder(nn.Module):
+    """Called with tokens [rows, length] it gives final hidden states; `logits` turns those that matter into logits."""
+
+    def __init__(self, shape: Shape, *, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Body(shape)
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                spread = 0.02 if "embed" in name else 1 / math.sqrt(weight.shape[1])
+                # What is added to the residual stream starts small, and smaller in a deeper model.
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    spread /= math.sqrt(2 * shape.layers)
+                with torch.no_grad():
+                    weight.normal_(0.0, spread, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """In f32, for hidden states [..., hidden]; the head is the embedding."""
+        return functional.linear(states, self.model.embed_tokens.weight).float()
+
+
+def angles(head_size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [position, head size] of the rope, both halves of a head alike."""
+    frequencies = ROPE_THETA ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    turns = torch.outer(torch.arange(CONTEXT, dtype=torch.float64), frequencies)
+    turns = torch.cat((turns, turns), dim=-1)
+    return turns.cos().float(), turns.sin().float()
+
+
+def turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """The rope on [rows, heads, length, head size], the two halves of a head as pairs."""
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cosine + torch.cat((-second, first), dim=-1) * sine).to(heads.dtype)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of [rows, heads, length, size] on keys and values of fewer heads.
+
+    Rows are padded at their end, where a causal mask already hides what is no text.
+    """
+    rows, heads, length, size = queries.shape
+    kv_heads = keys.shape[1]
+    shared = heads // kv_heads
+    if queries.is_cuda or length > PLAIN_ATTENTION:
+        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    # On a CPU the backward of torch's fused attention is slow for short rows: three plain steps take a quarter off the
+    # whole training step. The query heads that share a KV head are the rows of one product.
+    mask = torch.full((length, length), -torch.inf, dtype=queries.dtype).triu(1).repeat(shared, 1)
+    queries = (queries * size**-0.5).reshape(rows * kv_heads, shared * length, size)
+    scores = torch.baddbmm(mask, queries, keys.reshape(rows * kv_heads, length, size).transpose(1, 2))
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    mixed = torch.bmm(weights, values.reshape(rows * kv_heads, length, size))
+    return mixed.view(rows, heads, length, size)

@@ -1,0 +1,124 @@
+"""How weights move: Muon for the matrices of the layers, AdamW for the embedding and the norms, or AdamW for all.
+
+Owns the rules, the schedule of the learning rate and the state that a resumed run needs. Knows nothing of data or of
+the loss.
+"""
+
+# What torch says of its own types is not whole.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["muon", "adamw"]
+
+# Coefficients of the quintic that pushes all singular values towards 1 (Keller Jordan, "Muon", 2024).
+QUINTIC: Final = (3.4445, -4.7750, 2.0315)
+QUINTIC_STEPS: Final = 5
+MOMENTUM: Final = 0.95
+BETAS: Final = (0.9, 0.95)
+EPS: Final = 1e-8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peaks of the learning rates."""
+
+    matrices: float
+    others: float  # embedding and norms
+    decay: float  # of the matrices; each step takes this times the rate off a weight
+
+
+RATES: Final[dict[Kind, Rates]] = {
+    "muon": Rates(matrices=0.02, others=0.01, decay=0.05),
+    "adamw": Rates(matrices=0.002, others=0.004, decay=0.1),
+}
+
+
+def share_of_rate(done: float, *, warm_up: float = 0.02) -> float:
+    """What part of the peak applies when `done` of the token budget is spent: up in a line, and down to nothing."""
+    if done < warm_up:
+        return max(done, 0.0) / warm_up + 1e-3  # never quite nothing, or the first step would be lost
+    return max(0.0, (1.0 - done) / (1.0 - warm_up))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Each of [count, rows, columns] with its singular values pushed to about 1, by Newton-Schulz in bf16."""
+    a, b, c = QUINTIC
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = (matrices if wide else matrices.mT).bfloat16()
+    x = x / (x.float().norm(dim=(1, 2), keepdim=True) + 1e-7).bfloat16()
+    for _ in range(QUINTIC_STEPS):
+        square = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).float()
+
+
+class Optimiser:
+    """Its state is a flat dictionary of tensors, which a checkpoint can hold as they are."""
+
+    def __init__(self, model: nn.Module, kind: Kind, rates: Rates | None = None) -> None:
+        self.rates = rates or RATES[kind]
+        named = dict(model.named_parameters())
+        matrices = {name: weight for name, weight in named.items() if weight.dim() == 2 and "embed" not in name}
+        self.muon = matrices if kind == "muon" else {}
+        self.adam = {name: weight for name, weight in named.items() if name not in self.muon}
+        self.decayed = frozenset(matrices)
+        self.steps = 0
+        self.state = {f"momentum.{name}": torch.zeros_like(weight) for name, weight in self.muon.items()}
+        for name, weight in self.adam.items():
+            self.state[f"mean.{name}"] = torch.zeros_like(weight)
+            self.state[f"square.{name}"] = torch.zeros_like(weight)
+        # Matrices of one shape are made orthogonal together.
+        self.alike: dict[tuple[int, ...], list[str]] = {}
+        for name, weight in self.muon.items():
+            self.alike.setdefault(tuple(weight.shape), []).append(name)
+
+    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
+        if state.keys() != self.state.keys():
+            raise ValueError("the checkpoint is of another optimiser or of another shape")
+        for name, value in state.items():
+            self.state[name].copy_(value)
+        self.steps = steps
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Moves the weights by their gradients, at `share` of the peak rates, and forgets the gradients."""
+        self.steps += 1
+        for shape, names in self.alike.items():
+            self._step_muon(shape, names, self.rates.matrices * share)
+        for name, weight in self.adam.items():
+            self._step_adam(name, weight, share)
+        for weight in (*self.muon.values(), *self.adam.values()):
+            weight.grad = None
+
+    def _step_muon(self, shape: tuple[int, ...], names: Sequence[str], rate: float) -> None:
+        updates: list[Tensor] = []
+        for name in names:
+            gradient = gradient_of(self.muon[name])
+            momentum = self.state[f"momentum.{name}"].lerp_(gradient, 1 - MOMENTUM)
+            updates.append(gradient.lerp(momentum, MOMENTUM))  # Nesterov's
+        # A tall matrix moves each of its outputs as far as a square one would.
+        scale = max(1.0, shape[0] / shape[1]) ** 0.5
+        for name, update in zip(names, orthogonal(torch.stack(updates)), strict=True):
+            self.muon[name].mul_(1 - rate * self.rates.decay).add_(update, alpha=-rate * scale)
+
+    def _step_adam(self, name: str, weight: Tensor, share: float) -> None:
+        rate = share * (self.rates.matrices if name in self.decayed else self.rates.others)
+        gradient = gradient_of(weight)
+        mean = self.state[f"mean.{name}"].lerp_(gradient, 1 - BETAS[0])
+        square = self.state[f"square.{name}"].lerp_(gradient.square(), 1 - BETAS[1])
+        if name in self.decayed:
+            weight.mul_(1 - rate * self.rates.decay)
+        spread = (square / (1 - BETAS[1] ** self.steps)).sqrt_().add_(EPS)
+        weight.addcdiv_(mean / (1 - BETAS[0] ** self.steps), spread, value=-rate)
+
+
+def gradient_of(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad

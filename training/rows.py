@@ -1,0 +1,239 @@
+"""From the corpus to batches of tokens with a loss weight each.
+
+Owns the mixture of tasks, the pools in which instances are drawn, the joining of short conversations to long rows, the
+weights and the batches. Knows nothing of models.
+
+    task modules ──draw──▶ pool of conversations ──tokens──▶ rows ──sort, cut, shuffle──▶ batches of one step each
+
+A pool follows from the seed and its number alone. So a place in the stream is two numbers, the pool's and the batch's,
+and a run that was cut off goes on from them as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Final, Protocol, cast
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from training.corpus.conversation import Conversation, Question
+from training.shape import CONTEXT
+from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
+
+# How many conversations of a hundred are of each task.
+MIXTURE: Final[dict[str, float]] = {
+    "facts": 26,
+    "reading": 16,
+    "extraction": 14,
+    "tools": 14,
+    "triage": 8,
+    "arithmetic": 16,
+    "talk": 6,
+}
+JOINED_SHARE: Final = 0.06  # of the conversations without tools and without a system turn: they go into long rows
+PROMPT_SHARE: Final = 0.2  # of the tokens that no assistant said: only these of them count
+PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a tenth of an answer's on average
+PIECES: Final = 4  # parts of a step, each of rows of similar length
+
+
+JOINED: Final = "joined"  # the task that a row of several conversations counts as
+RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
+
+Retell = Callable[[list[list[int]]], list[list[int]]]  # from prompts to answers, the end of the turn included
+
+
+class Task(Protocol):
+    """A module of the corpus."""
+
+    def conversations(self, random: Random, count: int) -> Iterator[Conversation]: ...
+
+    def questions(self) -> list[Question]: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    task: str
+    tokens: list[int]
+    answer: list[bool]  # whether the assistant says this token, the end of its turn included
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows side by side, padded at their ends."""
+
+    size: int  # tokens without the padding
+    tokens: NDArray[np.int64]  # [rows, length]
+    targets: NDArray[np.int64]  # [counted]
+    places: NDArray[np.int64]  # [counted] of the token before each target, in the flat rows
+    weights: NDArray[np.float32]  # [counted]
+    tasks: NDArray[np.int64]  # [counted] number of the task for an answer's token, -1 for a prompt's
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the stream a run is: the next batch."""
+
+    pool: int = 0
+    batch: int = 0
+
+
+def load_tasks(names: Sequence[str] = tuple(MIXTURE)) -> dict[str, Task]:
+    return {name: cast(Task, importlib.import_module(f"training.corpus.{name}")) for name in names}
+
+
+def pool(tasks: Mapping[str, Task], seed: int, number: int, size: int) -> list[Conversation]:
+    """About `size` conversations in the proportions of the mixture, in a random order."""
+    random = Random(f"{seed}/{number}")
+    total = sum(MIXTURE.get(name, 10.0) for name in tasks)
+    drawn: list[Conversation] = []
+    for name, task in tasks.items():
+        count = max(1, round(size * MIXTURE.get(name, 10.0) / total))
+        drawn += task.conversations(Random(f"{seed}/{number}/{name}"), count)
+    random.shuffle(drawn)
+    return drawn
+
+
+class Stream:
+    """The batches of a corpus without an end."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        seed: int,
+        step_tokens: int,
+        pool_size: int = 2048,
+        retell: Retell | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.tokenizer = tokenizer
+        self.names = [*tasks, JOINED]
+        self.retell = retell
+        self.seed = seed
+        self.step_tokens = step_tokens
+        self.pool_size = pool_size
+        self.begin, self.end, self.assistant = (token_id(tokenizer, token) for token in (BEGIN, END, ASSISTANT))
+
+    def batches(self, place: Place) -> Iterator[tuple[Place, list[Piece]]]:
+        """Every batch from `place` on, each with the place after it."""
+        number, first = place.pool, place.batch
+        while True:
+            batches = self._batches_of(number)
+            for index in range(first, len(batches)):
+                after = Place(number, index + 1) if index + 1 < len(batches) else Place(number + 1, 0)
+                yield after, [self._piece(rows, f"{number}/{index}/{part}") for part, rows in enumerate(batches[index])]
+            number, first = number + 1, 0
+
+    def rows(self, number: int) -> list[Row]:
+        """The rows of a pool."""
+        conversations = pool(self.tasks, self.seed, number, self.pool_size)
+        texts = [text_of(conversation.turns, conversation.tools) for conversation in conversations]
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        rows = [
+            self._row(conversation.task, encoding.ids)
+            for conversation, encoding in zip(conversations, encoded, strict=True)
+        ]
+        if self.retell is not None:
+            rows = self._retold(rows, self.retell, Random(f"{self.seed}/{number}/retell"))
+        random = Random(f"{self.seed}/{number}/join")
+        short: list[Row] = []
+        result: list[Row] = []
+        for conversation, row in zip(conversations, rows, strict=True):
+            plain = not conversation.tools and conversation.turns[0].role == "user"
+            (short if plain and random.random() < JOINED_SHARE else result).append(row)
+        return [row for row in result if len(row.tokens) <= CONTEXT] + joined(short, random)
+
+    def _row(self, task: str, tokens: list[int]) -> Row:
+        answer: list[bool] = []
+        speaking = False
+        for token in tokens:
+            answer.append(speaking)
+            if token == self.assistant:
+                speaking = True
+            elif token == self.end:
+                speaking = False
+        return Row(task, tokens, answer)
+
+    def _retold(self, rows: list[Row], retell: Retell, random: Random) -> list[Row]:
+        """The rows, some of them with another last answer: what `retell` makes of the text before it."""
+        chosen = [index for index, row in enumerate(rows) if random.random() < RETOLD_SHARE and any(row.answer)]
+        prompts: list[list[int]] = []
+        for index in chosen:
+            tokens = rows[index].tokens
+            prompts.append(tokens[: len(tokens) - tokens[::-1].index(self.assistant)])
+        result = list(rows)
+        for index, prompt, answer in zip(chosen, prompts, retell(prompts), strict=True):
+            result[index] = self._row(rows[index].task, prompt + answer)
+        return result
+
+    def _batches_of(self, number: int) -> list[list[list[Row]]]:
+        """Steps of PIECES pieces; a piece is rows of similar length, a step has short and long ones by chance."""
+        random = Random(f"{self.seed}/{number}/batches")
+        rows = self.rows(number)
+        random.shuffle(rows)
+        rows.sort(key=lambda row: len(row.tokens))
+        most = self.step_tokens // PIECES
+        pieces: list[list[Row]] = [[]]
+        for row in rows:
+            # The row is the longest so far: with it, the piece would be so many rows of its length.
+            if pieces[-1] and (len(pieces[-1]) + 1) * len(row.tokens) > most:
+                pieces.append([])
+            pieces[-1].append(row)
+        random.shuffle(pieces)
+        steps = max(1, round(len(pieces) / PIECES))
+        ends = [len(pieces) * step // steps for step in range(steps + 1)]
+        return [pieces[start:end] for start, end in pairwise(ends)]
+
+    def _piece(self, rows: Sequence[Row], name: str) -> Piece:
+        length = max(len(row.tokens) for row in rows)
+        tokens = np.zeros((len(rows), length), dtype=np.int64)  # 0 is the padding
+        answer = np.zeros((len(rows), length), dtype=np.bool_)
+        text = np.zeros((len(rows), length), dtype=np.bool_)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row.tokens)] = row.tokens
+            answer[index, : len(row.tokens)] = row.answer
+            text[index, 1 : len(row.tokens)] = True  # nothing comes before the first token
+        chance = np.random.default_rng([self.seed, *name.encode()]).random(tokens.shape)
+        counted = answer | (text & (chance < PROMPT_SHARE))
+        places = np.flatnonzero(counted)
+        tasks = np.repeat([self.names.index(row.task) for row in rows], length)[places]
+        said = answer.ravel()[places]
+        return Piece(
+            size=sum(len(row.tokens) for row in rows),
+            tokens=tokens,
+            targets=tokens.ravel()[places],
+            places=places - 1,
+            weights=np.where(said, 1.0, PROMPT_WEIGHT).astype(np.float32),
+            tasks=np.where(said, tasks, -1),
+        )
+
+
+def joined(rows: Sequence[Row], random: Random) -> list[Row]:
+    """Rows of several conversations after one another, as in a long chat, of up to CONTEXT tokens.
+
+    At most one of a joined row's conversations is talk, and it comes last: it alone refers to what was said before.
+    """
+    talk = [row for row in rows if row.task == "talk"]
+    others = [row for row in rows if row.task != "talk"]
+    result: list[Row] = []
+    while others:
+        goal = round(CONTEXT * random.uniform(0.15, 1.0))
+        lengths = accumulate(len(row.tokens) for row in others)
+        count = max(1, sum(length <= goal for length in lengths))
+        parts, others = others[:count], others[count:]
+        if talk and sum(len(row.tokens) for row in parts) + len(talk[-1].tokens) <= CONTEXT:
+            parts = [*parts, talk.pop()]
+        tokens, answer = list(parts[0].tokens), list(parts[0].answer)
+        for row in parts[1:]:
+            tokens += row.tokens[1:]  # without a second beginning
+            answer += row.answer[1:]
+        if len(tokens) <= CONTEXT:
+            result.append(Row(JOINED if len(parts) > 1 else parts[0].task, tokens, answer))
+    return result + talk
