@@ -15,9 +15,11 @@ from typing import Any, Final
 from child import Child, EngineError
 from engines import Engine
 from probes import Prober
+from summary import HIGHER_IS_BETTER
 from workloads import FIRST_PROMPT, Prompts, Workload, metrics
 
 FAILURES_ALLOWED: Final = 2  # of one engine on one shape, before it gets no more turns
+BEHIND: Final = 3.0  # times the best peer's best: a peer that is further behind is not asked for the same again
 
 Record = dict[str, Any]
 
@@ -50,7 +52,7 @@ def play_round(stage: Stage, entrants: list[Entrant], number: int) -> None:
     """Every engine once; from one round to the next the order moves by one, so that none is always after the same."""
     shift = number % len(entrants) if entrants else 0
     for entrant in entrants[shift:] + entrants[:shift]:
-        if entrant.failures >= FAILURES_ALLOWED:
+        if entrant.failures >= FAILURES_ALLOWED or _is_hopeless(stage, entrant.engine):
             continue
         started = time.monotonic()
         try:
@@ -79,6 +81,41 @@ def warm(stage: Stage, entrants: list[Entrant]) -> None:
                 child.generate(stage.prompts.draw(1, FIRST_PROMPT), 2)
         except EngineError as failure:
             print(f"  {entrant.engine.name}: first start failed: {failure}", flush=True)
+
+
+def _asked_of(stage: Stage, engine: Engine) -> list[Workload]:
+    """The workloads of an engine's turn: in the first round all; later those where it may yet be the best peer.
+
+    The slowest take most of a run's time, and their first number says all that a comparison with the best needs.
+    """
+    mine = _workloads(stage, engine)
+    return mine if engine.peer == "millrace" else [each for each in mine if not _far_behind(stage, engine, each)]
+
+
+def _is_hopeless(stage: Stage, engine: Engine) -> bool:
+    return bool(_workloads(stage, engine)) and not _asked_of(stage, engine)
+
+
+def _workloads(stage: Stage, engine: Engine) -> list[Workload]:
+    return [each for each in stage.workloads if each.kind in stage.kinds and each.kind in engine.kinds]
+
+
+def _far_behind(stage: Stage, engine: Engine, workload: Workload) -> bool:
+    def best(of_engine: bool) -> float | None:
+        values = [
+            timing["value"]
+            for timing in stage.timings
+            if (timing["shape"], timing["precision"], timing["metric"])
+            == (stage.shape, engine.precision, workload.name)
+            and (timing["engine"] == engine.name if of_engine else timing["peer"] != "millrace")
+        ]
+        return choose(values, default=None)
+
+    choose = max if workload.name in HIGHER_IS_BETTER else min
+    own, peers = best(True), best(False)
+    if own is None or peers is None:
+        return False
+    return (peers / own if choose is max else own / peers) > BEHIND
 
 
 def _take_turn(stage: Stage, entrant: Entrant, number: int) -> None:
@@ -110,9 +147,7 @@ def _take_turn(stage: Stage, entrant: Entrant, number: int) -> None:
             note("start-ready", ready, [before, after])
             note("start-first-token", first, [before, after])
         single = True
-        for workload in stage.workloads:
-            if workload.kind not in stage.kinds or workload.kind not in engine.kinds:
-                continue
+        for workload in _asked_of(stage, engine):
             if workload.kind == "batch" and single:
                 single = False
                 _note_memory(note, child, "memory", engine)
