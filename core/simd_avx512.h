@@ -53,7 +53,13 @@ inline I16 zero_int() { return _mm512_setzero_si512(); }
 inline I16 load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline I16 add_int(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
-inline int32_t reduce_add_int(I16 x) { return _mm512_reduce_add_epi32(x); }
+// Wraps: gcc's own reduction is an addition of signed numbers, which must not.
+inline int32_t reduce_add_int(I16 x) {
+  __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
 inline I16 sub_int(I16 x, I16 y) { return _mm512_sub_epi32(x, y); }
 inline I16 mul_int(I16 x, I16 y) { return _mm512_mullo_epi32(x, y); }
 
