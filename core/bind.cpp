@@ -294,6 +294,31 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
   self.sampler->choose(logits.data(), rows, result);
 }
 
+void check_block(const Kv& kv, int64_t block) {
+  if (block < 0 || block >= kv.blocks()) refuse("no such block");
+}
+
+int64_t bytes_per_block(const Kv& kv) { return kv.layout().block_bytes * kv.layout().layers; }
+
+void check_block_bytes(const Kv& kv, size_t size) {
+  if (static_cast<int64_t>(size) == bytes_per_block(kv)) return;
+  refuse("a block has " + std::to_string(bytes_per_block(kv)) + " bytes, not " + std::to_string(size));
+}
+
+void read_block(Kv& kv, int64_t block, MutableArray<uint8_t, 1> out) {
+  check_block(kv, block);
+  check_block_bytes(kv, out.size());
+  nb::gil_scoped_release free;
+  kv.read_block(block, out.data());
+}
+
+void write_block(Kv& kv, int64_t block, Array<uint8_t, 1> bytes) {
+  check_block(kv, block);
+  check_block_bytes(kv, bytes.size());
+  nb::gil_scoped_release free;
+  kv.write_block(block, bytes.data());
+}
+
 void check_seconds(double seconds) {
   if (!(seconds >= 0.0 && seconds <= 60.0)) refuse("seconds must be 0 to 60");
 }
@@ -308,6 +333,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // models live until the process ends
   module.attr("BLOCK") = kBlock;
   module.attr("LAYOUT") = kLayoutVersion;
+  module.attr("KV_LAYOUT") = kKvLayoutVersion;
   module.def("isa_available", &available_isas);
   module.def("isa_emulated", &emulated_isas);
   module.def("isa_default", &default_isa);
@@ -353,7 +379,7 @@ NB_MODULE(_core, module) {
           },
           "layers"_a, "kv_heads"_a, "head_size"_a, "blocks"_a, "type"_a)
       .def_prop_ro("blocks", &Kv::blocks)
-      .def_prop_ro("bytes_per_block", [](const Kv& kv) { return kv.layout().block_bytes * kv.layout().layers; })
+      .def_prop_ro("bytes_per_block", &bytes_per_block)
       .def_static(
           "block_bytes",
           [](int64_t layers, int64_t kv_heads, int64_t head_size, const std::string& type) {
@@ -364,10 +390,13 @@ NB_MODULE(_core, module) {
       .def(
           "copy_block",
           [](Kv& kv, int64_t source, int64_t target) {
-            if (source < 0 || source >= kv.blocks() || target < 0 || target >= kv.blocks()) refuse("no such block");
+            check_block(kv, source);
+            check_block(kv, target);
             if (source != target) kv.copy_block(source, target);
           },
-          "source"_a, "target"_a);
+          "source"_a, "target"_a)
+      .def("read_block", &read_block, "block"_a, "out"_a.noconvert())
+      .def("write_block", &write_block, "block"_a, "bytes"_a.noconvert());
 
   nb::class_<BoundModel>(module, "Model")
       .def("__init__", &make_model, "description"_a, "tensors"_a, "pool"_a, "max_rows"_a, "isa"_a)

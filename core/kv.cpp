@@ -54,6 +54,20 @@ void Kv::copy_block(int64_t source, int64_t target) {
   }
 }
 
+void Kv::read_block(int64_t block, uint8_t* bytes) {
+  const size_t size = static_cast<size_t>(layout_.block_bytes);
+  for (int64_t layer = 0; layer < layout_.layers; ++layer, bytes += size) {
+    std::memcpy(bytes, record(layer, block, 0), size);
+  }
+}
+
+void Kv::write_block(int64_t block, const uint8_t* bytes) {
+  const size_t size = static_cast<size_t>(layout_.block_bytes);
+  for (int64_t layer = 0; layer < layout_.layers; ++layer, bytes += size) {
+    std::memcpy(record(layer, block, 0), bytes, size);
+  }
+}
+
 namespace {
 
 // NaN where a value is: a broken token must not look like a good one.

@@ -20,6 +20,9 @@ namespace millrace {
 
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
+// Of what a record holds. Raise it when that changes: saved KV of another version is of no use.
+constexpr int64_t kKvLayoutVersion = 1;
+
 enum class KvType : int { kF32, kBf16, kInt8 };
 
 KvType kv_type_from_name(const std::string& name);  // throws std::invalid_argument
@@ -53,6 +56,10 @@ class Kv {
   }
 
   void copy_block(int64_t source, int64_t target);
+
+  // A block's bytes, layer after layer: layers * block_bytes of them.
+  void read_block(int64_t block, uint8_t* bytes);
+  void write_block(int64_t block, const uint8_t* bytes);
 
  private:
   KvLayout layout_;

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 BLOCK: int  # tokens in a KV block
 LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
+KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version are of no use
 
 Format = Literal["f32", "bf16", "int8", "int4"]
 SourceType = Literal["f32", "bf16", "f16"]
@@ -83,6 +84,11 @@ class Kv:
     @staticmethod
     def block_bytes(layers: int, kv_heads: int, head_size: int, type: KvType) -> int: ...
     def copy_block(self, source: int, target: int) -> None: ...
+    def read_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Its bytes in all layers, `bytes_per_block` of them. Not while a step runs."""
+
+    def write_block(self, block: int, bytes: NDArray[np.uint8]) -> None:
+        """What `read_block` gave, of this or another KV memory of the same sizes and type. Not while a step runs."""
 
 class Model:
     """A model bound to its weights, ready to run steps of at most `max_rows` new tokens."""
