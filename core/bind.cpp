@@ -175,9 +175,26 @@ void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::ob
   new (self) BoundModel{std::move(model), std::move(tensors), std::move(pool)};
 }
 
+// The peaks of logits, where they are given at all.
+template <typename A>
+A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
+  A array;
+  if (peaks.is_none()) return array;
+  try {
+    array = nb::cast<A>(peaks, false);
+  } catch (const nb::cast_error&) {
+    refuse("peaks must be an array of f32 or None");
+  }
+  check_natural(array, "peaks");
+  if (static_cast<int64_t>(array.shape(0)) != rows || static_cast<int64_t>(array.shape(1)) != blocks) {
+    refuse("peaks must be [" + std::to_string(rows) + ", " + std::to_string(blocks) + "]");
+  }
+  return array;
+}
+
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
-          MutableArray<float, 2> out, bool hidden) {
+          MutableArray<float, 2> out, bool hidden, nb::object peaks) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -209,6 +226,10 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   if (static_cast<int64_t>(out.shape(0)) != args.wanted_count || static_cast<int64_t>(out.shape(1)) != width) {
     refuse("out must be [" + std::to_string(args.wanted_count) + ", " + std::to_string(width) + "]");
   }
+  const int64_t blocks = round_up(w.vocab, kPeakBlock) / kPeakBlock;
+  const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
+  if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
+  args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
   nb::gil_scoped_release free;
   self.model->step(args);
 }
@@ -225,7 +246,7 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
             Array<int32_t, 1> seen_offsets, Array<int32_t, 1> bias_tokens, Array<float, 1> biases,
             Array<int32_t, 1> bias_offsets, Array<uint32_t, 2> masks, Array<int32_t, 1> mask_rows,
             MutableArray<int32_t, 1> tokens, MutableArray<float, 1> logprobs, MutableArray<int32_t, 2> top,
-            MutableArray<float, 2> top_logprobs) {
+            MutableArray<float, 2> top_logprobs, nb::object peaks) {
   const size_t count = logits.shape(0);
   const int64_t vocab = self.sampler->vocab();
   auto agree = [&](bool right, const char* what) {
@@ -290,8 +311,10 @@ void choose(BoundSampler& self, MutableArray<float, 2> logits, Array<float, 2> n
   }
   SampleResult result{tokens.data(), logprobs.data(), top.data(), top_logprobs.data(),
                       static_cast<int64_t>(top.shape(1))};
+  const auto peaks_array = optional_peaks<Array<float, 2>>(peaks, static_cast<int64_t>(count), self.sampler->blocks());
+  const float* peaks_data = peaks.is_none() ? nullptr : peaks_array.data();
   nb::gil_scoped_release free;
-  self.sampler->choose(logits.data(), rows, result);
+  self.sampler->choose(logits.data(), peaks_data, rows, result);
 }
 
 void check_block(const Kv& kv, int64_t block) {
@@ -417,7 +440,7 @@ NB_MODULE(_core, module) {
            })
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
-           "hidden"_a = false);
+           "hidden"_a = false, "peaks"_a = nb::none());
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(
@@ -431,7 +454,7 @@ NB_MODULE(_core, module) {
            "keys"_a.noconvert(), "seen"_a.noconvert(), "seen_counts"_a.noconvert(), "seen_offsets"_a.noconvert(),
            "bias_tokens"_a.noconvert(), "biases"_a.noconvert(), "bias_offsets"_a.noconvert(), "masks"_a.noconvert(),
            "mask_rows"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "top"_a.noconvert(),
-           "top_logprobs"_a.noconvert());
+           "top_logprobs"_a.noconvert(), "peaks"_a = nb::none());
 
   module.def(
       "measure_bandwidth",

@@ -13,6 +13,7 @@ namespace millrace {
 
 constexpr int64_t kRowPad = 128;         // floats; widths of row buffers are multiples of this
 constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolute positions
+constexpr int64_t kPeakBlock = 32;       // logits that share a peak: a panel of the head's, and a word of a mask
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 
@@ -94,6 +95,8 @@ struct Kernels {
   void (*softcap)(float* values, int64_t count, float cap);
   void (*softmax)(float* values, int64_t count);
   float (*peak)(const float* values, int64_t count);  // the largest; NaN where one is NaN
+  // The largest of each kPeakBlock values; where any of them all is NaN, the first peak is NaN.
+  void (*peaks)(const float* values, int64_t count, float* out);
   // out[i] = e^((values[i] - peak) * scale); returns their sum.
   float (*exponentials)(const float* values, int64_t count, float peak, float scale, float* out);
 };

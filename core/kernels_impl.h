@@ -108,6 +108,34 @@ float peak_of(const float* values, int64_t count) {
   return peak;
 }
 
+void peaks_of(const float* values, int64_t count, float* out) {
+  static_assert(kPeakBlock == 32);
+  F16 poison = splat(0.0f);  // x - x is 0, but NaN for NaN and infinity
+  int64_t i = 0;
+  for (; i + kPeakBlock <= count; i += kPeakBlock) {
+    const F16 x = load(values + i);
+    const F16 y = load(values + i + 16);
+    out[i / kPeakBlock] = reduce_max(maximum(x, y));
+    poison = add(poison, mul(add(x, y), splat(0.0f)));
+  }
+  float bad = reduce_add(poison);
+  if (i < count) {
+    float peak = kMinusInfinity;
+    for (int64_t j = i; j < count; ++j) {
+      peak = values[j] > peak ? values[j] : peak;
+      bad += values[j] * 0.0f;
+    }
+    out[i / kPeakBlock] = peak;
+  }
+  if (bad == bad) return;
+  for (i = 0; i < count; ++i) {
+    if (values[i] != values[i]) {
+      out[0] = values[i];
+      return;
+    }
+  }
+}
+
 float exponentials(const float* values, int64_t count, float peak, float scale, float* out) {
   F16 sums = splat(0.0f);
   const F16 shift = splat(peak);
@@ -140,7 +168,8 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name, kRoundsRows, product, quantise_row, norm, attend, softcap, softmax, peak_of, exponentials};
+  return Kernels{name,    kRoundsRows, product, quantise_row, norm,        attend,
+                 softcap, softmax,     peak_of, peaks_of,     exponentials};
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ constexpr int64_t kTileRows = 32;  // (token, head) rows that share the reading 
 
 int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
+constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
+
 // Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing.
 int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, panels / (threads * 8)); }
 
@@ -309,7 +311,7 @@ void Model::take_codes(int64_t rows, const float* in, int64_t stride, int64_t wi
 }
 
 void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                     int64_t out_stride, const Opening* opening) {
+                     int64_t out_stride, const Opening* opening, float* peaks) {
   QuantisedRows codes = quantised();
   ProductArgs args;
   args.weights = &product.weights;
@@ -322,8 +324,18 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   args.out_stride = out_stride;
   args.opening = opening;
   const int64_t panels = result_panels(product, opening);
-  pool_.run(panels, panel_grain(panels, pool_.threads()),
-            [&](int64_t begin, int64_t end, int) { kernels_.product(args, begin, end); });
+  const int64_t grain = panel_grain(panels, pool_.threads());
+  if (peaks == nullptr) {
+    pool_.run(panels, grain, [&](int64_t begin, int64_t end, int) { kernels_.product(args, begin, end); });
+    return;
+  }
+  static_assert(kPeakBlock == kPanel);
+  pool_.run(panels, std::min(grain, kPeakGrain), [&](int64_t begin, int64_t end, int) {
+    kernels_.product(args, begin, end);
+    const int64_t first = begin * kPanel;
+    const int64_t count = std::min(end * kPanel, product.weights.layout.outputs) - first;
+    for (int64_t r = 0; r < rows; ++r) kernels_.peaks(out + r * out_stride + first, count, peaks + r * panels + begin);
+  });
 }
 
 // Norms and rotates queries and keys in place, and stores keys and values into their blocks.
@@ -581,12 +593,16 @@ void Model::results(const StepArgs& args) {
     return;
   }
   prepare(args.wanted_count, w_.final_norm, w_.head);
-  multiply(w_.head, normed_.data(), hidden_pad_, args.wanted_count, args.out, w_.vocab);
-  if (w_.logit_softcap > 0.0f) {
-    pool_.run(args.wanted_count, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) kernels_.softcap(args.out + i * w_.vocab, w_.vocab, w_.logit_softcap);
-    });
-  }
+  multiply(w_.head, normed_.data(), hidden_pad_, args.wanted_count, args.out, w_.vocab, nullptr,
+           w_.logit_softcap > 0.0f ? nullptr : args.peaks);
+  if (w_.logit_softcap <= 0.0f) return;
+  const int64_t blocks = round_up(w_.vocab, kPeakBlock) / kPeakBlock;
+  pool_.run(args.wanted_count, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      kernels_.softcap(args.out + i * w_.vocab, w_.vocab, w_.logit_softcap);
+      if (args.peaks != nullptr) kernels_.peaks(args.out + i * w_.vocab, w_.vocab, args.peaks + i * blocks);
+    }
+  });
 }
 
 void Model::step(const StepArgs& args) {

@@ -119,6 +119,7 @@ struct StepArgs {
   const int32_t* wanted;  // [wanted_count], ascending rows
   float* out;             // [wanted_count][vocab], or [wanted_count][hidden]
   bool hidden;
+  float* peaks = nullptr;  // [wanted_count][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
 };
 
 // Where the time of steps goes. A reading of the clock ends one stage and begins the next.
@@ -168,7 +169,7 @@ class Model {
   void prepare(int64_t rows, const NormWeights& norm, const Product& product);
   void take_codes(int64_t rows, const float* in, int64_t stride, int64_t width, const Product& product);
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                int64_t out_stride, const Opening* opening = nullptr);
+                int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);

@@ -4,6 +4,10 @@
 // temperature, min-p, top-k and top-p, and one draw. Random numbers are counter-based: they follow from a row's seed
 // and position alone, so a sampled sequence depends on nothing else that runs. Log-probabilities are those of the
 // model: of the logits before any wish.
+//
+// A row is hundreds of kilobytes, and a choice looks at few of its tokens. The peak of every block of logits says where
+// those are: likely tokens are in blocks with a high peak, and the others are not even read. A step hands the peaks out
+// with its logits.
 #pragma once
 
 #include <cstdint>
@@ -49,9 +53,11 @@ class Sampler {
   Sampler(int64_t vocab, Pool& pool, const Kernels& kernels);
 
   int64_t vocab() const { return vocab_; }
+  int64_t blocks() const { return blocks_; }  // of logits that share a peak
 
-  // Changes the logits where a row's wishes do.
-  void choose(float* logits, const std::vector<SampleRow>& rows, const SampleResult& result);
+  // `peaks` are the logits', [rows][blocks], or null: then they are found here. Changes the logits where a row's wishes
+  // do.
+  void choose(float* logits, const float* peaks, const std::vector<SampleRow>& rows, const SampleResult& result);
 
   struct Candidate {
     float value;  // a logit or a weight
@@ -60,15 +66,30 @@ class Sampler {
 
  private:
   struct Scratch {
-    std::vector<float> raw;      // the row before any wish
-    std::vector<float> weights;  // of all tokens
+    std::vector<float> peaks;    // of the row, after its wishes
+    std::vector<float> groups;   // peaks of groups of blocks
+    std::vector<float> weights;  // of some tokens
+    std::vector<double> sums;    // of pieces of the row, or of weights that are nearly equal
     std::vector<Candidate> candidates;
+    std::vector<Candidate> edge;    // of a nucleus: those whose order decides
+    std::vector<Candidate> before;  // tokens whose logits were changed, with what they were
   };
 
-  void choose_row(float* logits, const SampleRow& row, const SampleResult& result, int64_t index, Scratch& scratch);
+  void choose_row(float* logits, const float* peaks, const SampleRow& row, const SampleResult& result, int64_t index,
+                  Scratch& scratch);
+  void change(float* logits, const SampleRow& row, Scratch& scratch);
+  void mask(float* logits, const uint32_t* mask, float* peaks);
+  int32_t likeliest(const float* logits, const float* peaks, float peak) const;
   int32_t draw(const float* logits, const SampleRow& row, float peak, Scratch& scratch);
+  int32_t draw_from_all(const float* logits, double share, float peak, float scale, Scratch& scratch);
+  double sum_weights(const float* logits, float peak, float scale, Scratch& scratch);
+  void collect(const float* logits, float least, Scratch& scratch);
+  void select_top(const float* logits, int64_t count, Scratch& scratch);
+  void weigh(float peak, float scale, Scratch& scratch);
+  void keep_nucleus(double wanted, Scratch& scratch);
 
   int64_t vocab_;
+  int64_t blocks_;
   Pool& pool_;
   const Kernels& kernels_;
   std::vector<Scratch> scratch_;  // one a thread

@@ -2,4 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.llm import LLM as LLM
+    from millrace.llm import AsyncLLM as AsyncLLM
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only who uses an engine imports one: `millrace --help` is quick.
+    if name in ("LLM", "AsyncLLM"):
+        from millrace import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'millrace' has no attribute '{name}'")

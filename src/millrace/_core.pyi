@@ -119,6 +119,7 @@ class Model:
         wanted: NDArray[np.int32],  # rows, ascending
         out: NDArray[np.float32],  # [wanted, vocab] logits, or [wanted, hidden] when hidden
         hidden: bool = False,
+        peaks: NDArray[np.float32] | None = None,  # out, [wanted, ceil(vocab / 32)] the largest of every 32 logits
     ) -> None: ...
 
 class Sampler:
@@ -143,6 +144,7 @@ class Sampler:
         logprobs: NDArray[np.float32],  # out, [rows]
         top: NDArray[np.int32],  # out, [rows, most]
         top_logprobs: NDArray[np.float32],  # out, [rows, most]
+        peaks: NDArray[np.float32] | None = None,  # [rows, ceil(vocab / 32)] as a step gives them; None: to be found
     ) -> None: ...
 
 def measure_bandwidth(pool: Pool, mebibytes: int, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""The executor driven directly: chunked prompts, streams, sampling, bounds and embeddings."""
+"""The executor driven directly: chunked prompts, greedy tokens, bounds and embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import Runner, embed, generate, greedy, hidden_states, logits
-from millrace.engine.sampling import Sampling
+from millrace.engine.offline import Runner, embed, greedy, hidden_states, logits
 from millrace.errors import RequestError
 from millrace.models.loading import open_model
 from millrace.models.random_model import write_random_model
@@ -36,30 +35,9 @@ def test_prompts_are_cut_to_the_rows_of_a_step_without_a_trace(tiny_folder: Path
         assert np.array_equal(found, expected)
 
 
-def test_a_stream_gives_the_greedy_tokens_one_by_one(executor: CpuExecutor) -> None:
-    stream = generate(executor, PROMPT, max_tokens=12, sampling=Sampling())
-    assert [step.token for step in stream] == greedy(executor, [PROMPT], 12)[0]
-
-
-def test_a_stop_token_ends_the_stream(executor: CpuExecutor) -> None:
-    tokens = greedy(executor, [PROMPT], 12)[0]
-    stream = generate(executor, PROMPT, max_tokens=12, sampling=Sampling(), stop_ids={tokens[4]})
-    assert [step.token for step in stream] == tokens[: tokens.index(tokens[4]) + 1]
-
-
 def test_many_prompts_decode_as_each_does_alone(executor: CpuExecutor) -> None:
     prompts = [PROMPT[:1], PROMPT[:17], PROMPT]
     assert greedy(executor, prompts, 9) == [greedy(executor, [prompt], 9)[0] for prompt in prompts]
-
-
-def test_sampled_tokens_follow_from_seed_and_position(executor: CpuExecutor) -> None:
-    def draw(seed: int, temperature: float = 5.0) -> list[int]:
-        sampling = Sampling(temperature=temperature, seed=seed)
-        return [step.token for step in generate(executor, PROMPT, max_tokens=10, sampling=sampling)]
-
-    assert draw(3) == draw(3)
-    assert draw(3) != draw(4)
-    assert draw(7, temperature=1e-6) == greedy(executor, [PROMPT], 10)[0]
 
 
 def test_blocks_come_back_when_a_sequence_is_closed(executor: CpuExecutor) -> None:

@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace import _core
-from millrace.engine.sampling import NoTokenError, Sampler, SampleRow, Sampling
+from millrace.engine.sampler import Sampler
+from millrace.engine.sampling import NoTokenError, SampleRow, Sampling
 from millrace.errors import RequestError
 
 VOCAB = 1003  # not a multiple of any vector
@@ -181,9 +182,68 @@ def test_a_draw_follows_from_seed_and_position_and_not_from_company(sampler: Sam
     assert len({choose(sampler, table[0], wishes[0], position) for position in range(20)}) > 5
 
 
+def test_peaks_that_come_with_the_logits_change_nothing(sampler: Sampler) -> None:
+    table = np.stack([logits_of(seed) for seed in range(8)])
+    allowed = np.random.default_rng(5).integers(0, 2**32, -(-VOCAB // 32), dtype=np.uint32)
+    rows = [
+        SampleRow(Sampling(), 0),
+        SampleRow(Sampling(temperature=1.0, seed=1), 1),
+        SampleRow(Sampling(temperature=1.0, top_p=0.7, seed=1, logprobs=3), 2),
+        SampleRow(Sampling(top_k=7, temperature=2.0, logit_bias={5: 9.0, 900: 30.0}, logprobs=0), 3),
+        SampleRow(Sampling(repetition_penalty=3.0, temperature=1.0), 4, seen={n: 1 for n in range(0, 1000, 3)}),
+        SampleRow(Sampling(presence_penalty=2.0), 5, seen={int(table[5].argmax()): 2}),
+        SampleRow(Sampling(temperature=1.0, min_p=0.1), 6, mask=allowed),
+        SampleRow(Sampling(logprobs=2), 7, forbidden=[int(table[7].argmax())]),
+    ]
+    padded = np.full((8, -(-VOCAB // 32) * 32), -np.inf, dtype=np.float32)
+    padded[:, :VOCAB] = table
+    peaks = padded.reshape(8, -1, 32).max(axis=2)
+    laid_out = sampler.lay_out(rows)
+    tokens = sampler.choose_laid_out(table.copy(), laid_out, peaks)
+    with_peaks = [laid_out.chosen(row) for row in range(8)]
+    assert with_peaks == sampler.choose(table.copy(), rows)
+    assert tokens == [chosen.token for chosen in with_peaks]
+    assert tokens[3] == 900
+    assert (peaks == padded.reshape(8, -1, 32).max(axis=2)).all()
+
+
+@pytest.mark.parametrize("top_p", [0.02, 0.5, 0.97])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+def test_a_nucleus_of_thousands_is_that_of_the_sorted_tokens(spread: float, top_p: float) -> None:
+    vocab = 20_011
+    large = Sampler(vocab, _core.Pool(2), _core.isa_default())
+    row = np.random.default_rng(4).normal(0.0, spread, vocab).astype(np.float32) if spread else np.zeros(vocab, "f4")
+    probabilities = softmax(row)
+    order = np.argsort(-row, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
+    rows = [SampleRow(Sampling(temperature=1.0, top_p=top_p, seed=6), position) for position in range(400)]
+    drawn = np.array([chosen.token for chosen in large.choose(np.tile(row, (400, 1)), rows)])
+    ranks = np.empty(vocab, dtype=np.int64)
+    ranks[order] = np.arange(vocab)
+    assert ranks[drawn].max() <= count + 1  # a token of slack for the rounding of the sum
+    # Of 400 draws, the share beyond any rank is that of the nucleus beyond it, within five deviations.
+    inside = np.cumsum(probabilities[order])[:count]
+    for rank in (count // 4, count // 2, 3 * count // 4):
+        expected = inside[rank] / inside[-1]
+        deviation = np.sqrt(expected * (1 - expected) / 400)
+        assert abs((ranks[drawn] <= rank).mean() - expected) <= 5 * deviation + 1e-9
+
+
+def test_a_draw_from_all_tokens_reaches_the_last_one() -> None:
+    vocab = 5003
+    large = Sampler(vocab, _core.Pool(1), _core.isa_default())
+    row = np.full(vocab, -200.0, dtype=np.float32)
+    row[[0, vocab - 1]] = 0.0
+    rows = [SampleRow(Sampling(temperature=1.0, seed=2), position) for position in range(200)]
+    drawn = [chosen.token for chosen in large.choose(np.tile(row, (200, 1)), rows)]
+    assert set(drawn) == {0, vocab - 1}
+    assert 60 <= drawn.count(0) <= 140
+
+
 def test_all_instruction_sets_draw_the_same() -> None:
     table = np.stack([logits_of(seed) for seed in range(50)])
-    rows = [SampleRow(Sampling(temperature=1.2, top_p=0.95, seed=3), i) for i in range(50)]
+    wishes = [{"top_p": 0.95}, {}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.9, "logprobs": 4}]
+    rows = [SampleRow(Sampling(temperature=1.2, seed=3, **wishes[i % 5]), i) for i in range(50)]  # type: ignore[arg-type]
     drawn = [
         [chosen.token for chosen in Sampler(VOCAB, _core.Pool(1), isa).choose(table.copy(), rows)]
         for isa in _core.isa_available()

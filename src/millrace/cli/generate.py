@@ -1,6 +1,6 @@
 """`millrace generate`: continue a prompt with a model and stream the text.
 
-Owns the command's flags and its output. Runs the executor directly, one sequence, without a server.
+Owns the command's flags and its output. Runs one request on an engine in this process, without a server.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import Generated
-from millrace.engine.offline import generate as generated
+from millrace.engine.request import Finish
 from millrace.engine.sampling import Sampling
-from millrace.errors import RequestError
-from millrace.models.cache_folder import cache_folder
+from millrace.engine.wire import Ending
+from millrace.errors import MillraceError, RequestError
+from millrace.llm import LLM
 from millrace.models.loading import ModelFolder, find_model, open_model
-from millrace.models.tokenizer import Detokenizer
 
 
 class Report(msgspec.Struct):
@@ -131,7 +129,7 @@ def generate(
             f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
         )
     ids = _encode(folder, sys.stdin.read() if prompt == "-" else prompt, chat=chat)
-    executor = CpuExecutor.load(
+    llm = LLM(
         folder,
         weights=weights,
         group=group,
@@ -139,39 +137,40 @@ def generate(
         kv=kv,
         threads=threads,
         context=context,
-        cache=cache_folder() if cache else None,
+        cache=cache,
+        speculation="none",  # the times are those of the model alone
     )
-    stop_ids = frozenset[int]() if ignore_eos else folder.tokenizer.eos_ids
+    executor = llm.opened.executor
     room = min(max_tokens, executor.capacity.context - len(ids))
     if room < 1:
         raise RequestError(
             f"the prompt's {len(ids)} tokens leave no room in the context of {executor.capacity.context}",
             parameter="prompt",
         )
-    detokenizer = Detokenizer(folder.tokenizer)
-    made: list[Generated] = []
+    tokens: list[int] = []
     text: list[str] = []
-    for step in generated(executor, ids, max_tokens=room, sampling=sampling, stop_ids=stop_ids):
-        made.append(step)
-        piece = "" if step.token in stop_ids else detokenizer.push(step.token)
-        text.append(piece)
+    ending: Ending | None = None
+    for output in llm.stream(ids, max_tokens=room, sampling=sampling, ignore_eos=ignore_eos):
+        tokens += output.tokens
+        text.append(output.text)
+        ending = output.ending
         if not json:
-            print(piece, end="", flush=True)
-    text.append(detokenizer.finish())
-    executor.close()
+            print(output.text, end="", flush=True)
+    llm.close()
+    if ending is None or ending.finish is Finish.FAILED:
+        raise MillraceError(ending.why if ending is not None else "the engine gave no answer")
     if not json:
-        print(text[-1])
+        print()
         return
-    tokens = [step.token for step in made]
     report = Report(
         model=str(folder.path),
         text="".join(text),
-        finish_reason="stop" if tokens[-1] in stop_ids else "length",
+        finish_reason=ending.finish,
         prompt_tokens=ids,
         tokens=tokens,
         load_s=executor.load_report.seconds,
-        prefill_s=made[0].seconds,
-        decode_s=sum(step.seconds for step in made[1:]),
+        prefill_s=ending.usage.prefill_s,
+        decode_s=ending.usage.decode_s,
         isa=executor.isa,
         threads=executor.threads,
         weights=executor.plan.default.name,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -18,7 +17,10 @@ from numpy.typing import NDArray
 
 from millrace import _core
 from millrace.engine.executor import Batch, Capacity, Result, Ticket
-from millrace.engine.sampling import Chosen, Sampler, SampleRow
+from millrace.engine.executor import Rows as AnyRows
+from millrace.engine.sampler import Rows, Sampler
+from millrace.engine.sampling import Chosen, SampleRow
+from millrace.engine.step_thread import Call, StepThread
 from millrace.errors import RequestError
 from millrace.models.loading import ModelFolder
 from millrace.models.packing import CoreTensors, load_tensors
@@ -32,6 +34,11 @@ DEFAULT_MAX_ROWS: Final = 512
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def default_context(spec: ModelSpec) -> int:
+    """Most tokens of one sequence, where nobody says how many."""
+    return min(spec.context, DEFAULT_CONTEXT)
 
 
 def choose_isa(named: str | None) -> str:
@@ -79,7 +86,7 @@ class CpuExecutor:
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
         self._kv = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, capacity.blocks, kv)
         self._sampler = Sampler(spec.vocab_size, pool, isa)
-        self._runner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millrace-step")
+        self._thread = StepThread("millrace-step")
         self.load_report = Load(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
 
     @classmethod
@@ -108,7 +115,7 @@ class CpuExecutor:
         count = cores if threads is None else threads
         if not 1 <= count <= 512:
             raise RequestError(f"threads must be 1 to 512, not {count}", parameter="threads")
-        length = min(spec.context, DEFAULT_CONTEXT) if context is None else context
+        length = default_context(spec) if context is None else context
         if not 1 <= length <= spec.context:
             raise RequestError(
                 f"context must be 1 to {spec.context} tokens for this model, not {length}", parameter="context"
@@ -141,25 +148,48 @@ class CpuExecutor:
         return self._model.stage_seconds()
 
     def launch(self, batch: Batch) -> Ticket:
-        return self._runner.submit(self._step, batch)
+        return self._thread.submit(self._step, batch)
 
     def collect(self, ticket: Ticket) -> Result:
-        return cast("Future[Result]", ticket).result()
+        return cast("Call[Result]", ticket).result()
 
     def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[Chosen]:
         return self._sampler.choose(logits, rows)
 
+    def lay_out(self, rows: Sequence[SampleRow]) -> Rows:
+        return self._sampler.lay_out(rows)
+
+    def choose(self, logits: NDArray[np.float32], rows: AnyRows, peaks: NDArray[np.float32] | None = None) -> list[int]:
+        return self._sampler.choose_laid_out(logits, cast("Rows", rows), peaks)
+
     def close(self) -> None:
         """Waits for the step under way and ends the waiting thread."""
-        self._runner.shutdown()
+        self._thread.close()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies a block's KV in every layer, after the steps that were launched before."""
-        self._runner.submit(self._kv.copy_block, source, target).result()
+        self._thread.submit(self._kv.copy_block, source, target).result()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._kv.bytes_per_block
+
+    def read_block(self, block: int) -> NDArray[np.uint8]:
+        data = np.empty(self._kv.bytes_per_block, dtype=np.uint8)
+        self._thread.submit(self._kv.read_block, block, data).result()
+        return data
+
+    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
+        self._thread.submit(self._kv.write_block, block, data).result()
 
     def _step(self, batch: Batch) -> Result:
-        width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
-        values = np.empty((len(batch.wanted), width), dtype=np.float32)
+        for source, target in batch.copies:
+            self._kv.copy_block(source, target)
+        values = batch.out
+        if values is None:
+            # Fresh pages cost more than a small step: callers that step in a loop bring their own array.
+            width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
+            values = np.empty((len(batch.wanted), width), dtype=np.float32)
         self._model.step(
             self._kv,
             batch.tokens,
@@ -170,8 +200,9 @@ class CpuExecutor:
             batch.wanted,
             values,
             batch.hidden,
+            batch.peaks,
         )
-        return Result(values)
+        return Result(values, batch.peaks)
 
 
 def describe(spec: ModelSpec) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""An executor driven directly, one caller at a time: generation, logits and embeddings without a scheduler.
+"""An executor driven directly, one caller at a time: greedy tokens, logits and embeddings without a scheduler.
 
-Owns Sequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For commands, tests and
-measurements; serving many callers at once is the scheduler's work, not this file's.
+Owns Sequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For tests and measurements,
+where what the engine makes is compared with what the executor alone does; callers are served by engine.engine.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ManyOf
 from dataclasses import dataclass, field
 
@@ -15,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import Batch, Executor
-from millrace.engine.sampling import Chosen, SampleRow, Sampling
 from millrace.errors import RequestError
 
 Floats = NDArray[np.float32]
@@ -162,34 +159,3 @@ def embed(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> Floats:
     if spec.normalise_embedding:
         pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
     return pooled
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One token of a stream, and how long the step that made it took."""
-
-    chosen: Chosen
-    seconds: float
-
-    @property
-    def token(self) -> int:
-        return self.chosen.token
-
-
-def generate(
-    executor: Executor, prompt: ManyOf[int], *, max_tokens: int, sampling: Sampling, stop_ids: Collection[int] = ()
-) -> Iterator[Generated]:
-    """Yields each token as soon as it is chosen; a stop token is yielded too, and is the last."""
-    sampling.check(executor.spec.vocab_size)
-    runner = Runner(executor)
-    sequence = runner.open(prompt, total=len(prompt) + max_tokens)
-    seen = dict.fromkeys(prompt, 0)
-    for _ in range(max_tokens):
-        started = time.perf_counter()
-        row = SampleRow(sampling, len(sequence.tokens), seen)
-        (chosen,) = executor.sample(runner.prefill([sequence]), [row])
-        yield Generated(chosen, time.perf_counter() - started)
-        if chosen.token in stop_ids:
-            return
-        sequence.tokens.append(chosen.token)
-        seen[chosen.token] = seen.get(chosen.token, 0) + 1

@@ -1,28 +1,30 @@
-"""How the next token of a sequence is to be chosen, and the choice for all rows of a step at once.
+"""How the next token of a sequence is to be chosen: what a caller may wish, its bounds, and what comes out.
 
-Owns Sampling (what a caller may wish), its bounds, and the laying out of rows for the core's sampler. Random numbers
-are counter-based: they follow from the seed and the token's position alone, so a sampled sequence, like a greedy one,
-does not depend on what else runs.
+Owns Sampling, a row of logits as a sampler takes it (SampleRow) and the choice (Chosen). Knows nothing of arrays: the
+core's sampler, with the laying out of rows for it, is engine.sampler. Random numbers are counter-based: they follow
+from the seed and the token's position alone, so a sampled sequence, like a greedy one, does not depend on what else
+runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from millrace import _core
 from millrace.errors import MillraceError, RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOST_LOGPROBS: Final = 1024
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -33,6 +35,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     logprobs: int | None = None  # how many likeliest tokens to report; 0 reports the chosen one alone
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens seen so far matter."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:
         """RequestError for a wish that cannot be met."""
@@ -56,6 +63,20 @@ def _within(parameter: str, value: float, least: float, most: float) -> None:
         raise RequestError(f"{parameter} must be from {least:g} to {most:g}, not {value}", parameter=parameter)
 
 
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the `index`-th of a request's n sequences; the first has the request's own."""
+    if index == 0:
+        return seed
+    # SplitMix64's finaliser: neighbouring indices get seeds that have nothing in common.
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _WORD
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+    return mixed ^ (mixed >> 31)
+
+
+_WORD: Final = 2**64 - 1
+
+
 @dataclass(slots=True)
 class SampleRow:
     """One row of logits and what is wished of it."""
@@ -64,10 +85,12 @@ class SampleRow:
     position: int  # of the token to be chosen, in its sequence
     seen: Mapping[int, int] = field(default_factory=dict[int, int])  # token of prompt or output -> count in the output
     mask: NDArray[np.uint32] | None = None  # a bit per token, set where it is allowed
+    forbidden: Collection[int] = ()  # tokens that must not be chosen, beside the mask
+    given: int | None = None  # a token that is known already: it is taken, and only its log-probability is of interest
+    seed: int | None = None  # in place of the sampling's
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # likeliest tokens with their log-probabilities
@@ -75,83 +98,3 @@ class Chosen:
 
 class NoTokenError(MillraceError):
     """A row from which no token can be chosen: everything is masked, or the logits are not numbers."""
-
-
-class Sampler:
-    """The core's sampler for one vocabulary."""
-
-    def __init__(self, vocab_size: int, pool: _core.Pool, isa: str) -> None:
-        self._core = _core.Sampler(vocab_size, pool, isa)
-        self._words = -(-vocab_size // 32)
-
-    def choose(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[Chosen]:
-        """A token for every row. Changes the logits where a row's wishes do."""
-        wishes = [row.sampling for row in rows]
-        numbers = [
-            (w.temperature, w.top_p, w.min_p, w.repetition_penalty, w.frequency_penalty, w.presence_penalty)
-            for w in wishes
-        ]
-        reported = [-1 if w.logprobs is None else w.logprobs for w in wishes]
-        # The list of tokens seen is only looked at where a penalty asks for it.
-        seen = _ragged(row.seen if _penalises(row.sampling) else {} for row in rows)
-        biases = _ragged(w.logit_bias for w in wishes)
-        masks = [row.mask for row in rows if row.mask is not None]
-        places = iter(range(len(masks)))
-        most = max(reported, default=0)
-        tokens = np.empty(len(rows), dtype=np.int32)
-        logprobs = np.empty(len(rows), dtype=np.float32)
-        top = np.empty((len(rows), max(most, 0)), dtype=np.int32)
-        top_logprobs = np.empty((len(rows), max(most, 0)), dtype=np.float32)
-        self._core.choose(
-            logits,
-            np.array(numbers, dtype=np.float32).reshape(len(rows), 6),
-            np.array([(w.top_k, n) for w, n in zip(wishes, reported, strict=True)], dtype=np.int32).reshape(-1, 2),
-            np.array([(row.sampling.seed, row.position) for row in rows], dtype=np.uint64).reshape(-1, 2),
-            seen.tokens,
-            seen.values.astype(np.int32),
-            seen.offsets,
-            biases.tokens,
-            biases.values.astype(np.float32),
-            biases.offsets,
-            np.stack(masks) if masks else np.zeros((0, self._words), dtype=np.uint32),
-            np.array([-1 if row.mask is None else next(places) for row in rows], dtype=np.int32),
-            tokens,
-            logprobs,
-            top,
-            top_logprobs,
-        )
-        chosen: list[Chosen] = []
-        for index, count in enumerate(reported):
-            token = int(tokens[index])
-            if token < 0:
-                raise NoTokenError("no token can be chosen: all are masked, or the model computed NaN or infinity")
-            if count < 0:
-                chosen.append(Chosen(token))
-                continue
-            likeliest = zip(top[index, :count].tolist(), top_logprobs[index, :count].tolist(), strict=True)
-            chosen.append(Chosen(token, float(logprobs[index]), tuple(likeliest)))
-        return chosen
-
-
-def _penalises(sampling: Sampling) -> bool:
-    return (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ragged:
-    tokens: NDArray[np.int32]
-    values: NDArray[np.float64]
-    offsets: NDArray[np.int32]
-
-
-def _ragged(rows: Iterable[Mapping[int, Any]]) -> _Ragged:
-    tokens: list[int] = []
-    values: list[float] = []
-    offsets = [0]
-    for row in rows:
-        tokens += row.keys()
-        values += row.values()
-        offsets.append(len(tokens))
-    return _Ragged(
-        np.array(tokens, dtype=np.int32), np.array(values, dtype=np.float64), np.array(offsets, dtype=np.int32)
-    )

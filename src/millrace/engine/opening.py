@@ -1,0 +1,145 @@
+"""From a Variant to an engine that is ready to run: the model loaded, memory laid out, all parts put together.
+
+Owns nothing that lives on; Opened holds what came of it. Used alike by the worker process and by millrace.LLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from millrace.engine.blocks import Blocks
+from millrace.engine.cpu import CpuExecutor
+from millrace.engine.draft_model import DraftModelDrafter
+from millrace.engine.engine import Engine
+from millrace.engine.pins import Pins
+from millrace.engine.plan import Limits
+from millrace.engine.policy import Policy
+from millrace.engine.prefix_file import kv_identity
+from millrace.engine.scheduler import Scheduler
+from millrace.engine.speculation import NgramDrafter
+from millrace.engine.speculator import DraftLength, Speculator
+from millrace.engine.step_time import StepTimeModel
+from millrace.engine.variant import Variant
+from millrace.errors import RequestError
+from millrace.models.cache_folder import cache_folder
+from millrace.models.loading import ModelFolder, find_model, open_model
+from millrace.models.tokenizer import Tokenizer
+from millrace.models.weights import content_digest
+
+log = logging.getLogger(__name__)
+
+SPECULATION: Final = ("none", "ngram", "model")
+
+Progress = Callable[[int, int], None]  # bytes of weights done, and of all
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    variant: Variant
+    folder: ModelFolder
+    executor: CpuExecutor
+    engine: Engine
+    pins: Pins
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.folder.tokenizer
+
+
+def open_variant(variant: Variant, *, folder: ModelFolder | None = None, progress: Progress | None = None) -> Opened:
+    """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already."""
+    if variant.speculation not in SPECULATION:
+        raise RequestError(
+            f"speculation is one of {', '.join(SPECULATION)}, not '{variant.speculation}'", parameter="speculation"
+        )
+    if (variant.speculation == "model") != (variant.draft_model is not None):
+        raise RequestError("a draft model goes with speculation 'model', and with no other", parameter="draft_model")
+    if not 1 <= variant.max_sequences <= 4096:
+        raise RequestError(f"max_sequences must be 1 to 4096, not {variant.max_sequences}", parameter="max_sequences")
+    if folder is None:
+        folder = open_model(find_model(variant.model))
+    executor = _load(folder, variant, progress)
+    spec, capacity = executor.spec, executor.capacity
+    tokenizer = folder.tokenizer
+    reuse = spec.causal and variant.prefix_cache
+    blocks = Blocks(capacity.blocks, capacity.block_tokens, reuse=reuse)
+    for prefix in variant.public_prefixes:
+        blocks.declare_public(prefix)
+    step_time = StepTimeModel()
+    limits = Limits(
+        context=capacity.context,
+        max_rows=capacity.max_rows,
+        block_tokens=capacity.block_tokens,
+        causal=spec.causal,
+        max_sequences=variant.max_sequences,
+        queued_sequences=variant.queued_sequences,
+    )
+    scheduler = Scheduler(blocks, limits, Policy(), step_time, rope_variant=spec.rope_variant)
+    engine = Engine(
+        executor,
+        scheduler,
+        blocks,
+        tokenizer,
+        speculator=_speculator(variant, executor) if spec.causal else None,
+        step_time=step_time,
+        sequences=variant.max_sequences,
+        checks=variant.checks,
+    )
+    return Opened(variant, folder, executor, engine, _pins(variant, folder, executor, engine))
+
+
+def _load(folder: ModelFolder, variant: Variant, progress: Progress | None) -> CpuExecutor:
+    return CpuExecutor.load(
+        folder,
+        weights=variant.weights,
+        group=variant.group,
+        keep=variant.keep,
+        kv=variant.kv,
+        threads=variant.threads,
+        context=variant.context,
+        kv_tokens=variant.kv_tokens,
+        max_rows=variant.max_rows,
+        isa=variant.isa,
+        cache=cache_folder() if variant.cache else None,
+        progress=progress,
+    )
+
+
+def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
+    lengths = DraftLength(most=variant.most_drafts)
+    if variant.speculation == "ngram":
+        return Speculator(NgramDrafter(), lengths)
+    if variant.speculation == "none" or variant.draft_model is None:
+        return None
+    draft = CpuExecutor.load(
+        open_model(find_model(variant.draft_model)),
+        weights=variant.draft_weights or variant.weights,
+        kv=variant.kv,
+        threads=executor.threads,
+        context=executor.capacity.context,
+        kv_tokens=executor.capacity.blocks * executor.capacity.block_tokens,
+        isa=executor.isa,
+        cache=cache_folder() if variant.cache else None,
+    )
+    return Speculator(DraftModelDrafter(draft, vocab_size=executor.spec.vocab_size), lengths)
+
+
+def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: Engine) -> Pins:
+    if variant.saved_prefixes is None:
+        return Pins(engine)
+    identity = kv_identity(
+        weights_digest=content_digest(folder.weights.files, index_dir=cache_folder() if variant.cache else None),
+        spec=executor.spec,
+        plan=executor.plan,
+        kv=executor.kv_type,
+        isa=executor.isa,
+        block_tokens=executor.capacity.block_tokens,
+        block_bytes=executor.block_bytes,
+    )
+    pins = Pins(engine, Path(variant.saved_prefixes), identity)
+    pins.restore()
+    return pins

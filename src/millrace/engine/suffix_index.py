@@ -1,0 +1,87 @@
+"""Where the end of a text of tokens came before in it.
+
+Owns SuffixIndex, a hash table of neighbouring pairs as compressors use. Adding a token takes constant time; memory is
+bounded by the window: 4 bytes a token, and as much again for the hashes. Knows nothing of what the answer is for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+_LONGEST: Final = 32  # tokens of the past that are compared
+_NOWHERE: Final = -1
+_FIRST: Final = 0x9E3779B1  # of the pair's hash: odd, and about 32 bits
+_SECOND: Final = 0x85EBCA77
+
+
+class SuffixIndex:
+    """Where each pair of neighbouring tokens came before: the latest place by hash, and from each the one before it.
+
+    A place is that of the token after the pair. Bounded: 4 bytes a token of the window, and as much for the hashes.
+    """
+
+    def __init__(self, window: int, tokens: int) -> None:
+        self._window = 1 << (window - 1).bit_length()
+        size = min(self._window, max(1024, 1 << tokens.bit_length()))
+        self._hashes = size - 1
+        self._last = array("i", [_NOWHERE]) * size
+        self._before = array("i")  # by place, modulo the window
+        self._done = 0  # places that are in the index
+        self._followed = (0, 0, 0)  # where the tokens ended, the place that was found, and its length
+
+    def add(self, tokens: list[int], most: int) -> None:
+        """Takes in every pair that has a token after it, `most` at a time."""
+        window, last, before, hashes = self._window, self._last, self._before, self._hashes
+        start = self._done
+        end = min(len(tokens), start + most)
+        for place in range(start, end):
+            if place < 2:
+                previous = _NOWHERE
+            else:
+                key = ((tokens[place - 2] * _FIRST + tokens[place - 1] * _SECOND) >> 16) & hashes
+                previous = last[key]
+                last[key] = place
+            if place < window:
+                before.append(previous)
+            else:
+                before[place & (window - 1)] = previous
+        self._done = max(start, end)
+
+    def find(self, tokens: list[int], candidates: int) -> tuple[int, int]:
+        """The place whose past agrees with the end of the tokens furthest back, and how far."""
+        end = len(tokens)
+        if end < 3:
+            return 0, 0
+        ended, place, length = self._followed
+        if length and tokens[ended:end] == tokens[place : place + end - ended]:
+            place, length = place + end - ended, min(_LONGEST, length + end - ended)
+        else:
+            place, length = 0, 0
+        if length < _LONGEST:
+            place, length = self._search(tokens, candidates, place, length)
+        self._followed = (end, place, length)
+        return place, length
+
+    def _search(self, tokens: list[int], candidates: int, place: int, length: int) -> tuple[int, int]:
+        end = len(tokens)
+        first, second = tokens[end - 2], tokens[end - 1]
+        key = ((first * _FIRST + second * _SECOND) >> 16) & self._hashes
+        other = self._last[key]
+        oldest = max(2, end - self._window)
+        while candidates and other >= oldest:
+            candidates -= 1
+            if tokens[other - 1] == second and tokens[other - 2] == first:
+                common = 2
+                limit = min(_LONGEST, other)
+                while common < limit and tokens[other - 1 - common] == tokens[end - 1 - common]:
+                    common += 1
+                if common > length:
+                    place, length = other, common
+                    if common == _LONGEST:
+                        break
+            previous = self._before[other & (self._window - 1)]
+            if previous >= other:
+                break
+            other = previous
+        return place, length

@@ -1,0 +1,122 @@
+"""What each tenant was served, since ever and of late, and who takes several times its fair share.
+
+Owns Account and Usage. Of late means over the last minute or two, older service counting less and less. A tenant is
+over its share when it has taken `SEVERAL` times what each would get if all that were served of late got the same for
+their weight, and a good part of all: with a handful of tenants three quarters, with very many a fifth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Final
+
+LATE: Final = 60.0  # seconds after which service counts for 1/e of what it did
+SEVERAL: Final = 4.0
+LEAST_PART: Final = 0.2  # of everything that was served of late
+MOST_PART: Final = 0.75
+_LEAST_TOKENS: Final = 4096.0  # that must have been served before anyone is over its share
+_EVERY: Final = 0.25  # seconds between two looks
+_MOST_SCALE: Final = 1e12
+
+
+class Account:
+    """A tenant's."""
+
+    __slots__ = ("charged", "name", "over", "queued", "queued_tokens", "running", "used", "waiting", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0  # as its latest request said
+        self.charged = [0.0, 0.0]  # weighted tokens; of background work apart
+        self.used = 0.0  # of late, in `Usage`'s measure
+        self.over = False  # much more than its fair share
+        self.waiting = [0, 0]  # in the queue, in the same way
+        self.queued = 0  # sequences that wait, those that follow another's prefix included
+        self.queued_tokens = 0
+        self.running = 0
+
+
+class Usage:
+    """Service of late. Instead of letting all old service fade, new service is counted ever larger."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._scale = 1.0
+        self._since = 0.0  # when the scale was 1
+        self._looked = 0.0
+        self._weight = 0.0  # of the recent ones
+        self._recent: OrderedDict[Account, tuple[float, float]] = OrderedDict()  # when last served, weight then
+        self._served: set[Account] = set()  # since the last look: only they can have come to be over
+        self._over: set[Account] = set()
+        self._now = 0.0
+
+    def add(self, account: Account, tokens: float) -> None:
+        scaled = tokens * self._scale
+        account.used += scaled
+        self._total += scaled
+        self._served.add(account)
+        before = self._recent.get(account)
+        if before is None:
+            self._weight += account.weight
+            self._recent[account] = (self._now, account.weight)
+        elif before[0] != self._now:
+            self._recent[account] = (self._now, before[1])
+            self._recent.move_to_end(account)
+
+    def tick(self, now: float) -> list[Account]:
+        """Looks at who is over its share; returns those who are no longer."""
+        self._now = now
+        self._scale = math.exp((now - self._since) / LATE)
+        if now - self._looked < _EVERY:
+            return []
+        self._looked = now
+        if self._scale > _MOST_SCALE:
+            self._rescale(now)
+        recent = self._recent
+        while recent:
+            account, (served, weight) = next(iter(recent.items()))
+            if served > now - 2.0 * LATE:
+                break
+            del recent[account]
+            self._weight -= weight
+            self._total -= account.used
+            account.used = 0.0
+        return self._look()
+
+    @property
+    def any_over(self) -> bool:
+        return bool(self._over)
+
+    def forget(self, account: Account) -> None:
+        """The account is no more."""
+        self._over.discard(account)
+        self._served.discard(account)
+        before = self._recent.pop(account, None)
+        if before is not None:
+            self._weight -= before[1]
+            self._total -= account.used
+
+    def _look(self) -> list[Account]:
+        over: set[Account] = set()
+        if self._total > _LEAST_TOKENS * self._scale and len(self._recent) > 1:
+            for account in self._served | self._over:
+                recent = self._recent.get(account)
+                part = account.used / self._total
+                if recent is not None and part > min(max(SEVERAL * recent[1] / self._weight, LEAST_PART), MOST_PART):
+                    over.add(account)
+        self._served.clear()
+        ended = [account for account in self._over if account not in over]
+        for account in ended:
+            account.over = False
+        for account in over:
+            account.over = True
+        self._over = over
+        return ended
+
+    def _rescale(self, now: float) -> None:
+        for account in self._recent:
+            account.used /= self._scale
+        self._total /= self._scale
+        self._scale = 1.0
+        self._since = now

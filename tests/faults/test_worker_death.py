@@ -1,0 +1,281 @@
+"""Worker processes that die, hang, drain or never start: nothing is lost, nothing comes twice, and the bytes stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from millrace.engine import wire
+from millrace.engine.answer import Answer
+from millrace.engine.client import Client, Waits
+from millrace.engine.grammar import Grammar
+from millrace.engine.request import Request
+from millrace.engine.sampling import Sampling
+from millrace.engine.supervisor import StartError, Supervisor, Watch
+from millrace.engine.variant import Variant
+from tests.engine.running import open_tiny, run
+
+STREAMS = 32
+WAITS = Waits(patience=30.0, silence=20.0, ping=0.1)
+# Speculation is on, memory is too small for all at once, and each test starts from the same variant.
+OPTIONS: dict[str, Any] = {"speculation": "ngram", "context": 512, "kv_tokens": 4096, "threads": 1}
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run_it(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 120.0))
+
+    return run_it
+
+
+def variant(folder: Path, **changes: Any) -> Variant:
+    options = {"weights": "int8", "cache": False, "checks": True} | OPTIONS | changes
+    return Variant.of(str(folder), **options)
+
+
+def requests(max_tokens: int = 150) -> list[Request]:
+    """Greedy, seeded, penalised, held by a grammar, with stop strings, and several sequences of one prompt."""
+    schema = json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60})
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"sampling": Sampling(temperature=1.0, seed=5)},
+        {"sampling": Sampling(temperature=0.8, seed=6, repetition_penalty=1.2, frequency_penalty=0.1)},
+        {"grammar": Grammar("json_schema", schema), "sampling": Sampling(temperature=0.7, seed=7)},
+        {"stop": ("zzzz", "never there"), "sampling": Sampling(temperature=1.0, top_p=0.9, seed=8)},
+        {"n": 2, "sampling": Sampling(temperature=1.2, seed=9, logprobs=1)},
+    ]
+    return [
+        Request(
+            id=str(n),
+            prompt=tuple(5 + (n * 31 + place * 7) % 4000 for place in range(10 + n * 3)),
+            max_tokens=max_tokens,
+            **kinds[n % len(kinds)],
+        )
+        for n in range(STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_folder: Path) -> list[list[Answer]]:
+    """What the requests come to without a process, a socket or a fault."""
+    opened = open_tiny(tiny_folder, **OPTIONS)
+    answers = run(opened.engine, requests())
+    return [answers[str(n)] for n in range(STREAMS)]
+
+
+def assert_same(found: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    for mine, others in zip(found, expected, strict=True):
+        for answer, other in zip(mine, others, strict=True):
+            assert answer.tokens == other.tokens
+            assert answer.text == other.text
+            assert answer.chosen == other.chosen
+            assert answer.ending is not None
+            assert other.ending is not None
+            assert (answer.ending.finish, answer.ending.stop) == (other.ending.finish, other.ending.stop)
+            assert answer.ending.usage.output_tokens == len(answer.tokens)
+
+
+async def answered(client: Client, disturb: Callable[[int], None], at: tuple[int, ...]) -> list[list[Answer]]:
+    """All requests at once; `disturb` is called when so many tokens have come, all streams together."""
+    wanted = requests()
+    answers = [[Answer(index) for index in range(request.n)] for request in wanted]
+    count = 0
+    due = list(at)
+
+    async def follow(place: int, request: Request) -> None:
+        nonlocal count
+        async with client.stream(request) as stream:
+            async for output in stream:
+                answers[place][output.index].add(output)
+                count += len(output.tokens)
+                while due and count >= due[0]:
+                    disturb(due.pop(0))
+
+    await asyncio.gather(*(follow(place, request) for place, request in enumerate(wanted)))
+    assert not due
+    return answers
+
+
+def kill(supervisor: Supervisor, number: int = 0, how: signal.Signals = signal.SIGKILL) -> None:
+    pid = supervisor.pids[number]
+    assert pid is not None
+    os.kill(pid, how)
+
+
+@asynchronous
+async def test_a_killed_worker_leaves_no_trace_in_any_stream(
+    tiny_folder: Path, undisturbed: list[list[Answer]]
+) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    async with Supervisor([config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+        found = await answered(client, lambda _: kill(supervisor), (300, 1500))
+        assert supervisor.restarts == [2]
+        assert_same(found, undisturbed)
+        (stats,) = await client.stats()
+        assert stats["blocks"]["used"] == 0
+
+
+@asynchronous
+async def test_another_replica_goes_on_with_what_a_killed_one_had(
+    tiny_folder: Path, undisturbed: list[list[Answer]]
+) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    async with Supervisor([config, config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+        await client.ready()
+        while len(await client.stats()) < 2:
+            await asyncio.sleep(0.01)
+        found = await answered(client, lambda count: kill(supervisor, int(count > 1000)), (300, 1500))
+        assert_same(found, undisturbed)
+        assert supervisor.restarts[0] == 1
+
+
+@asynchronous
+async def test_a_worker_that_hangs_is_killed_and_replaced(tiny_folder: Path, undisturbed: list[list[Answer]]) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    watch = Watch(ping=0.1, silence=2.0)
+    async with Supervisor([config], watch=watch) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+        found = await answered(client, lambda _: kill(supervisor, how=signal.SIGSTOP), (500,))
+        assert supervisor.restarts == [1]
+        assert_same(found, undisturbed)
+
+
+@asynchronous
+async def test_a_worker_told_to_end_finishes_first(tiny_folder: Path, undisturbed: list[list[Answer]]) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    async with Supervisor([config, config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+        await client.ready()
+        while len(await client.stats()) < 2:
+            await asyncio.sleep(0.01)
+        found = await answered(client, lambda _: kill(supervisor, how=signal.SIGTERM), (300,))
+        assert_same(found, undisturbed)
+        for _ in range(2000):  # its successor is started
+            if supervisor.restarts == [1, 0]:
+                break
+            await asyncio.sleep(0.01)
+        assert supervisor.restarts == [1, 0]
+
+
+@asynchronous
+async def test_stopping_the_supervisor_lets_running_requests_finish(tiny_folder: Path) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    supervisor = Supervisor([config])
+    await supervisor.start()
+    async with Client(supervisor.paths, waits=WAITS) as client:
+        stream = client.stream(Request(id="a", prompt=(5, 6, 7), max_tokens=300))
+        first = await stream.__anext__()
+        stopping = asyncio.create_task(supervisor.stop())
+        made = len(first.tokens) + sum([len(output.tokens) async for output in stream])
+        await stopping
+    assert made == 300
+    assert not supervisor.paths[0].parent.exists()
+    assert supervisor.restarts == [0]
+
+
+@asynchronous
+async def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(tmp_path: Path, tiny_folder: Path) -> None:
+    for broken, message in (
+        (Variant(model=str(tmp_path / "nowhere")), "nowhere"),
+        (variant(tiny_folder, weights="int3"), "int3"),
+    ):
+        supervisor = Supervisor([wire.WorkerConfig(variant=broken)])
+        with pytest.raises(StartError, match=message):
+            await supervisor.start()
+        assert supervisor.restarts == [0]
+        assert not supervisor.paths[0].parent.exists()
+
+
+@asynchronous
+async def test_a_worker_that_dies_again_and_again_is_started_ever_more_slowly(tiny_folder: Path) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    watch = Watch(ping=0.05, pause=0.2, pause_most=0.4)
+    async with Supervisor([config], watch=watch) as supervisor:
+        pauses: list[float] = []
+        for _ in range(4):
+            before, pid = time.monotonic(), supervisor.pids[0]
+            kill(supervisor)
+            while supervisor.pids[0] == pid:
+                await asyncio.sleep(0.005)
+            pauses.append(time.monotonic() - before)
+            async with Client(supervisor.paths, waits=WAITS) as client:
+                assert len(await client.stats()) in (0, 1)
+                await client.ready()
+        assert supervisor.restarts == [4]
+        assert min(pauses[1:]) >= 0.2
+        assert min(pauses[2:]) >= 0.4
+
+
+@asynchronous
+async def test_cancelled_streams_leave_the_worker_idle(tiny_folder: Path) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder))
+    async with Supervisor([config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+        streams = [client.stream(request) for request in requests(300)]
+        for stream in streams:
+            await stream.__anext__()
+            stream.cancel()
+        for _ in range(500):
+            (stats,) = await client.stats()
+            if not stats["scheduler"]["running"] + stats["scheduler"]["waiting"]:
+                break
+            await asyncio.sleep(0.01)
+        assert stats["blocks"]["used"] == 0
+        assert stats["scheduler"]["cancelled"] >= STREAMS
+
+
+def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.Started]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace.engine.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(msgspec.json.encode(config) + b"\n")
+    process.stdin.flush()
+    return process, msgspec.json.decode(process.stdout.readline(), type=wire.Started)
+
+
+def test_a_worker_does_not_outlive_whoever_started_it(tiny_folder: Path, tmp_path: Path) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder), socket=str(tmp_path / "s"))
+    process, started = start(config)
+    assert started.error is None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 0
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_worker_that_is_told_twice_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    config = wire.WorkerConfig(variant=variant(tiny_folder), socket=str(tmp_path / "s"), drain_seconds=1000.0)
+    process, _ = start(config)
+
+    async def told() -> None:
+        async with Client([tmp_path / "s"], waits=WAITS) as client:
+            stream = client.stream(Request(id="a", prompt=(5,), max_tokens=500, sampling=Sampling(logprobs=500)))
+            await stream.__anext__()
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(process.wait, 20)
+
+    asyncio.run(told())
+    assert process.returncode == 0
+
+
+def test_a_configuration_that_is_none_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "millrace.engine.worker"], input=b'{"variant": 3}\n', capture_output=True, check=False
+    )
+    assert process.returncode == 2
+    assert "variant" in (msgspec.json.decode(process.stdout, type=wire.Started).error or "")
+    assert b"Traceback" not in process.stderr
