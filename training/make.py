@@ -32,7 +32,7 @@ from training.rows import Stream, Task, load_tasks, pool
 from training.shape import DRAFT, MINI, TOY_DRAFT, TOY_MINI, Shape
 from training.tokenizer import read, text_of, write, write_text
 from training.tokenizer import train as train_tokenizer
-from training.train import Pace, Settings, SettingsChangedError, train
+from training.train import Pace, Settings, SettingsChangedError, fast_half, train
 
 ROOT: Final = Path(__file__).parent.parent
 BUNDLED: Final = ROOT / "src" / "millrace" / "models" / "bundled"
@@ -53,6 +53,7 @@ class Recipe:
     step_tokens: int = 4096
     optimiser: Kind = "muon"
     device: str = "cpu"
+    compiled: bool = True
     threads: int | None = None
     sample: int | None = None  # held-out questions of each task in the evaluation; all by default
     milestone_sample: int = 40
@@ -72,6 +73,7 @@ TOY: Final = Recipe(
     draft_tokens=100_000,
     tokenizer_conversations=1_000,
     step_tokens=2048,
+    compiled=False,
     sample=3,
     milestone_sample=2,
     pool_size=256,
@@ -98,6 +100,8 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         seed=recipe.seed,
         step_tokens=recipe.step_tokens,
         optimiser=recipe.optimiser,
+        half=fast_half(recipe.device),
+        compiled=recipe.compiled,
     )
     folder = recipe.folder / name
     if finished(folder, settings):

@@ -28,10 +28,10 @@ from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
 
 # How many conversations of a hundred are of each task.
 MIXTURE: Final[dict[str, float]] = {
-    "facts": 26,
+    "facts": 30,
     "reading": 16,
     "extraction": 14,
-    "tools": 14,
+    "tools": 11,
     "triage": 8,
     "arithmetic": 16,
     "talk": 6,

@@ -115,9 +115,12 @@ def test_joined_rows_are_long_and_end_with_the_one_that_refers_back() -> None:
 def test_matrices_become_orthogonal() -> None:
     torch.manual_seed(0)
     for shape in ((3, 32, 128), (2, 128, 32)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
-        assert values.min() > 0.5
-        assert values.max() < 1.4
+        matrices = torch.randn(shape)
+        for half in (True, False):
+            values = torch.linalg.svdvals(orthogonal(matrices, half=half))
+            assert values.min() > 0.5
+            assert values.max() < 1.4
+        assert (orthogonal(matrices) - orthogonal(matrices, half=False)).abs().max() < 0.05
 
 
 def test_the_rate_goes_up_and_then_down_to_nothing() -> None:

@@ -15,6 +15,7 @@ A step is filled in this order:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from millrace.engine.admission import tokens_in_all
 from millrace.engine.blocks import Blocks, Match
@@ -238,14 +239,15 @@ class Planner:
         if hidden:
             # Between two steps of the streams, what this one takes comes on top.
             base = forecast.base if running.decoding else 0.0
-            short, long = (max(bound - base, 0.0) for bound in self._bounds(base))
+            short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
             streams: list[Job] = []
             aside: list[Job] = []
         else:
             streams, aside = self._streams(now)
             step.decode(streams)
             base = step.seconds
-            short, long = self._bounds(base)
+            surfaces = {job.request.surface for job in streams} if aside else running.surfaces
+            short, long = self._bounds(base, surfaces)
             forecast.streams(base, step.rows, step.pairs, short)
         prompts = sorted(running.pooling if hidden else running.prefilling, key=_turn)
         rows = step.rows
@@ -339,9 +341,12 @@ class Planner:
             seconds = late if head is not None and self._is_late(head, now) else seconds
         self._start(step, line, seconds, now, kept=kept, least=least - (step.rows - given), over=over)
 
-    def _bounds(self, base: float) -> tuple[float, float]:
-        """Seconds that a step may last with short prompts in it, and with long ones; `base` with the streams alone."""
-        surfaces = [self._policy.surfaces[name] for name in self.running.surfaces]
+    def _bounds(self, base: float, names: Iterable[str]) -> tuple[float, float]:
+        """Seconds that a step may last with short prompts in it, and with long ones; `base` with the streams alone.
+
+        `names`: the surfaces of those streams.
+        """
+        surfaces = [self._policy.surfaces[name] for name in names]
         objective = self._policy.pace * min((surface.itl for surface in surfaces), default=math.inf)
         if objective == math.inf:
             bound = max(self._limits.longest_step, 1.5 * base)
