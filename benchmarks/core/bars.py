@@ -1,4 +1,4 @@
-"""The bars that Millrace set itself for the core, and whether a run's numbers reach them.
+"""The bars that Millrace set itself for the core and for the engine, and whether a run's numbers reach them.
 
 Owns the bars. A bar that could not be judged, for want of our number or of a peer's, says so and is not passed.
 """
@@ -17,6 +17,13 @@ PREFILL_OF_PEAK: Final = 0.5
 BATCH_OF_PEER: Final = {"batch-8": 2.0, "batch-32": 2.5}
 START_SHAPE: Final = ("qwen2.5-0.5b", "int4")
 START_SECONDS: Final = 1.0
+BATCH_OF_CORE: Final = 0.9
+HOST_SECONDS: Final = 0.0005  # of a step of 32 sequences in which no step runs
+HOST_SHARE: Final = 0.05
+CACHED_OF_COLD: Final = 0.1
+CACHED_OF_PEER: Final = 0.4
+CHATS_BESIDE: Final = 2.0  # times the gap by themselves
+KV_INT8_SPEED: Final = 1.0
 BELIEVABLE: Final = 1.05  # more than a floor allows by so much says that the floor was measured on a busy machine
 
 
@@ -33,7 +40,14 @@ class Verdict:
 
 
 def verdicts(results: dict[str, Any], shape: str) -> list[Verdict]:
+    """Those of the board that the results are of."""
     summary = Summary(results)
+    if results.get("board") == "engine":
+        return [verdict for name in ("int8", "int4") for verdict in _of_engine(summary, shape, name)]
+    return _of_core(results, summary, shape)
+
+
+def _of_core(results: dict[str, Any], summary: Summary, shape: str) -> list[Verdict]:
     precisions = [name for name in DECODE_OF_PEER if any(each["precision"] == name for each in results["floors"])]
     found: list[Verdict] = []
     for name in precisions:
@@ -56,6 +70,45 @@ def verdicts(results: dict[str, Any], shape: str) -> list[Verdict]:
     found += [_of_peer(summary, (shape, name, "memory"), "peak memory, one stream", 1.0) for name in precisions]
     found += [_of_peer(summary, (shape, name, "memory-batch"), "peak memory, batches too", 1.0) for name in precisions]
     return found
+
+
+def _of_engine(summary: Summary, shape: str, name: str) -> list[Verdict]:
+    found: list[Verdict] = []
+    for metric, least in BATCH_OF_PEER.items():
+        key = (shape, name, metric)
+        what = f"{metric.removeprefix('batch-')} requests at once"
+        core = summary.ours(key, f"bare core {name}")
+        found.append(_of_peer(summary, key, what, least))
+        found.append(_of_other(summary.ours(key), core, what, name, BATCH_OF_CORE, "of the bare core", more=True))
+    for metric, most, unit in (("batch-32-host", HOST_SECONDS, 1e3), ("batch-32-host-share", HOST_SHARE, 100)):
+        row = summary.ours((shape, name, metric))
+        sign = "ms" if unit == 1e3 else "%"
+        text, number = f"≤ {most * unit:g} {sign}", "-" if row is None else f"{row.median * unit:.2f} {sign}"
+        passed = None if row is None else row.median <= most
+        found.append(Verdict("host, a step of 32 requests", name, text, row, None, number, passed))
+    cold, cached = summary.ours((shape, name, "cold")), summary.ours((shape, name, "cached"))
+    what = "first token, 1,500 of 1,532 cached"
+    found.append(_of_other(cached, cold, what, name, CACHED_OF_COLD, "of the cold one", more=False))
+    found.append(_of_peer(summary, (shape, name, "cached"), what, CACHED_OF_PEER))
+    alone, beside = (summary.ours((shape, name, metric)) for metric in ("chats-gap", "chats-gap-beside"))
+    what = "8 chats beside prompts of 4,000, p99 gap"
+    found.append(_of_other(beside, alone, what, name, CHATS_BESIDE, "of it alone", more=False))
+    if name == "int8":
+        key = (shape, name, "batch-32")
+        small = summary.ours(key, "millrace int8, KV int8")
+        what = "32 requests at once, KV in int8"
+        found.append(_of_other(small, summary.ours(key), what, name, KV_INT8_SPEED, "of KV in bf16", more=True))
+    return found
+
+
+def _of_other(
+    ours: Row | None, other: Row | None, what: str, name: str, bar: float, of_what: str, *, more: bool
+) -> Verdict:
+    text = f"{'≥' if more else '≤'} {bar:g} {of_what}"
+    if ours is None or other is None:
+        return Verdict(what, name, text, ours, other, "-", None)
+    ratio = ours.median / other.median
+    return Verdict(what, name, text, ours, other, f"{ratio:.2f}", ratio >= bar if more else ratio <= bar)
 
 
 def _of_peer(summary: Summary, key: Key, what: str, bar: float) -> Verdict:

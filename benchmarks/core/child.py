@@ -2,7 +2,9 @@
 
 The process writes `{"ready": true, "facts": {...}}` once it can serve. Each request is `{"prompts": [[ids]], "new": n}`
 and its answer `{"times": [[seconds]]}`: for each sequence, when each of its tokens was there, by the engine's own clock
-from the moment it had the request; or `{"error": "why"}`.
+from the moment it had the request; or `{"error": "why"}`. A request may have `"late": [{"at": seconds, "prompt": [ids],
+"new": n}]`, prompts that arrive while the others are answered; its answer then has `"late": [[seconds]]` too, each from
+its own arrival. `"host"` in an answer says where the engine's time went meanwhile.
 
 Owns the process: the bound of every wait, its log, its peak memory, and that it ends with this program, whatever ends
 that.
@@ -26,13 +28,12 @@ from typing import Any, Final
 
 import commands
 import places
+from workloads import Answer, Late, request_of
 
 START_SECONDS: Final = 600.0  # vLLM compiles for more than a minute
 REQUEST_SECONDS: Final = 900.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
-
-Times = list[list[float]]
 
 
 class EngineError(Exception):
@@ -81,21 +82,26 @@ class Child:
         self.facts = answer.get("facts", {})
         return seconds
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> Times:
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] = ()) -> Answer:
         stdin = self._process.stdin
         assert stdin is not None
-        request = json.dumps({"prompts": prompts, "new": new}, separators=(",", ":")) + "\n"
+        request = json.dumps(request_of(prompts, new, late), separators=(",", ":")) + "\n"
         try:
             view = memoryview(request.encode())
             while view:
                 view = view[stdin.write(view) or 0 :]
         except OSError:
             raise EngineError(self._death()) from None
-        times: Times = self._answer(REQUEST_SECONDS)["times"]
-        counts = sorted({len(each) for each in times})
-        if len(times) != len(prompts) or counts != [new]:
-            raise EngineError(f"asked for {len(prompts)} sequences of {new} tokens, got {len(times)} of {counts}")
-        return times
+        found = self._answer(REQUEST_SECONDS)
+        answer = Answer(found["times"], found.get("late", []), found.get("host"))
+        counts = sorted({len(each) for each in answer.times})
+        if len(answer.times) != len(prompts) or counts != [new]:
+            raise EngineError(
+                f"asked for {len(prompts)} sequences of {new} tokens, got {len(answer.times)} of {counts}"
+            )
+        if [len(each) for each in answer.late] != [each.new for each in late]:
+            raise EngineError(f"asked for {len(late)} late prompts, and not all were answered")
+        return answer
 
     def peak_memory(self) -> int:
         """Bytes resident at most so far, in the process and those that it started."""

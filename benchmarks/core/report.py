@@ -25,6 +25,15 @@ COLUMNS: Final = {
     "batch-32-ttft": "TTFT, s",
     "start-ready": "start to ready, s",
     "start-first-token": "to first token, s",
+    "batch-8-host": "host a step, s",
+    "batch-8-host-share": "share",
+    "batch-32-host": "host a step, s",
+    "batch-32-host-share": "share",
+    "cold": "TTFT 1,532, s",
+    "cached": "with 1,500 cached, s",
+    "chats-gap": "8 chats, p99 gap, s",
+    "chats-gap-beside": "beside long prompts, s",
+    "late-ttft": "TTFT 4,000 beside, s",
     "memory": "peak memory, MB",
     "memory-batch": "with batches, MB",
 }
@@ -34,7 +43,8 @@ WORDS: Final = {True: "pass", False: "**fail**", None: "not judged"}
 def table(results: dict[str, Any]) -> str:
     summary = Summary(results)
     shapes = list(dict.fromkeys(timing["shape"] for timing in results["timings"]))
-    lines = ["# The core against CPU peers", "", *_head(results), ""]
+    title = {"core": "The core", "engine": "The engine"}[results.get("board", "core")]
+    lines = [f"# {title} against CPU peers", "", *_head(results), ""]
     for shape in shapes:
         lines += [f"## {shape}", "", *_bars(results, shape), "", *_medians(summary, shape), ""]
     lines += ["## Probes beside the timings", "", *_probes(summary), ""]

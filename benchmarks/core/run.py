@@ -1,6 +1,7 @@
 """Measures Millrace's bare core against CPU peers, all in one interleaved run.
 
     python benchmarks/core/run.py --peers llama.cpp,openvino --shapes qwen2.5-0.5b --repeat 5 --out FILE.json
+    python benchmarks/core/run.py --board engine --repeat 5 --out FILE.json
 
 Owns the command line and the results file, which is written after every turn, so that an ended run leaves what it has.
 See ../README.md.
@@ -23,7 +24,7 @@ import convert
 import install
 import places
 from commands import CommandError, without_places
-from engines import CONFIGURATION, PEERS, PRECISION_BITS, THREADS, Engine, engines
+from engines import BOARDS, CONFIGURATION, PEERS, PRECISION_BITS, THREADS, Engine, engines
 from probes import Prober, describe
 from report import table
 from turns import Entrant, Stage, play_round, warm
@@ -51,7 +52,9 @@ def _end(number: int, frame: object) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     versions, failures = _set_up(options.peers)
-    found = engines([peer for peer in options.peers if peer in versions], options.precisions, options.only)
+    found = engines(
+        options.board, [peer for peer in options.peers if peer in versions], options.precisions, options.only
+    )
     entrants = {shape: _entrants(found, shape, failures) for shape in options.shapes}
     if options.setup:
         for failure in failures:
@@ -61,6 +64,7 @@ def _measure(options: argparse.Namespace) -> int:
     prober = Prober(THREADS)
     results: dict[str, Any] = {
         "format": FORMAT,
+        "board": options.board,
         "command": f"python benchmarks/core/run.py {shlex.join(sys.argv[1:])}",
         "started": _now(),
         "finished": None,
@@ -69,7 +73,7 @@ def _measure(options: argparse.Namespace) -> int:
         "seed": options.seed,
         "machine": describe(prober.machine),
         "versions": {"millrace": _commit(), **versions},
-        "configuration": {peer: CONFIGURATION[peer] for peer in ("millrace", *options.peers)},
+        "configuration": {peer: CONFIGURATION[peer] for peer in dict.fromkeys(each.peer for each in found)},
         "facts": {},
         "floors": [],
         "failures": failures,
@@ -142,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--setup", action="store_true", help="install the peers, convert the models, and no more")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--out", type=Path, default=places.BUILD / "results.json")
+    parser.add_argument("--board", choices=BOARDS, default="core", help="the bare core, or the engine with its process")
     options = parser.parse_args()
     if options.quick:
         options.repeat = 1

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from probes import share_of_moment
 
+OURS: Final = frozenset({"millrace", "bare core"})
 HIGHER_IS_BETTER: Final = frozenset({"decode", "batch-8", "batch-32"})
 FLOORED: Final = frozenset({"decode", "prefill-512", "prefill-2048"})
 Key = tuple[str, str, str]  # shape, precision, metric
@@ -46,11 +47,13 @@ class Summary:
         for (shape, precision, metric, engine, peer), values in grouped.items():
             self.rows[shape, precision, metric].append(Row(engine, peer, metric, tuple(values)))
 
-    def ours(self, key: Key) -> Row | None:
-        return next((row for row in self.rows.get(key, []) if row.peer == "millrace"), None)
+    def ours(self, key: Key, engine: str | None = None) -> Row | None:
+        """Millrace's row; `engine`: the one of that name, where there are several."""
+        rows = self.rows.get(key, [])
+        return next((row for row in rows if (row.engine == engine if engine else row.peer == "millrace")), None)
 
     def best_peer(self, key: Key) -> Row | None:
-        peers = [row for row in self.rows.get(key, []) if row.peer != "millrace"]
+        peers = [row for row in self.rows.get(key, []) if row.peer not in OURS]
         if not peers:
             return None
         choose = max if key[2] in HIGHER_IS_BETTER else min

@@ -15,8 +15,8 @@ from typing import Any, Final
 from child import Child, EngineError
 from engines import Engine
 from probes import Prober
-from summary import HIGHER_IS_BETTER
-from workloads import FIRST_PROMPT, Prompts, Workload, metrics
+from summary import HIGHER_IS_BETTER, OURS
+from workloads import FIRST_PROMPT, Prompts, Workload, measure
 
 FAILURES_ALLOWED: Final = 2  # of one engine on one shape, before it gets no more turns
 BEHIND: Final = 3.0  # times the best peer's best: a peer that is further behind is not asked for the same again
@@ -89,7 +89,7 @@ def _asked_of(stage: Stage, engine: Engine) -> list[Workload]:
     The slowest take most of a run's time, and their first number says all that a comparison with the best needs.
     """
     mine = _workloads(stage, engine)
-    return mine if engine.peer == "millrace" else [each for each in mine if not _far_behind(stage, engine, each)]
+    return mine if engine.peer in OURS else [each for each in mine if not _far_behind(stage, engine, each)]
 
 
 def _is_hopeless(stage: Stage, engine: Engine) -> bool:
@@ -107,7 +107,7 @@ def _far_behind(stage: Stage, engine: Engine, workload: Workload) -> bool:
             for timing in stage.timings
             if (timing["shape"], timing["precision"], timing["metric"])
             == (stage.shape, engine.precision, workload.name)
-            and (timing["engine"] == engine.name if of_engine else timing["peer"] != "millrace")
+            and (timing["engine"] == engine.name if of_engine else timing["peer"] not in OURS)
         ]
         return choose(values, default=None)
 
@@ -152,11 +152,10 @@ def _take_turn(stage: Stage, entrant: Entrant, number: int) -> None:
                 single = False
                 _note_memory(note, child, "memory", engine)
             child.generate(stage.prompts.draw(workload.sequences, workload.prompt), workload.warm_up)
-            prompts = stage.prompts.draw(workload.sequences, workload.prompt)
             before = stage.prober.probe()
-            times = child.generate(prompts, workload.new)
+            found = measure(workload, stage.prompts, child.generate)
             after = stage.prober.probe()
-            for metric, value in metrics(workload, times).items():
+            for metric, value in found.items():
                 note(metric, value, [before, after])
         _note_memory(note, child, "memory" if single else "memory-batch", engine)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from serve import Generate, Prompts, Times, serve
+from serve import Generate, Late, Prompts, Times, serve
 
 from millrace.engine.cpu import CpuExecutor
 from millrace.engine.offline import Runner
@@ -44,7 +44,8 @@ def load() -> tuple[Generate, dict[str, Any]]:
         "weight_bytes": report.weight_bytes,
     }
 
-    def generate(prompts: Prompts, new: int) -> Times:
+    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+        assert not late, "the bare core has no scheduler"
         started = time.perf_counter()
         sequences = [runner.open(prompt, total=len(prompt) + new) for prompt in prompts]
         places = {id(sequence): index for index, sequence in enumerate(sequences)}
@@ -69,7 +70,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
                 stream.append(now)
         for sequence in sequences:
             runner.close(sequence)
-        return times
+        return {"times": times}
 
     return generate, facts
 

@@ -1,8 +1,9 @@
 """OpenVINO GenAI's ContinuousBatchingPipeline as an engine.
 
-    drive_openvino.py MODEL THREADS
+    drive_openvino.py MODEL THREADS CACHING
 
-Prefix caching is off and steps are long; everything else that is not said here is the library's default.
+CACHING: 1 or 0, whether prompts reuse what begins alike. Steps are long; everything else that is not said here is the
+library's default.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from typing import Any, Final
 
-from serve import Generate, Prompts, Times, serve
+from serve import Generate, Late, Prompts, Times, serve
 
 KV_GIB: Final = 1  # room for the 8,192 tokens that the largest workload may hold, in every shape
 MAX_SEQUENCES: Final = 64
@@ -20,38 +21,47 @@ STEP_TOKENS: Final = 2048  # faster than the default of 256 in prefills and batc
 
 
 def load() -> tuple[Generate, dict[str, Any]]:
-    model, threads = sys.argv[1:]
+    model, threads, caching = sys.argv[1:]
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
 
     scheduling = genai.SchedulerConfig()
     scheduling.cache_size = KV_GIB
-    scheduling.enable_prefix_caching = False
+    scheduling.enable_prefix_caching = caching == "1"
     scheduling.max_num_seqs = MAX_SEQUENCES
     scheduling.max_num_batched_tokens = STEP_TOKENS
     pipeline = genai.ContinuousBatchingPipeline(model, scheduling, "CPU", {"INFERENCE_NUM_THREADS": int(threads)})
     numbers = itertools.count()
 
-    def generate(prompts: Prompts, new: int) -> Times:
-        config = genai.GenerationConfig()
-        config.max_new_tokens = new
-        config.ignore_eos = True
-        config.do_sample = False
+    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+        handles: list[tuple[list[float], float, Any]] = []  # times, the arrival that they count from
+
+        def add(stream: list[float], prompt: list[int], count: int, at: float) -> None:
+            config = genai.GenerationConfig()
+            config.max_new_tokens = count
+            config.ignore_eos = True
+            config.do_sample = False
+            tokens = ov.Tensor(np.array([prompt], dtype=np.int64))
+            handles.append((stream, at, pipeline.add_request(next(numbers), tokens, config)))
+
         times: Times = [[] for _ in prompts]
+        late_times: Times = [[] for _ in late]
+        coming = list(zip(late_times, late, strict=True))
         started = time.perf_counter()
-        handles = [
-            pipeline.add_request(next(numbers), ov.Tensor(np.array([prompt], dtype=np.int64)), config)
-            for prompt in prompts
-        ]
-        while pipeline.has_non_finished_requests():
+        for stream, prompt in zip(times, prompts, strict=True):
+            add(stream, prompt, new, 0.0)
+        while pipeline.has_non_finished_requests() or coming:
+            while coming and time.perf_counter() - started >= coming[0][1]["at"]:
+                stream, each = coming.pop(0)
+                add(stream, each["prompt"], each["new"], each["at"])
             pipeline.step()
             now = time.perf_counter() - started
-            for stream, handle in zip(times, handles, strict=True):
+            for stream, at, handle in handles:
                 while handle.can_read():
                     for output in handle.read().values():
-                        stream += [now] * len(output.generated_ids)
-        return times
+                        stream += [now - at] * len(output.generated_ids)
+        return {"times": times, "late": late_times}
 
     core = ov.Core()
     facts = {

@@ -3,6 +3,8 @@
 //   llama_driver MODEL.gguf THREADS auto|on|off     flash attention as the last word says
 //   llama_driver --quantize IN.gguf OUT.gguf q8_0|q4_0 THREADS
 //
+// A single sequence keeps what it has in common with the one before, as a slot of llama.cpp's server does.
+//
 // Owns the prefill in batches of at most n_batch tokens and the decoding of all sequences in step. Greedy, and nothing
 // but the library's own calls between the tokens: no HTTP, no sampler chain, no text.
 
@@ -48,7 +50,7 @@ class Engine {
     const size_t sequences = prompts.size();
     std::vector<std::vector<double>> times(sequences);
     std::vector<llama_token> last(sequences);
-    llama_memory_clear(llama_get_memory(context_), false);
+    const size_t kept = keep_common(prompts);
 
     const int limit = static_cast<int>(llama_n_batch(context_));
     llama_batch batch = llama_batch_init(limit, 0, 1);
@@ -75,7 +77,7 @@ class Engine {
       if (want) wanted.emplace_back(sequence, row);
     };
     for (size_t sequence = 0; sequence < sequences; ++sequence)
-      for (size_t at = 0; at < prompts[sequence].size(); ++at)
+      for (size_t at = kept; at < prompts[sequence].size(); ++at)
         add(prompts[sequence][at], static_cast<int>(at), sequence, at + 1 == prompts[sequence].size());
     flush();
     for (int step = 1; step < count; ++step) {
@@ -95,6 +97,22 @@ class Engine {
   }
 
  private:
+  // How many tokens of a single prompt are in the memory already; all else is forgotten.
+  size_t keep_common(const Prompts& prompts) {
+    const auto memory = llama_get_memory(context_);
+    size_t kept = 0;
+    if (prompts.size() == 1) {
+      const auto& prompt = prompts[0];
+      while (kept + 1 < prompt.size() && kept < held_.size() && prompt[kept] == held_[kept]) ++kept;
+    }
+    if (kept == 0 || !llama_memory_seq_rm(memory, 0, static_cast<llama_pos>(kept), -1)) {
+      llama_memory_clear(memory, false);
+      kept = 0;
+    }
+    held_ = prompts.size() == 1 ? prompts[0] : std::vector<llama_token>{};
+    return kept;
+  }
+
   void open(int sequences, int length) {
     const int each = (length + 255) / 256 * 256;
     llama_context_params parameters = llama_context_default_params();
@@ -107,6 +125,7 @@ class Engine {
     if (!context_) throw std::runtime_error("the context cannot be made");
     sequences_ = sequences;
     length_ = each;
+    held_.clear();
   }
 
   llama_token likeliest(int row) const {
@@ -124,6 +143,7 @@ class Engine {
   int vocab_;
   int sequences_ = 0;
   int length_ = 0;
+  std::vector<llama_token> held_;  // the prompt whose keys and values are in the memory
 };
 
 int quantize(const char* source, const char* target, const std::string& type, int threads) {

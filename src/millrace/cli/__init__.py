@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a model and stream the text.",
     "inspect": "Say what a model is, what it takes, and how fast this machine can be.",
     "make-model": "Make a model with random weights in the shape of a public one.",
+    "simulate": "Show what the scheduler does to traffic that no test machine could serve.",
 }
 
 app = App(
