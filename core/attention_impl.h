@@ -70,7 +70,7 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
     }
     case KvType::kInt8: {
       // A token's scale goes into its keys: 16 tokens lie side by side.
-      const F16 scale = load(reinterpret_cast<const float*>(record + layout.scales_offset));
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset));
       for (int64_t d = 0; d < layout.padded_size; d += 4) {
         F16 quad[4];
         load_u8_quads(record + d * kBlock, quad);
@@ -101,7 +101,8 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
     }
     case KvType::kInt8: {
       const uint8_t* values = record + layout.values_offset;
-      const float* scales = reinterpret_cast<const float*>(record + layout.scales_offset) + kBlock;
+      float scales[kBlock];
+      store(scales, load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset) + kBlock));
       for (int64_t t = 0; t < kBlock; t += 4) {
         for (int64_t d = 0; d < size; d += 16) {
           F16 quad[4];
@@ -154,9 +155,9 @@ inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t bl
       store_pairs(values + (t + 2) * size + d * 2, pair_exact(quad[2], quad[3]));
     }
   }
-  const float* scales = reinterpret_cast<const float*>(record + layout.scales_offset);
-  store(buffers.key_scales + block * kBlock, load(scales));
-  store(buffers.value_scales + block * kBlock, load(scales + kBlock));
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
+  store(buffers.key_scales + block * kBlock, load_f16(scales));
+  store(buffers.value_scales + block * kBlock, load_f16(scales + kBlock));
   chunk.keys[block] = keys;
   chunk.values[block] = values;
   chunk.key_scales = buffers.key_scales;

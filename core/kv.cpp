@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <limits>
 #include <new>
 #include <stdexcept>
 
@@ -31,7 +32,7 @@ KvLayout KvLayout::of(int64_t layers, int64_t heads, int64_t head_size, KvType t
   int64_t element = type == KvType::kF32 ? 4 : type == KvType::kBf16 ? 2 : 1;
   layout.values_offset = layout.padded_size * kBlock * element;
   layout.scales_offset = 2 * layout.values_offset;
-  layout.record_bytes = layout.scales_offset + (type == KvType::kInt8 ? 2 * kBlock * 4 : 0);
+  layout.record_bytes = layout.scales_offset + (type == KvType::kInt8 ? 2 * kBlock * 2 : 0);
   layout.block_bytes = layout.record_bytes * heads;
   return layout;
 }
@@ -88,6 +89,21 @@ inline uint8_t biased_code(float value, float inverse) {
   return static_cast<uint8_t>(static_cast<int32_t>(rounded) + 128);
 }
 
+struct Scale {
+  uint16_t bits;  // f16
+  float inverse;
+};
+
+// Codes are made with the scale as it is stored, so that its rounding is no error of its own.
+inline Scale scale_of(float peak) {
+  constexpr float kMost = 65504.0f;
+  float scale = peak / 127.0f;
+  if (scale > kMost && scale <= std::numeric_limits<float>::max()) scale = kMost;
+  const uint16_t bits = f16_from_f32(scale);
+  const float held = f32_from_f16(bits);
+  return {bits, held > 0.0f ? 1.0f / held : 0.0f};
+}
+
 }  // namespace
 
 void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value) {
@@ -110,16 +126,14 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
     }
     case KvType::kInt8: {
       uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
-      float* scales = reinterpret_cast<float*>(record + layout.scales_offset);
-      float key_peak = absolute_peak(key, size);
-      float value_peak = absolute_peak(value, size);
-      float key_inverse = key_peak > 0.0f ? 127.0f / key_peak : 0.0f;
-      float value_inverse = value_peak > 0.0f ? 127.0f / value_peak : 0.0f;
-      scales[slot] = key_peak / 127.0f;
-      scales[kBlock + slot] = value_peak / 127.0f;
+      uint16_t* scales = reinterpret_cast<uint16_t*>(record + layout.scales_offset);
+      const Scale of_key = scale_of(absolute_peak(key, size));
+      const Scale of_value = scale_of(absolute_peak(value, size));
+      scales[slot] = of_key.bits;
+      scales[kBlock + slot] = of_value.bits;
       for (int64_t d = 0; d < padded; ++d) {
-        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? biased_code(key[d], key_inverse) : 128;
-        values[d * 4] = d < size ? biased_code(value[d], value_inverse) : 128;
+        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? biased_code(key[d], of_key.inverse) : 128;
+        values[d * 4] = d < size ? biased_code(value[d], of_value.inverse) : 128;
       }
       return;
     }

@@ -6,7 +6,7 @@
 //   f32    keys [size][16 tokens],        values [16 tokens][size]
 //   bf16   keys [size/2][16 tokens][2],   values [8 token pairs][size][2]
 //   int8   keys [size/4][16 tokens][4] u8 (code + 128), values [4 token quads][size][4] u8 (code + 128),
-//          then a f32 scale per token for keys [16] and for values [16]
+//          then a f16 scale per token for keys [16] and for values [16]
 //
 // Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and
 // quads are what AMX and VNNI multiply.
@@ -21,7 +21,7 @@ namespace millrace {
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
 // Of what a record holds. Raise it when that changes: saved KV of another version is of no use.
-constexpr int64_t kKvLayoutVersion = 1;
+constexpr int64_t kKvLayoutVersion = 2;
 
 enum class KvType : int { kF32, kBf16, kInt8 };
 

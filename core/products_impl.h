@@ -177,6 +177,7 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row,
         }
       }
     } else {
+#pragma GCC unroll 4
       for (int64_t k = 0; k < layout.group; k += 4, codes += 128) {
         const WideCodes low = widen(load_codes(codes));
         const WideCodes high = widen(load_codes(codes + 64));

@@ -4,7 +4,8 @@ The process writes `{"ready": true, "facts": {...}}` once it can serve. Each req
 and its answer `{"times": [[seconds]]}`: for each sequence, when each of its tokens was there, by the engine's own clock
 from the moment it had the request; or `{"error": "why"}`. A request may have `"late": [{"at": seconds, "prompt": [ids],
 "new": n}]`, prompts that arrive while the others are answered; its answer then has `"late": [[seconds]]` too, each from
-its own arrival. `"host"` in an answer says where the engine's time went meanwhile.
+its own arrival. With `"late"`, and be it empty, each prompt is a stream that somebody watches; without it, all of them
+are one job, whose measure is when its last token is there. `"host"` in an answer says where the engine's time went.
 
 Owns the process: the bound of every wait, its log, its peak memory, and that it ends with this program, whatever ends
 that.
@@ -82,7 +83,7 @@ class Child:
         self.facts = answer.get("facts", {})
         return seconds
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] = ()) -> Answer:
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] | None = None) -> Answer:
         stdin = self._process.stdin
         assert stdin is not None
         request = json.dumps(request_of(prompts, new, late), separators=(",", ":")) + "\n"
@@ -99,8 +100,8 @@ class Child:
             raise EngineError(
                 f"asked for {len(prompts)} sequences of {new} tokens, got {len(answer.times)} of {counts}"
             )
-        if [len(each) for each in answer.late] != [each.new for each in late]:
-            raise EngineError(f"asked for {len(late)} late prompts, and not all were answered")
+        if [len(each) for each in answer.late] != [each.new for each in late or ()]:
+            raise EngineError(f"asked for {len(late or ())} late prompts, and not all were answered")
         return answer
 
     def peak_memory(self) -> int:

@@ -36,7 +36,7 @@ class Answer:
     host: dict[str, float] | None = None  # where the engine's time went meanwhile, if it says so
 
 
-Generate = Callable[..., Answer]  # prompts, new, and `late` where there are such
+Generate = Callable[..., Answer]  # prompts, new, and `late` where somebody watches the streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _cached(workload: Workload, prompts: Prompts, generate: Generate) -> dict[st
 
 def _chats(workload: Workload, prompts: Prompts, generate: Generate) -> dict[str, float]:
     """Gaps between the tokens of running streams, by themselves and while long prompts arrive."""
-    alone = generate(prompts.draw(workload.sequences, workload.prompt), workload.new)
+    alone = generate(prompts.draw(workload.sequences, workload.prompt), workload.new, [])
     late = [Late(at, prompts.draw(1, workload.late_prompt)[0], 2) for at in workload.late]
     beside = generate(prompts.draw(workload.sequences, workload.prompt), workload.new, late)
     return {
@@ -145,9 +145,9 @@ def _percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def request_of(prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] = ()) -> dict[str, Any]:
+def request_of(prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] | None = None) -> dict[str, Any]:
     """As an engine's process reads it."""
     found: dict[str, Any] = {"prompts": prompts, "new": new}
-    if late:
+    if late is not None:
         found["late"] = [{"at": each.at, "prompt": each.prompt, "new": each.new} for each in late]
     return found

@@ -38,6 +38,17 @@ def int8(values: Doubles) -> Doubles:
     return np.rint(values / np.where(scale > 0, scale, 1)) * scale
 
 
+def f16_scale(values: Doubles) -> Doubles:
+    """What a token's codes in the KV memory are multiplied by, of each last axis."""
+    return (np.abs(values).max(axis=-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+
+
+def int8_kv(values: Doubles) -> Doubles:
+    """As int8, with a scale that is itself rounded to f16."""
+    scale = f16_scale(values)
+    return np.clip(np.rint(values / np.where(scale > 0, scale, 1)), -127, 127) * scale
+
+
 def int8_rows(group: int) -> Callable[[Doubles], Doubles]:
     """Rounds each group of a row by itself; group 0 is the whole row."""
 
@@ -50,7 +61,7 @@ def int8_rows(group: int) -> Callable[[Doubles], Doubles]:
     return rounded
 
 
-STORED: dict[str, Callable[[Doubles], Doubles]] = {"f32": exact, "bf16": bf16, "int8": int8}
+STORED: dict[str, Callable[[Doubles], Doubles]] = {"f32": exact, "bf16": bf16, "int8": int8_kv}
 
 
 def rounded_weights(scores: Doubles, scale: Doubles) -> Doubles:
@@ -129,9 +140,9 @@ def forward(
         layer = spec.layers[index]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
+        v_scale = f16_scale(v)[..., 0]  # what a token's codes are multiplied by, where it has codes
         k, v = stored(k), stored(v)
-        # What a token's codes are multiplied by, where it has codes.
-        v_scale = np.abs(v).max(axis=-1) / 127 if stored is int8 else np.ones(v.shape[:2])
+        v_scale = v_scale if stored is int8_kv else np.ones(v.shape[:2])
         repeat = spec.heads // spec.kv_heads
         k, v, v_scale = (np.repeat(x, repeat, axis=1) for x in (k, v, v_scale))
         unit = 1 / math.log(2) if twos else 1.0

@@ -334,7 +334,9 @@ def test_wrong_kv_memory_is_refused() -> None:
 def test_kv_memory_is_as_large_as_its_layout_says() -> None:
     assert _core.Kv.block_bytes(3, 2, 20, "f32") == 3 * 2 * 16 * 2 * 32 * 4
     assert _core.Kv.block_bytes(3, 2, 20, "bf16") == 3 * 2 * 16 * 2 * 32 * 2
-    assert _core.Kv.block_bytes(3, 2, 20, "int8") == 3 * 2 * (16 * 2 * 32 + 16 * 2 * 4)
+    assert _core.Kv.block_bytes(3, 2, 20, "int8") == 3 * 2 * (16 * 2 * 32 + 16 * 2 * 2)
+    for head_size in (64, 128):  # what int8 is for
+        assert _core.Kv.block_bytes(1, 1, head_size, "bf16") >= 1.9 * _core.Kv.block_bytes(1, 1, head_size, "int8")
     kv = _core.Kv(3, 2, 20, 5, "int8")
     assert kv.blocks == 5
     assert kv.bytes_per_block == _core.Kv.block_bytes(3, 2, 20, "int8")

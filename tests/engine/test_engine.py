@@ -129,6 +129,9 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     assert tokens(found) == tokens(alone)
     usage = [a.ending.usage for answers in found.values() for a in answers if a.ending]
     assert sum(u.accepted for u in usage) >= 0.8 * sum(u.drafted for u in usage) > 0
+    constrained = found["grammar"][0].ending  # its drafts follow the grammar too
+    assert constrained is not None
+    assert constrained.usage.accepted >= 0.8 * constrained.usage.drafted > 0
     other.engine.close()
 
 

@@ -44,7 +44,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
         "weight_bytes": report.weight_bytes,
     }
 
-    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+    def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
         assert not late, "the bare core has no scheduler"
         started = time.perf_counter()
         sequences = [runner.open(prompt, total=len(prompt) + new) for prompt in prompts]

@@ -34,7 +34,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
     pipeline = genai.ContinuousBatchingPipeline(model, scheduling, "CPU", {"INFERENCE_NUM_THREADS": int(threads)})
     numbers = itertools.count()
 
-    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+    def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
         handles: list[tuple[list[float], float, Any]] = []  # times, the arrival that they count from
 
         def add(stream: list[float], prompt: list[int], count: int, at: float) -> None:
@@ -46,6 +46,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
             handles.append((stream, at, pipeline.add_request(next(numbers), tokens, config)))
 
         times: Times = [[] for _ in prompts]
+        late = late or []
         late_times: Times = [[] for _ in late]
         coming = list(zip(late_times, late, strict=True))
         started = time.perf_counter()

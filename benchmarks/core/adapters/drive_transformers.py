@@ -31,7 +31,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     @torch.inference_mode()
-    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+    def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
         assert not late, "a static batch takes nobody in"
         started = time.perf_counter()
         clock = Clock()

@@ -38,7 +38,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
     )
     numbers = itertools.count()
 
-    def generate(prompts: Prompts, new: int, late: list[Late]) -> dict[str, Any]:
+    def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
         streams: dict[str, tuple[list[float], float]] = {}  # times, and the arrival that they count from
 
         def add(stream: list[float], prompt: list[int], count: int, at: float) -> None:
@@ -48,6 +48,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
             engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
         times: Times = [[] for _ in prompts]
+        late = late or []
         late_times: Times = [[] for _ in late]
         coming = list(zip(late_times, late, strict=True))
         started = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 Prompts = list[list[int]]
 Times = list[list[float]]  # of each sequence, seconds from the request to each token
 Late = dict[str, Any]  # "at", "prompt", "new", as ../child.py says
-Generate = Callable[[Prompts, int, list[Late]], dict[str, Any]]  # an answer: "times", and "late" where there are such
+Generate = Callable[[Prompts, int, list[Late] | None], dict[str, Any]]  # an answer, as ../child.py says
 
 
 def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
@@ -35,7 +35,7 @@ def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            say(generate(request["prompts"], request["new"], request.get("late", [])))
+            say(generate(request["prompts"], request["new"], request.get("late")))
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
             raise

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as ManyOf
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from millrace.engine.batch import BatchBuilder
 from millrace.engine.blocks import Blocks
 from millrace.engine.draft_model import DraftModelDrafter
 from millrace.engine.executor import Executor, Rows, Ticket
-from millrace.engine.grammar import Grammars, GrammarState, Masks
+from millrace.engine.grammar import Grammars, GrammarState, Mask, Masks
 from millrace.engine.output import OutputText
 from millrace.engine.plan import Admission, Event, Outcome, StepPlan
 from millrace.engine.progress import Progress
@@ -102,6 +103,9 @@ class Engine:
         self._decoding: list[Sequence] = []  # of the last step, those that go on
         self._events: list[Event] = []  # to be delivered
         self._results_at = 0.0  # when the last step's results were there; 0 after a pause
+        drafter = None if speculator is None else speculator.drafter
+        if isinstance(drafter, DraftModelDrafter):
+            drafter.constrain = self._mask_after
 
     # Requests
 
@@ -266,6 +270,11 @@ class Engine:
             return
         room = self.executor.capacity.max_rows - rows
         speculator.draft(decoding, rows=rows, room=room, step_seconds=step_seconds, fits=self._fitting)
+
+    def _mask_after(self, sequence: Sequence, drafts: ManyOf[int]) -> Mask | None:
+        """What the sequence's grammar lets follow the drafts."""
+        grammar = self._progress[id(sequence)].grammar
+        return None if grammar is None else self.grammars.mask_after(grammar, drafts)
 
     def _fitting(self, sequence: Sequence, drafts: list[int]) -> int:
         """How many of the drafts the sequence's grammar can follow."""
