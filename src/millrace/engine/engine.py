@@ -92,7 +92,7 @@ class Engine:
         self.timing = Timing()
         self._spec = executor.spec
         self._grammars = grammars
-        self._speculator = speculator
+        self.speculator = speculator
         self._step_time = step_time or StepTimeModel()
         self._clock = clock
         self._checks = checks
@@ -227,8 +227,8 @@ class Engine:
         assert self._step is None, "a step is under way"
         now = self._clock()
         self._events += self.scheduler.expire(now)
-        if self._speculator is not None and self._decoding:
-            self._draft(self._speculator, self._decoding)
+        if self.speculator is not None and self._decoding:
+            self._draft(self.speculator, self._decoding)
         plan = self.scheduler.plan(now)
         if plan is None:
             self._results_at = 0.0
@@ -317,8 +317,8 @@ class Engine:
             outputs.append(progress.output(event, self._spec, now))
             if event.finish is not None:
                 del self._progress[id(sequence)]
-                if self._speculator is not None:
-                    self._speculator.forget(sequence)
+                if self.speculator is not None:
+                    self.speculator.forget(sequence)
         if self._step is not None:
             self.timing.beside += self._clock() - now
         return outputs
@@ -360,13 +360,13 @@ class Engine:
         events = self.scheduler.settle(plan, outcomes, self._clock(), seconds)
         self._events += events
         timing.tokens += sum([len(event.tokens) for event in events])
-        if self._speculator is not None:
+        if self.speculator is not None:
             self._decoding = [event.sequence for event in events if event.tokens and event.finish is None]
 
     def _outcomes(self, step: _Step, tokens: list[int], rows: Rows) -> list[Outcome]:
         outcomes: list[Outcome] = []
         at = 0
-        speculator = self._speculator
+        speculator = self.speculator
         for place, share in enumerate(step.plan.shares):
             if not share.wanted:
                 outcomes.append(Outcome())
@@ -419,7 +419,7 @@ class Engine:
             self._step = None
         if self._grammars is not None:
             self._grammars.close()
-        drafter = None if self._speculator is None else self._speculator.drafter
+        drafter = None if self.speculator is None else self.speculator.drafter
         if isinstance(drafter, DraftModelDrafter):
             drafter.close()
         self.executor.close()
