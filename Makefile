@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
-PROMPT ?= The water ran down the narrow channel to the wheel, and
+PROMPT ?= What is time to first token?
 export PROMPT
 CACHE := $(or $(MILLRACE_CACHE),$(HOME)/.cache/millrace)
 
@@ -24,7 +24,7 @@ FUZZ_SECONDS ?= 30
 .PHONY: help serve test test-asan fuzz lint format bench bench-core train train-toy clean
 
 help:
-	@echo "make serve      run a generation from the best model at hand (MODEL=path: from that model, PROMPT=text)"
+	@echo "make serve      ask the bundled model (PROMPT=text), or have MODEL=path go on with the text"
 	@echo "make test       build the core and run the tests"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
 	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
@@ -83,16 +83,9 @@ $(STAMPS)/asan: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS) $(PACKAGE)
 	@touch $@
 
 serve: $(STAMPS)/core
-	@set -e; model="$(MODEL)"; \
-	if [ -z "$$model" ]; then \
-	  model="$(CACHE)/models/tiny-random"; \
-	  [ -f "$$model/config.json" ] || $(BIN)/millrace make-model --like tiny "$$model"; \
-	  echo "No trained model is bundled yet. This one was made by 'millrace make-model --like tiny':"; \
-	  echo "its weights are random, so its text is noise. For a model of your own: MODEL=path make serve"; \
-	fi; \
-	echo "The server comes later; until then this runs one generation from $$model"; echo; \
-	printf '%s' "$$PROMPT"; \
-	$(BIN)/millrace generate "$$model" --prompt "$$PROMPT" --max-tokens 48
+	@echo "The server comes later; until then this runs one generation from $(or $(MODEL),the bundled model mini)."; echo
+	@printf '%s\n' "$$PROMPT"
+	@$(BIN)/millrace generate $(if $(MODEL),"$(MODEL)") --prompt "$$PROMPT"
 
 test: $(STAMPS)/core $(STAMPS)/test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

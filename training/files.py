@@ -9,6 +9,7 @@ and its place in its metadata, so that nothing here is ever unpickled. Knows not
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -102,6 +103,17 @@ def read_model(folder: Path) -> Decoder:
     model = Decoder(shape)
     model.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
     return model
+
+
+def digest(folder: Path) -> str:
+    """Of a model's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in reversed(TOKENIZER_FILES):  # tokenizer.json last, so that its presence says that all are there
+        shutil.copyfile(source / name, target / name)
 
 
 def copy_model(source: Path, target: Path) -> None:

@@ -22,11 +22,12 @@ from typing import Final
 
 import torch
 
+from millrace.models.loading import BUNDLED
 from training import evaluate
 from training.card import write_card
 from training.decoder import Decoder
 from training.distil import Teacher
-from training.files import copy_model, read_checkpoint, read_model, write_model
+from training.files import copy_model, copy_tokenizer, digest, read_checkpoint, read_model, write_model
 from training.optimiser import Kind
 from training.rows import Stream, Task, load_tasks, pool
 from training.shape import DRAFT, MINI, TOY_DRAFT, TOY_MINI, Shape
@@ -35,7 +36,7 @@ from training.tokenizer import train as train_tokenizer
 from training.train import Pace, Settings, SettingsChangedError, fast_half, train
 
 ROOT: Final = Path(__file__).parent.parent
-BUNDLED: Final = ROOT / "src" / "millrace" / "models" / "bundled"
+RESULTS: Final = ROOT / "training" / "evaluation.json"  # of the installed models
 CARD: Final = ROOT / "docs" / "mini.md"
 STEPS: Final = ("tokenizer", "mini", "draft", "evaluate", "card", "install")
 TOY_STEPS: Final = STEPS[:4]
@@ -58,6 +59,7 @@ class Recipe:
     sample: int | None = None  # held-out questions of each task in the evaluation; all by default
     milestone_sample: int = 40
     pool_size: int = 2048
+    start: Path | None = None  # finished models, to be trained further
     pace: Pace = Pace()  # noqa: RUF009 - it is frozen
     precisions: tuple[tuple[str, str], ...] = evaluate.PRECISIONS
 
@@ -86,6 +88,9 @@ def make_tokenizer(recipe: Recipe, tasks: Mapping[str, Task]) -> None:
     folder = recipe.folder / "tokenizer"
     if (folder / "tokenizer.json").exists():
         return
+    if recipe.start is not None:
+        copy_tokenizer(recipe.start / "mini", folder)
+        return
     # Pools are numbered from 0 in training; the tokenizer's sample is one that training never sees.
     sample = pool(tasks, recipe.seed, -1, recipe.tokenizer_conversations)
     texts = (text_of(conversation.turns, conversation.tools) for conversation in sample)
@@ -102,6 +107,7 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         optimiser=recipe.optimiser,
         half=fast_half(recipe.device),
         compiled=recipe.compiled,
+        begun=None if recipe.start is None else digest(recipe.start / name),
     )
     folder = recipe.folder / name
     if finished(folder, settings):
@@ -134,6 +140,7 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         stream,
         folder,
         teacher=None if teacher is None else teacher.decoder,
+        start=None if recipe.start is None else read_model(recipe.start / name),
         device=recipe.device,
         pace=recipe.pace,
         milestone=milestone,
@@ -182,6 +189,7 @@ def run(recipe: Recipe, steps: Sequence[str], tasks: Mapping[str, Task]) -> None
             case _:
                 for name in ("mini", "draft"):
                     copy_model(recipe.model(name), BUNDLED / name)
+                write_text(RESULTS, (recipe.folder / "evaluation.json").read_text(encoding="utf-8"))
         print(f"== {step}: {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -204,6 +212,7 @@ def check_toy(recipe: Recipe) -> None:
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.make", description="Make the bundled models.")
     parser.add_argument("--folder", type=Path, help="where work goes; build/training by default")
+    parser.add_argument("--start", type=Path, help="folder with a finished mini and draft, which are trained further")
     parser.add_argument("--steps", default=None, help=f"some of {','.join(STEPS)}; all by default")
     parser.add_argument("--tokens", type=int, help="budget of mini; 40 million by default")
     parser.add_argument("--draft-tokens", type=int, help="budget of the draft; as mini's by default")
@@ -232,7 +241,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         )
     changed = {
         name: value
-        for name in ("folder", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
+        for name in ("folder", "start", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
         if (value := getattr(options, name)) is not None
     }
     return replace(base, seed=options.seed, optimiser=options.optimiser, device=options.device, **changed)

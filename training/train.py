@@ -46,6 +46,7 @@ class Settings:
     rates: Rates | None = None  # the optimiser's own by default
     half: bool = True  # products in bf16; else in f32, which is faster where the processor has no bf16 products
     compiled: bool = False  # by torch.compile: a third faster, after a minute or two of compiling
+    begun: str | None = None  # digest of the weights that the run starts from, where they are not random
 
     def as_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
@@ -74,12 +75,17 @@ def train(
     folder: Path,
     *,
     teacher: Decoder | None = None,
+    start: Decoder | None = None,
     device: str = "cpu",
     pace: Pace = Pace(),
     milestone: Milestone | None = None,
 ) -> Decoder:
-    """Trains to the end of the budget, from the folder's checkpoint where there is one."""
-    model = Decoder(settings.shape, seed=settings.seed).to(device)
+    """Trains to the end of the budget, from the folder's checkpoint where there is one, else from `start`'s weights, or
+    from random ones."""
+    model = Decoder(settings.shape, seed=settings.seed)
+    if start is not None:
+        model.load_state_dict(start.state_dict())
+    model = model.to(device)
     if teacher is not None:
         teacher = teacher.to(device).eval()
     passes = Passes(

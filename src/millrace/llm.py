@@ -40,7 +40,7 @@ from millrace.engine.supervisor import Supervisor, Watch
 from millrace.engine.variant import Variant
 from millrace.engine.wire import WorkerConfig
 from millrace.errors import RequestError
-from millrace.models.loading import ModelFolder, find_model, open_model
+from millrace.models.loading import DEFAULT_MODEL, ModelFolder, find_model, open_model
 from millrace.models.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 512  # requests that are with the engine; the others wait here
@@ -55,12 +55,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | ModelFolder,
+        model: str | Path | ModelFolder = DEFAULT_MODEL,
         *,
         progress: Callable[[int, int], None] | None = None,  # bytes of weights that are packed, and of all
         **options: Any,
     ) -> None:
-        """`model`: a folder, or a hub id."""
+        """`model`: a folder, the name of a bundled model, or a hub id."""
         folder = model if isinstance(model, ModelFolder) else open_model(find_model(str(model)))
         self._opened: Opened = open_variant(Variant.of(str(folder.path), **options), folder=folder, progress=progress)
         self._engine = self._opened.engine
@@ -191,7 +191,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path = DEFAULT_MODEL,
         *,
         replicas: int = 1,
         watch: Watch | None = None,

@@ -23,7 +23,7 @@ from training.card import begin, end, filled
 from training.corpus.conversation import Turn
 from training.decoder import PLAIN_ATTENTION, Decoder
 from training.distil import Teacher
-from training.files import MODEL_FILES, copy_model, read_model, write_model
+from training.files import MODEL_FILES, copy_model, digest, read_model, write_model
 from training.optimiser import Kind, Optimiser, orthogonal, share_of_rate
 from training.rows import JOINED, MIXTURE, PROMPT_WEIGHT, Place, Row, Stream, joined, load_tasks, pool
 from training.shape import CONTEXT, DRAFT, MINI, Shape
@@ -110,6 +110,20 @@ def test_joined_rows_are_long_and_end_with_the_one_that_refers_back() -> None:
         assert row.tokens.count(1) == 1
         assert row.tokens[-row.tokens.count(9) :].count(9) == row.tokens.count(9) in (0, 3)
     assert max(len(row.tokens) for row in result) > 0.7 * CONTEXT
+
+
+def test_finished_weights_are_trained_further(tokenizer_folder: Path, model_folder: Path, tmp_path: Path) -> None:
+    start = read_model(model_folder)
+    settings = replace(SETTINGS, tokens=4_000, begun=digest(model_folder))
+    losses = {}
+    for name, weights in (("further", start), ("anew", None)):
+        folder = tmp_path / name
+        chosen = settings if weights is not None else replace(settings, begun=None)
+        train(chosen, stream(tokenizer_folder), folder, start=weights, pace=Pace(print_steps=1))
+        losses[name] = [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert losses["further"][0] < 0.8 * losses["anew"][0]
+    with pytest.raises(SettingsChangedError):
+        train(settings, stream(tokenizer_folder), tmp_path / "anew", start=start, pace=QUIET)
 
 
 def test_matrices_become_orthogonal() -> None:

@@ -16,7 +16,7 @@ from millrace.engine.sampling import Sampling
 from millrace.engine.wire import Ending
 from millrace.errors import MillraceError, RequestError
 from millrace.llm import LLM
-from millrace.models.loading import ModelFolder, find_model, open_model
+from millrace.models.loading import BUNDLED_NAMES, DEFAULT_MODEL, ModelFolder, find_model, open_model
 
 
 class Report(msgspec.Struct):
@@ -39,11 +39,11 @@ class Report(msgspec.Struct):
 
 
 def generate(
-    model: str,
+    model: str = DEFAULT_MODEL,
     /,
     *,
     prompt: Annotated[str, Parameter(name=["--prompt", "-p"], allow_leading_hyphen=True)],
-    chat: bool = False,
+    chat: bool | None = None,
     max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -68,11 +68,11 @@ def generate(
     Parameters
     ----------
     model
-        Model folder, or a hub id (owner/name) with the extra `hub`.
+        Model folder, a bundled model (mini, draft), or a hub id (owner/name) with the extra `hub`.
     prompt
         Text to continue; `-` reads it from standard input.
     chat
-        Put the prompt through the model's chat template, as a user's message.
+        Put the prompt through the model's chat template, as a user's message; by default with the bundled models.
     max_tokens
         Most tokens to generate.
     temperature
@@ -128,7 +128,9 @@ def generate(
         raise RequestError(
             f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
         )
-    ids = _encode(folder, sys.stdin.read() if prompt == "-" else prompt, chat=chat)
+    ids = _encode(
+        folder, sys.stdin.read() if prompt == "-" else prompt, chat=model in BUNDLED_NAMES if chat is None else chat
+    )
     llm = LLM(
         folder,
         weights=weights,

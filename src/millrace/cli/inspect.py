@@ -24,7 +24,7 @@ from millrace.measure.roofline import (
     kv_bytes_per_token,
     parameters,
 )
-from millrace.models.loading import find_model, open_model
+from millrace.models.loading import DEFAULT_MODEL, find_model, open_model
 from millrace.models.precision import parse_plan
 from millrace.models.spec import ModelSpec
 
@@ -32,7 +32,7 @@ PRECISIONS = ("f32", "bf16", "int8", "int4")
 
 
 def inspect(
-    model: str,
+    model: str = DEFAULT_MODEL,
     /,
     *,
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
@@ -46,7 +46,7 @@ def inspect(
     Parameters
     ----------
     model
-        Model folder, or a hub id (owner/name) with the extra `hub`.
+        Model folder, a bundled model (mini, draft), or a hub id (owner/name) with the extra `hub`.
     threads
         Threads to measure with; the machine's cores by default.
     json

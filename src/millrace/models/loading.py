@@ -1,7 +1,7 @@
 """A model folder, opened and checked: what the model is, where each canonical tensor comes from, how it speaks.
 
-Owns ModelFolder, the finding of a model by path or hub id, and the joining of a canonical tensor from its parts on
-disk. Knows nothing of precisions or of executors.
+Owns ModelFolder, the finding of a model by name, path or hub id, and the joining of a canonical tensor from its parts
+on disk. Knows nothing of precisions or of executors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from millrace.models.families import Part, Sources, family_of, model_spec
 from millrace.models.spec import ModelSpec, tensor_shapes
 from millrace.models.tokenizer import Tokenizer
 from millrace.models.weights import DenseTensor, ModelWeights
+
+BUNDLED: Final = Path(__file__).parent / "bundled"  # models of our own that come with the package
+BUNDLED_NAMES: Final = ("mini", "draft")
+DEFAULT_MODEL: Final = "mini"
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _HUB_FILES: Final = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*/config.json"]
@@ -100,12 +104,18 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model given as a path or as a hub id; the hub is asked only for what is not a path."""
+    """The folder of a model given as a bundled one's name, a path or a hub id; the hub is asked for what is neither."""
+    if name in BUNDLED_NAMES:
+        return BUNDLED / name
     path = Path(name).expanduser()
     if path.exists():
         return path
     if not _HUB_ID.fullmatch(name):
-        raise RequestError(f"no model at '{name}': it is neither a folder nor a hub id (owner/name)", parameter="model")
+        raise RequestError(
+            f"no model at '{name}': it is neither a folder, nor a hub id (owner/name), nor a "
+            f"bundled model ({', '.join(BUNDLED_NAMES)})",
+            parameter="model",
+        )
     try:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
     except ImportError:
