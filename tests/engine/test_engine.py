@@ -264,7 +264,8 @@ def test_a_prompt_is_measured_beside_its_answer(engine: Engine, opened: Opened) 
 
 def test_a_thousand_texts_are_scored_in_one_go(engine: Engine, opened: Opened) -> None:
     texts = [tuple(5 + (seed * 7919 + place * 31) % 4000 for place in range(4 + seed % 9)) for seed in range(1000)]
-    found = run(engine, [request(str(n), prompt=text, kind="score", score_from=2) for n, text in enumerate(texts)])
+    wanted = [request(str(n), prompt=text, kind="score", score_from=2, surface="batch") for n, text in enumerate(texts)]
+    found = run(engine, wanted)
     for n in (0, 333, 999):
         expected = log_softmax(logits(opened.executor, [texts[n]])[0])
         measured = found[str(n)][0].prompt or []

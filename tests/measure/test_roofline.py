@@ -86,7 +86,7 @@ def test_kv_bytes_follow_from_the_type(tiny_folder: Path) -> None:
     plain = 2 * len(spec.layers) * spec.kv_heads * spec.head_size
     assert sizes["f32"] == 4 * plain
     assert sizes["bf16"] == 2 * plain
-    assert sizes["int8"] == plain + 2 * 4 * len(spec.layers) * spec.kv_heads
+    assert sizes["int8"] == plain + 2 * 2 * len(spec.layers) * spec.kv_heads
 
 
 def test_the_machine_is_probed() -> None:
