@@ -93,9 +93,10 @@ def _measure(options: argparse.Namespace) -> int:
         stage = Stage(
             shape, workloads, options.only, prober, prompts, results["timings"], failures, results["facts"], save
         )
-        if "start" in options.only:
+        starting = [entrant for entrant in entrants[shape] if "start" in entrant.engine.kinds]
+        if starting and "start" in options.only:
             print(f"{shape}: first starts", flush=True)
-            warm(stage, entrants[shape])
+            warm(stage, starting)
         for number in range(1, options.repeat + 1):
             print(f"{shape}: round {number} of {options.repeat}", flush=True)
             for entry in prober.floors(spec, options.precisions):
