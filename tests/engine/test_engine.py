@@ -262,6 +262,17 @@ def test_a_prompt_is_measured_beside_its_answer(engine: Engine, opened: Opened) 
     assert answer.chosen[0].logprob == pytest.approx(expected[-1].max(), abs=1e-3)
 
 
+@pytest.mark.parametrize("surface", ["chat", "voice", "agent", "batch"])
+@pytest.mark.parametrize("kind", ["generate", "score", "embed"])
+def test_one_slow_step_stops_nobody(kind: str, surface: str, tiny_folder: Path) -> None:
+    other = open_tiny(tiny_folder).engine
+    other.scheduler.model.observe(32, 528, 60.0)  # a machine that was busy, or weights that came from a slow disk
+    other.submit(request(kind=kind, surface=surface))
+    for _ in range(200):
+        other.step()
+    assert other.idle
+
+
 def test_a_thousand_texts_are_scored_in_one_go(engine: Engine, opened: Opened) -> None:
     texts = [tuple(5 + (seed * 7919 + place * 31) % 4000 for place in range(4 + seed % 9)) for seed in range(1000)]
     wanted = [request(str(n), prompt=text, kind="score", score_from=2, surface="batch") for n, text in enumerate(texts)]

@@ -260,7 +260,8 @@ class Planner:
         if self.queue.any_over:
             self._fill_prompts(step, prompts, short, long, now, over=True)
         # Background work is sure of the rows that it is owed, so that it does not stand still.
-        self._give(step, prompts, BACKGROUND, long, now, least=least if self._owed >= least else 0)
+        sure = self._owed >= least or self._is_idle(step)
+        self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
         if not hidden and running.background:
             running.background = self._along(step, running.background, long if running.decoding else math.inf, _SKIPS)
         self._owe(step, rows)
@@ -285,7 +286,7 @@ class Planner:
         self, step: Step, prompts: list[Job], short: float, long: float, now: float, *, over: bool
     ) -> None:
         """Rows for the prompts of the foreground, of the tenants that are over their share or of those that are not."""
-        least = self._limits.least_rows if not over else 0
+        least = self._limits.least_rows if not over or self._is_idle(step) else 0
         head = self.queue.head(LONG, now)
         waits = head is not None and head.account.over == over
         kept = 0
@@ -298,6 +299,11 @@ class Planner:
             if not over and self._overs_fill(prompts, now):
                 long = short
             self._give(step, prompts, LONG, long, now, least=least, late=short, over=over)
+
+    def _is_idle(self, step: Step) -> bool:
+        """Whether the machine would stand still. Then whoever waits goes on, however long that is thought to take: or a
+        single slow step, such as the first one after a start, would be believed for ever."""
+        return not step.rows and not self.running.decoding
 
     def _overs_fill(self, prompts: list[Job], now: float) -> bool:
         """Whether short prompts of tenants over their share would make the step longer: then a long prompt of another
