@@ -29,7 +29,7 @@ from training.decoder import Decoder
 from training.distil import Teacher
 from training.files import copy_model, copy_tokenizer, digest, read_checkpoint, read_model, write_model
 from training.optimiser import Kind
-from training.rows import Stream, Task, load_tasks, pool
+from training.rows import Drill, Stream, Task, load_tasks, pool
 from training.shape import DRAFT, MINI, TOY_DRAFT, TOY_MINI, Shape
 from training.tokenizer import read, text_of, write, write_text
 from training.tokenizer import train as train_tokenizer
@@ -60,6 +60,7 @@ class Recipe:
     milestone_sample: int = 40
     pool_size: int = 2048
     start: Path | None = None  # finished models, to be trained further
+    drill: Drill = Drill()  # noqa: RUF009 - it is frozen
     pace: Pace = Pace()  # noqa: RUF009 - it is frozen
     precisions: tuple[tuple[str, str], ...] = evaluate.PRECISIONS
 
@@ -79,6 +80,7 @@ TOY: Final = Recipe(
     sample=3,
     milestone_sample=2,
     pool_size=256,
+    drill=Drill(pools=0),
     pace=Pace(print_steps=10, save_seconds=20.0, milestones=2),
     precisions=evaluate.PRECISIONS[:3],
 )
@@ -122,6 +124,7 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         step_tokens=recipe.step_tokens,
         pool_size=recipe.pool_size,
         retell=None if teacher is None else teacher.answers,
+        drill=recipe.drill if mini else None,
     )
     questions = evaluate.chosen_questions(tasks, recipe.milestone_sample)
 

@@ -4,6 +4,7 @@ Owns the mixture of tasks, the pools in which instances are drawn, the joining o
 weights and the batches. Knows nothing of models.
 
     task modules ──draw──▶ pool of conversations ──tokens──▶ rows ──sort, cut, shuffle──▶ batches of one step each
+                                                     drill ──▶ rows
 
 A pool follows from the seed and its number alone. So a place in the stream is two numbers, the pool's and the batch's,
 and a run that was cut off goes on from them as if nothing had been.
@@ -28,12 +29,12 @@ from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
 
 # How many conversations of a hundred are of each task.
 MIXTURE: Final[dict[str, float]] = {
-    "facts": 30,
-    "reading": 16,
+    "facts": 20,
+    "reading": 18,
     "extraction": 14,
-    "tools": 11,
-    "triage": 8,
-    "arithmetic": 16,
+    "tools": 15,
+    "triage": 10,
+    "arithmetic": 17,
     "talk": 6,
 }
 JOINED_SHARE: Final = 0.06  # of the conversations without tools and without a system turn: they go into long rows
@@ -43,6 +44,7 @@ PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
 JOINED: Final = "joined"  # the task that a row of several conversations counts as
+DRILL: Final = "drill"  # the task of rows of which some pieces come a second time
 RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
 
 Retell = Callable[[list[list[int]]], list[list[int]]]  # from prompts to answers, the end of the turn included
@@ -73,6 +75,20 @@ class Piece:
     places: NDArray[np.int64]  # [counted] of the token before each target, in the flat rows
     weights: NDArray[np.float32]  # [counted]
     tasks: NDArray[np.int64]  # [counted] number of the task for an answer's token, -1 for a prompt's
+
+
+@dataclass(frozen=True)
+class Drill:
+    """How many rows are there only to teach that what came before may come again.
+
+    Reading, extracting and calling tools are mostly copying from the prompt, and a small model finds out how to copy
+    late: from text alone, not within four million tokens. A row of the drill is random tokens in pieces, and then the
+    same pieces in another order, of which every token but a piece's first can be foretold by copying.
+    """
+
+    pools: int = 5  # at the beginning, in which most rows are drill: 1.3 million tokens
+    first_share: float = 0.8  # of their rows
+    share: float = 0.08  # of the rows of the pools after them
 
 
 @dataclass(frozen=True)
@@ -111,14 +127,18 @@ class Stream:
         step_tokens: int,
         pool_size: int = 2048,
         retell: Retell | None = None,
+        drill: Drill | None = None,
     ) -> None:
         self.tasks = tasks
         self.tokenizer = tokenizer
-        self.names = [*tasks, JOINED]
+        self.names = [*tasks, JOINED, DRILL]
+        self.drill = drill
         self.retell = retell
         self.seed = seed
         self.step_tokens = step_tokens
         self.pool_size = pool_size
+        special = tokenizer.get_added_tokens_decoder()
+        self.ordinary = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
         self.begin, self.end, self.assistant = (token_id(tokenizer, token) for token in (BEGIN, END, ASSISTANT))
 
     def batches(self, place: Place) -> Iterator[tuple[Place, list[Piece]]]:
@@ -133,7 +153,17 @@ class Stream:
 
     def rows(self, number: int) -> list[Row]:
         """The rows of a pool."""
-        conversations = pool(self.tasks, self.seed, number, self.pool_size)
+        share = 0.0
+        if self.drill is not None:
+            share = self.drill.first_share if number < self.drill.pools else self.drill.share
+        drilled = round(self.pool_size * share)
+        rows = self._rows_of_conversations(number, self.pool_size - drilled)
+        if not drilled:
+            return rows
+        return rows + drill_rows(Random(f"{self.seed}/{number}/drill"), drilled, rows, self.ordinary)
+
+    def _rows_of_conversations(self, number: int, count: int) -> list[Row]:
+        conversations = pool(self.tasks, self.seed, number, count)
         texts = [text_of(conversation.turns, conversation.tools) for conversation in conversations]
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         rows = [
@@ -213,6 +243,27 @@ class Stream:
             weights=np.where(said, 1.0, PROMPT_WEIGHT).astype(np.float32),
             tasks=np.where(said, tasks, -1),
         )
+
+
+def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int]) -> list[Row]:
+    """Rows of random pieces that come a second time: of the `ordinary` tokens, each as likely as the next in half of the
+    rows and as often as in `rows` in the other half."""
+    allowed = set(ordinary)
+    usual = [token for row in rows for token in row.tokens if token in allowed]
+    result: list[Row] = []
+    for _ in range(count):
+        length = random.choice((16, 24, 32, 48, 64, 96, 128))  # of the first half
+        tokens = random.choices(usual if random.random() < 0.5 else ordinary, k=length)
+        pieces: list[list[int]] = []
+        while tokens:
+            size = random.randint(3, 24)
+            pieces.append(tokens[:size])
+            tokens = tokens[size:]
+        again = random.sample(pieces, len(pieces))
+        first = sum(pieces, [])
+        answer = [False] * len(first) + [place > 0 for piece in again for place in range(len(piece))]
+        result.append(Row(DRILL, first + sum(again, []), answer))
+    return result
 
 
 def joined(rows: Sequence[Row], random: Random) -> list[Row]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from typing import Any, Final
 
-from serve import Generate, Late, Prompts, Times, serve
+from serve import Arrival, Arrivals, Generate, Late, Prompts, serve
 
 KV_GIB: Final = 1  # room for the 8,192 tokens that the largest workload may hold, in every shape
 MAX_SEQUENCES: Final = 64
@@ -35,34 +34,23 @@ def load() -> tuple[Generate, dict[str, Any]]:
     numbers = itertools.count()
 
     def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
-        handles: list[tuple[list[float], float, Any]] = []  # times, the arrival that they count from
-
-        def add(stream: list[float], prompt: list[int], count: int, at: float) -> None:
-            config = genai.GenerationConfig()
-            config.max_new_tokens = count
-            config.ignore_eos = True
-            config.do_sample = False
-            tokens = ov.Tensor(np.array([prompt], dtype=np.int64))
-            handles.append((stream, at, pipeline.add_request(next(numbers), tokens, config)))
-
-        times: Times = [[] for _ in prompts]
-        late = late or []
-        late_times: Times = [[] for _ in late]
-        coming = list(zip(late_times, late, strict=True))
-        started = time.perf_counter()
-        for stream, prompt in zip(times, prompts, strict=True):
-            add(stream, prompt, new, 0.0)
-        while pipeline.has_non_finished_requests() or coming:
-            while coming and time.perf_counter() - started >= coming[0][1]["at"]:
-                stream, each = coming.pop(0)
-                add(stream, each["prompt"], each["new"], each["at"])
+        arrivals = Arrivals(prompts, new, late)
+        handles: list[tuple[Arrival, Any]] = []
+        while arrivals.more or pipeline.has_non_finished_requests():
+            for arrival in arrivals.due():
+                config = genai.GenerationConfig()
+                config.max_new_tokens = arrival.new
+                config.ignore_eos = True
+                config.do_sample = False
+                tokens = ov.Tensor(np.array([arrival.prompt], dtype=np.int64))
+                handles.append((arrival, pipeline.add_request(next(numbers), tokens, config)))
             pipeline.step()
-            now = time.perf_counter() - started
-            for stream, at, handle in handles:
+            now = arrivals.now()
+            for arrival, handle in handles:
                 while handle.can_read():
                     for output in handle.read().values():
-                        stream += [now - at] * len(output.generated_ids)
-        return {"times": times, "late": late_times}
+                        arrival.times += [now - arrival.at] * len(output.generated_ids)
+        return arrivals.answer()
 
     core = ov.Core()
     facts = {

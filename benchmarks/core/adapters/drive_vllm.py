@@ -11,10 +11,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 from typing import Any, Final
 
-from serve import Generate, Late, Prompts, Times, serve
+from serve import Arrival, Arrivals, Generate, Late, Prompts, serve
 
 MAX_LENGTH: Final = 4096
 MAX_SEQUENCES: Final = 64
@@ -39,31 +38,20 @@ def load() -> tuple[Generate, dict[str, Any]]:
     numbers = itertools.count()
 
     def generate(prompts: Prompts, new: int, late: list[Late] | None) -> dict[str, Any]:
-        streams: dict[str, tuple[list[float], float]] = {}  # times, and the arrival that they count from
-
-        def add(stream: list[float], prompt: list[int], count: int, at: float) -> None:
-            sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
-            name = f"request{next(numbers)}"
-            streams[name] = stream, at
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-
-        times: Times = [[] for _ in prompts]
-        late = late or []
-        late_times: Times = [[] for _ in late]
-        coming = list(zip(late_times, late, strict=True))
-        started = time.perf_counter()
-        for stream, prompt in zip(times, prompts, strict=True):
-            add(stream, prompt, new, 0.0)
-        while engine.has_unfinished_requests() or coming:
-            while coming and time.perf_counter() - started >= coming[0][1]["at"]:
-                stream, each = coming.pop(0)
-                add(stream, each["prompt"], each["new"], each["at"])
+        arrivals = Arrivals(prompts, new, late)
+        named: dict[str, Arrival] = {}
+        while arrivals.more or engine.has_unfinished_requests():
+            for arrival in arrivals.due():
+                sampling = SamplingParams(max_tokens=arrival.new, temperature=0, ignore_eos=True, detokenize=False)
+                name = f"request{next(numbers)}"
+                named[name] = arrival
+                engine.add_request(name, {"prompt_token_ids": arrival.prompt}, sampling)
             outputs = engine.step()
-            now = time.perf_counter() - started
+            now = arrivals.now()
             for output in outputs:
-                stream, at = streams[output.request_id.partition("-")[0]]  # it may add a suffix of its own
-                stream += [now - at] * (len(output.outputs[0].token_ids) - len(stream))
-        return {"times": times, "late": late_times}
+                arrival = named[output.request_id.partition("-")[0]]  # it may add a suffix of its own
+                arrival.times += [now - arrival.at] * (len(output.outputs[0].token_ids) - len(arrival.times))
+        return arrivals.answer()
 
     preloads = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
     facts = {

@@ -128,9 +128,8 @@ def generate(
         raise RequestError(
             f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
         )
-    ids = _encode(
-        folder, sys.stdin.read() if prompt == "-" else prompt, chat=model in BUNDLED_NAMES if chat is None else chat
-    )
+    text_in = sys.stdin.read() if prompt == "-" else prompt
+    ids = _encode(folder, text_in, chat=model in BUNDLED_NAMES if chat is None else chat)
     llm = LLM(
         folder,
         weights=weights,

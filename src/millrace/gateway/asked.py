@@ -1,0 +1,164 @@
+"""What a client asks and what it is answered, in our own words: between the dialects and the engine.
+
+Owns Asked (one request for text, whatever endpoint it came by), Piece (what is new of one of its answers) and Choice
+(an answer, whole). Dialects read bodies into Asked and write Pieces and Choices back; the flow between knows neither.
+
+    body ──dialect.read──▶ Asked ──flow──▶ Piece, Piece, ... ──dialect.write──▶ server-sent events, or one body
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from millrace.engine.grammar_source import Grammar
+from millrace.engine.sampling import Sampling
+
+Finish = Literal["stop", "length", "tool_calls", "deadline"]
+Choosing = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: any object
+    strict: bool = False  # arguments are held to the schema while they are written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for text. Of `messages` and `prompts` one is there."""
+
+    model: str
+    messages: list[dict[str, Any]] | None = None  # in the shape that chat templates take; contents are texts
+    prompts: list[str | list[int]] | None = None
+    tools: tuple[Tool, ...] = ()
+    choosing: Choosing = "auto"
+    only_tool: str | None = None  # with choosing "required": this one
+    parallel_calls: bool = True
+    grammar: Grammar | None = None  # of the answer's text
+    template: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further values for the chat template
+    think: bool | None = None  # whether the model is to reason first; None: as it likes
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None  # None: as many as the context has room for, or the endpoint's own default
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    n: int = 1
+    prompt_logprobs: int | None = None
+    echo: bool = False  # the prompt's text before the answer's
+
+    stream: bool = False
+    include_usage: bool = False  # with a stream: a last chunk with the usage
+
+    deadline_s: float | None = None  # from the request's arrival
+    surface: str = ""  # the key's or the configuration's by default
+    profile: str = "standard"
+    priority: int = 0
+    cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
+    user: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of a tool call. The first of a call has its id and its name; the others have arguments alone."""
+
+    index: int  # among the choice's calls
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    text: str
+    bytes: bytes
+    logprob: float
+    top: list[tuple[str, bytes, float]]  # likeliest tokens: text, bytes, log-probability
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one choice took."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0  # of the output
+    drafted: int = 0  # tokens proposed by speculation, and how many of them held
+    accepted: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one choice. Exactly one piece of a choice, its last, has `finish`."""
+
+    index: int  # of the choice: prompt by prompt, n for each
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list[CallDelta])
+    logprobs: list[TokenLogprob] | None = None  # of the content's tokens
+    finish: Finish | None = None
+    stop: str | None = None  # the stop string that ended it
+    usage: Usage | None = None  # with `finish`
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+@dataclass(slots=True)
+class Choice:
+    """An answer, whole."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
+    logprobs: list[TokenLogprob] | None = None
+    finish: Finish = "stop"
+    stop: str | None = None
+    usage: Usage = field(default_factory=Usage)
+
+    def add(self, piece: Piece) -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        for delta in piece.calls:
+            if delta.index == len(self.calls):
+                self.calls.append(Call(delta.id or "", delta.name or "", ""))
+            self.calls[delta.index].arguments += delta.arguments
+        if piece.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *piece.logprobs]
+        if piece.finish is not None:
+            self.finish, self.stop = piece.finish, piece.stop
+            self.usage = piece.usage or self.usage
+
+
+def total(usages: list[Usage], n: int) -> Usage:
+    """Of all choices together; a prompt counts once, however many answers it has."""
+    result = Usage()
+    for place, usage in enumerate(usages):
+        if place % n == 0:
+            result.prompt_tokens += usage.prompt_tokens
+            result.cached_tokens += usage.cached_tokens
+        result.output_tokens += usage.output_tokens
+        result.reasoning_tokens += usage.reasoning_tokens
+        result.drafted += usage.drafted
+        result.accepted += usage.accepted
+        result.queue_s = max(result.queue_s, usage.queue_s)
+        result.prefill_s = max(result.prefill_s, usage.prefill_s)
+        result.decode_s = max(result.decode_s, usage.decode_s)
+    return result
