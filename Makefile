@@ -6,8 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
-PROMPT ?= What is time to first token?
-export PROMPT
 CACHE := $(or $(MILLRACE_CACHE),$(HOME)/.cache/millrace)
 
 # Exactly this form, and before transformers: a looser requirement may bring several gigabytes of GPU libraries.
@@ -21,10 +19,11 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-asan fuzz lint format bench bench-core train train-toy clean
+.PHONY: help serve chat test test-asan fuzz lint format bench bench-core train train-toy clean
 
 help:
-	@echo "make serve      ask the bundled model (PROMPT=text), or have MODEL=path go on with the text"
+	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
+	@echo "make chat       talk to it in the terminal"
 	@echo "make test       build the core and run the tests"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
 	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
@@ -82,10 +81,12 @@ $(STAMPS)/asan: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS) $(PACKAGE)
 	  --config-settings=build-dir=$(ASAN) --config-settings=cmake.define.MILLRACE_SANITIZE=address,undefined
 	@touch $@
 
+# Until Ctrl-C; the server is told to end in the same way as by `kill`.
 serve: $(STAMPS)/core
-	@echo "The server comes later; until then this runs one generation from $(or $(MODEL),the bundled model mini)."; echo
-	@printf '%s\n' "$$PROMPT"
-	@$(BIN)/millrace generate $(if $(MODEL),"$(MODEL)") --prompt "$$PROMPT"
+	@exec $(BIN)/millrace serve $(if $(MODEL),"$(MODEL)") $(ARGS)
+
+chat: $(STAMPS)/core
+	@exec $(BIN)/millrace chat $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: $(STAMPS)/core $(STAMPS)/test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -14,6 +14,7 @@ import pytest
 import millrace
 from millrace.cli import COMMANDS, app
 from millrace.models.families import FAMILIES
+from millrace.observe import metrics
 
 ROOT = Path(__file__).parent.parent
 NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
@@ -93,7 +94,10 @@ def sections(text: str) -> dict[str, str]:
 
 
 def flags_of(command: str) -> set[str]:
-    arguments = app[command].assemble_argument_collection()
+    """Of a command, or of all commands of a group."""
+    found = app[command]
+    commands = [found] if found.default_command else [found[name] for name in found if not name.startswith("-")]
+    arguments = [argument for each in commands for argument in each.assemble_argument_collection()]
     return {name for argument in arguments for name in argument.names if name.startswith("-")}
 
 
@@ -149,3 +153,9 @@ def test_no_machine_and_no_registry_is_named() -> None:
         for match in forbidden.finditer(path.read_text(encoding="utf-8", errors="replace"))
     ]
     assert found == []
+
+
+def test_every_metric_is_documented() -> None:
+    documented = set(re.findall(r"^\| `(millrace_\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    found = {each.name + ("_total" if each.type == "counter" else "") for each in metrics.registry.collect()}
+    assert documented == found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from random import Random
 from typing import Final, Protocol, cast
 
@@ -246,8 +246,8 @@ class Stream:
 
 
 def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int]) -> list[Row]:
-    """Rows of random pieces that come a second time: of the `ordinary` tokens, each as likely as the next in half of the
-    rows and as often as in `rows` in the other half."""
+    """Rows of random pieces that come a second time: in half of them each of the `ordinary` tokens is as likely as the
+    next, in the other half as often as it is in `rows`."""
     allowed = set(ordinary)
     usual = [token for row in rows for token in row.tokens if token in allowed]
     result: list[Row] = []
@@ -260,9 +260,9 @@ def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequen
             pieces.append(tokens[:size])
             tokens = tokens[size:]
         again = random.sample(pieces, len(pieces))
-        first = sum(pieces, [])
+        first, second = [*chain.from_iterable(pieces)], [*chain.from_iterable(again)]
         answer = [False] * len(first) + [place > 0 for piece in again for place in range(len(piece))]
-        result.append(Row(DRILL, first + sum(again, []), answer))
+        result.append(Row(DRILL, first + second, answer))
     return result
 
 

@@ -1,30 +1,44 @@
 """The one typed configuration of a server: millrace.toml, the environment, flags.
 
-Owns the shape of the configuration, with every default, and nothing else reads a file or the environment for it.
-Everything has a default, so no file is needed. Reading one is `load`'s; a mistake is a ConfigError that says where in
-which file, what was expected and what was found.
+Owns the shape of the configuration, with every default, the error that says what is wrong with one, and what the
+engine and the gateway are given of it. Everything has a default, so no file is needed. Reading one is config_file's,
+what must hold between keys config_checks's, and writing one down config_text's; nothing else reads a file or the
+environment for it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
+from millrace.engine.policy import SurfaceOptions
+from millrace.engine.variant import Variant
+from millrace.errors import MillraceError
 from millrace.models.loading import DEFAULT_MODEL
 
+Text = Annotated[str, Meta(min_length=1)]
+Secret = Annotated[str, Meta(min_length=1, extra={"secret": True})]  # never shown
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+Milliseconds = Annotated[float, Meta(gt=0)]
+Hours = Annotated[float, Meta(gt=0)]
+Weight = Annotated[float, Meta(ge=0.001, le=1000)]
+# Fields of engine.variant.Variant. `extra` has no meaning of its own: it makes this type differ from any other table.
+Options = Annotated[dict[str, Any], Meta(extra={"options": True})]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""
 
 
-class Server(Section):
-    host: str = "127.0.0.1"
+class Server(Section, frozen=True):
+    host: Text = "127.0.0.1"
     port: Port = 8000  # 0: a free one
     connections: Count = 4096  # open at once; the next ones are closed again
     body_bytes: Count = 8 * 1024 * 1024  # 8 MiB; uploads of files have storage.file_bytes
@@ -38,43 +52,43 @@ class Server(Section):
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """A model that clients may name. Beside these, `options` are an engine.variant.Variant's."""
 
     path: str = ""  # folder, bundled name or hub id; the model's own name by default
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Text, ...] = ()
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
-    options: dict[str, Any] = {}  # of the variant without a name: weights, kv, threads, context, speculation, ...
-    variants: dict[str, dict[str, Any]] = {}  # further ones, each named MODEL@NAME, with what differs
-    tool_format: str | None = None  # found from the chat template by default
-    reasoning_format: str | None = None
+    options: Options = {}  # of the variant without a name: weights, kv, threads, context, speculation, ...
+    variants: dict[str, Options] = {}  # further ones, each named MODEL@NAME, with what differs
+    tool_format: Text | None = None  # found from the chat template by default
+    reasoning_format: Text | None = None
     max_tokens: Count | None = None  # of an answer that asks for no limit; as the context has room by default
     surface: str = "chat"
 
 
-class SurfaceConfig(Section):
+class SurfaceConfig(Section, frozen=True):
     """What differs from the engine's own surface of this name."""
 
-    ttft_ms: Seconds | None = None
-    itl_ms: Seconds | None = None
-    weight: Seconds | None = None
+    ttft_ms: Milliseconds | None = None
+    itl_ms: Milliseconds | None = None
+    weight: Weight | None = None
     patience_s: Seconds | None = None
-    deadline_ms: Seconds | None = None  # of requests that have none
+    deadline_ms: Milliseconds | None = None  # of requests that have none
 
 
-class KeyConfig(Section):
+class KeyConfig(Section, frozen=True):
     """A secret that clients send as `Authorization: Bearer ...` or `x-api-key`. Of the three one is given."""
 
-    name: str
-    key: str | None = None
-    key_env: str | None = None  # the environment variable that has it
-    key_sha256: str | None = None  # in hexadecimal
+    name: Text
+    key: Secret | None = None
+    key_env: Text | None = None  # the environment variable that has it
+    key_sha256: Secret | None = None  # in hexadecimal
     tenant: str = ""  # the key's name by default
-    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0  # of the tenant's fair share
+    weight: Weight = 1.0  # of the tenant's fair share
     surface: str | None = None  # of requests that name none
 
 
-class Limits(Section):
+class Limits(Section, frozen=True):
     """Of one request."""
 
     messages: Count = 4096
@@ -87,29 +101,94 @@ class Limits(Section):
     requests: Count = 4096  # running at once, in this server
 
 
-class Storage(Section):
+class Storage(Section, frozen=True):
     """Where files, batches and stored responses live."""
 
-    folder: str = "~/.local/share/millrace"
+    folder: Text = "~/.local/share/millrace"  # `path` is where that is
     file_bytes: Count = 512 * 1024 * 1024  # 512 MiB of one upload
     files_bytes: Count = 8 * 1024**3  # 8 GiB of all
-    response_hours: Seconds = 720.0  # that a stored response is kept
+    response_hours: Hours = 720.0  # that a stored response is kept
     batch_requests: Count = 50_000  # of one batch
     batch_running: Count = 32  # requests of batches that run at once
 
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser()
 
-class Log(Section):
+
+class Log(Section, frozen=True):
     format: Literal["json", "text"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
     requests: bool = True  # a line for each
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     server: Server = Server()
-    models: dict[str, ModelConfig] = {DEFAULT_MODEL: ModelConfig()}
+    models: dict[str, ModelConfig] = msgspec.field(default_factory=lambda: {DEFAULT_MODEL: ModelConfig()})
     default_model: str | None = None  # of requests that name none; the first of `models` by default
     surfaces: dict[str, SurfaceConfig] = {}
     keys: tuple[KeyConfig, ...] = ()  # none: everybody may call
     limits: Limits = Limits()
     storage: Storage = Storage()
     log: Log = Log()
+
+
+# The sections whose keys the environment can set.
+PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
+    "server": Server,
+    "limits": Limits,
+    "storage": Storage,
+    "log": Log,
+}
+
+
+class Mistake(msgspec.Struct, frozen=True):
+    """One thing that is wrong: in which file or variable, at which key, and what."""
+
+    source: str
+    where: str  # a key by its path, such as models.mini.replicas; empty: the source as a whole
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.where, self.reason) if part)
+
+
+class ConfigError(MillraceError):
+    """A configuration that cannot be used; `where` is the first mistake's. A mistake without a place may be a text."""
+
+    def __init__(self, *mistakes: Mistake | str, path: Path | None = None) -> None:
+        self.mistakes = [Mistake("", "", each) if isinstance(each, str) else each for each in mistakes]
+        self.path = path
+        self.where = self.mistakes[0].where if mistakes else ""
+        super().__init__("; ".join(map(str, self.mistakes)))
+
+
+def variants_of(name: str, model: ModelConfig, surfaces: Mapping[str, SurfaceConfig]) -> dict[str, Variant]:
+    """What engines are to serve of a model, by the names that clients may give: "mini", "mini@int4".
+
+    RequestError for options that are none.
+    """
+    changes = {surface: _in_seconds(config) for surface, config in surfaces.items()}
+    named = {name: model.options}
+    named |= {f"{name}@{variant}": {**model.options, **options} for variant, options in model.variants.items()}
+    return {full: Variant.of(model.path or name, **options, surfaces=changes) for full, options in named.items()}
+
+
+def _in_seconds(surface: SurfaceConfig) -> SurfaceOptions:
+    return SurfaceOptions(
+        ttft=None if surface.ttft_ms is None else surface.ttft_ms / 1e3,
+        itl=None if surface.itl_ms is None else surface.itl_ms / 1e3,
+        weight=surface.weight,
+        patience=surface.patience_s,
+    )
+
+
+def digest_of(key: KeyConfig, environ: Mapping[str, str]) -> str:
+    """The SHA-256 of a key's secret, in small hexadecimal digits: nothing needs to keep the secret itself.
+
+    KeyError where the variable that has it is not set.
+    """
+    if key.key_sha256 is not None:
+        return key.key_sha256.lower()
+    secret = key.key if key.key_env is None else environ[key.key_env]
+    return hashlib.sha256((secret or "").encode()).hexdigest()

@@ -197,6 +197,7 @@ class AsyncLLM:
         watch: Watch | None = None,
         waits: Waits | None = None,
         drain_seconds: float = 30.0,
+        progress: Callable[[int, int], None] | None = None,  # bytes of weights that a worker has packed, and of all
         **options: Any,
     ) -> None:
         if replicas < 1:
@@ -205,11 +206,11 @@ class AsyncLLM:
             options["threads"] = max(1, usable_cores() // replicas)
         folder = open_model(find_model(str(model)))
         self.variant = Variant.of(str(folder.path), **options)
-        context = default_context(folder.spec) if self.variant.context is None else self.variant.context
-        self._asking = Asking(folder.tokenizer, context=context, alone="chat")
+        self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
+        self._asking = Asking(folder.tokenizer, context=self.context, alone="chat")
         self._width = folder.spec.hidden_size
         config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds)
-        self.supervisor = Supervisor([config] * replicas, watch=watch)
+        self.supervisor = Supervisor([config] * replicas, watch=watch, progress=progress)
         self.client = Client(self.supervisor.paths, waits=waits)
 
     async def __aenter__(self) -> AsyncLLM:

@@ -26,13 +26,20 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
 
+def parts() -> list[str]:
+    """What docs/commands.md says of all commands, and then a name and a section for each."""
+    return re.split(r"^## `millrace ([a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE)
+
+
+def sections() -> list[tuple[str, str]]:
+    _, *rest = parts()
+    return list(zip(rest[::2], rest[1::2], strict=True))
+
+
 def documented() -> set[str]:
     """Commands, flags, shapes and variables of docs/commands.md, and the targets that `make help` names."""
-    top, *parts = re.split(
-        r"^## `millrace ([a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE
-    )
-    found = set(re.findall(r"^\| `(MILLRACE_\w+)` \|", top, re.MULTILINE))
-    for command, section in zip(parts[::2], parts[1::2], strict=True):
+    found = set(re.findall(r"^\| `(MILLRACE_\w+)` \|", parts()[0], re.MULTILINE))
+    for command, section in sections():
         found.add(command)
         rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
         found |= {f"{command} {flag}" for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row)}
@@ -103,12 +110,15 @@ def test_the_fact_about_all_commands_names_none_that_is_not_there() -> None:
 
 
 def test_facts_about_flags_give_the_documented_defaults() -> None:
-    rows = re.findall(r"^\| `(--[a-z-]+)`.*\| (\S+) \|$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
-    defaults = {flag: default.strip("`") for flag, default in rows if re.fullmatch(r"`?[a-z]*[0-9]+`?", default)}
-    assert defaults["--max-tokens"] == "128"
+    defaults: dict[str, str] = {}
+    for command, section in sections():
+        rows = re.findall(r"^\| `(--[a-z-]+)`.*\| (\S+) \|$", section, re.MULTILINE)
+        found = {flag: default.strip("`") for flag, default in rows if re.fullmatch(r"`?[a-z]*[0-9]+`?", default)}
+        defaults |= {f"{command} {flag}": default for flag, default in found.items()}
+    assert defaults["generate --max-tokens"] == "128"
     for fact in facts.facts():
         for name in fact.documents:
-            default = defaults.get(name.partition(" ")[2])
+            default = defaults.get(name)
             if default is not None:
                 assert re.search(rf"\b{default}\b", fact.answer), fact.id
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 
@@ -25,7 +25,7 @@ from training.decoder import PLAIN_ATTENTION, Decoder
 from training.distil import Teacher
 from training.files import MODEL_FILES, copy_model, digest, read_model, write_model
 from training.optimiser import Kind, Optimiser, orthogonal, share_of_rate
-from training.rows import JOINED, MIXTURE, PROMPT_WEIGHT, Place, Row, Stream, joined, load_tasks, pool
+from training.rows import DRILL, JOINED, MIXTURE, PROMPT_WEIGHT, Drill, Place, Row, Stream, joined, load_tasks, pool
 from training.shape import CONTEXT, DRAFT, MINI, Shape
 from training.tokenizer import read, text_of
 from training.train import Pace, Settings, SettingsChangedError, train
@@ -343,3 +343,21 @@ def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert make.main([*arguments, "--steps", "tokenizer,mini,draft"]) == 0  # all done already
     assert "step" not in capsys.readouterr().out.replace("steps", "")
+
+
+def test_the_drill_comes_first_and_can_be_foretold_by_copying(tokenizer_folder: Path) -> None:
+    tasks, tokenizer = load_tasks(("facts",)), read(tokenizer_folder)
+    batches = Stream(tasks, tokenizer, seed=0, step_tokens=2048, pool_size=100, drill=Drill(pools=1))
+    first, later = batches.rows(0), batches.rows(1)
+    assert sum(row.task == DRILL for row in first) == 80
+    assert sum(row.task == DRILL for row in later) == 8
+    special = tokenizer.get_added_tokens_decoder()
+    for row in (row for row in first if row.task == DRILL):
+        half = len(row.tokens) // 2
+        assert sorted(row.tokens[:half]) == sorted(row.tokens[half:])
+        assert not any(row.answer[:half])
+        assert not special.keys() & set(row.tokens)
+        begun = [place for place in range(half, len(row.tokens)) if not row.answer[place]]
+        for place, after in pairwise([*begun, len(row.tokens)]):
+            piece = row.tokens[place:after]
+            assert any(row.tokens[at : at + len(piece)] == piece for at in range(half))

@@ -22,9 +22,12 @@ REFUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
+    "chat": "Talk to a model in the terminal.",
+    "config": "Check the server's configuration, show the one in force, or write one to begin with.",
     "generate": "Continue a prompt with a model and stream the text.",
     "inspect": "Say what a model is, what it takes, and how fast this machine can be.",
     "make-model": "Make a model with random weights in the shape of a public one.",
+    "serve": "Serve models to OpenAI and Anthropic clients.",
     "simulate": "Show what the scheduler does to traffic that no test machine could serve.",
 }
 

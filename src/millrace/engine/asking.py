@@ -44,6 +44,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     speculate: bool = True
+    skip_special_tokens: bool = True
     tenant: str = ""
     surface: str = ""  # by default "batch", and for one prompt alone what the caller's object says
 
@@ -160,6 +161,7 @@ class Asking:
             tenant=wishes.tenant,
             surface=wishes.surface or (self._alone if alone else BULK),
             speculate=wishes.speculate,
+            skip_special_tokens=wishes.skip_special_tokens,
         )
 
     def score(self, before: Prompt, text: Prompt) -> Request:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -73,8 +73,7 @@ class Connection(asyncio.Protocol):
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
 
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
@@ -624,4 +623,5 @@ def submission(request: Request, id: str, indices: Sequence[int], output: Sequen
         budget=None if request.deadline is None else request.deadline - now,
         waited=max(0.0, now - request.arrival) if request.arrival else 0.0,
         speculate=request.speculate,
+        skip_special_tokens=request.skip_special_tokens,
     )

@@ -157,7 +157,13 @@ class Engine:
     def _text(self, request: Request, output: tuple[int, ...]) -> OutputText | None:
         if self.tokenizer is None or request.kind != "generate":
             return None
-        text = OutputText(self.tokenizer, stop=request.stop, stop_ids=request.stop_ids, min_tokens=request.min_tokens)
+        text = OutputText(
+            self.tokenizer,
+            stop=request.stop,
+            stop_ids=request.stop_ids,
+            min_tokens=request.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+        )
         text.push(output)
         return text
 

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from millrace.engine.blocks import Blocks
 from millrace.engine.cpu import CpuExecutor
@@ -17,22 +16,19 @@ from millrace.engine.draft_model import DraftModelDrafter
 from millrace.engine.engine import Engine
 from millrace.engine.pins import Pins
 from millrace.engine.plan import Limits
-from millrace.engine.policy import Policy
+from millrace.engine.policy import Policy, surfaces_with
 from millrace.engine.prefix_file import kv_identity
 from millrace.engine.scheduler import Scheduler
 from millrace.engine.speculation import NgramDrafter
 from millrace.engine.speculator import DraftLength, Speculator
 from millrace.engine.step_time import StepTimeModel
 from millrace.engine.variant import Variant
-from millrace.errors import RequestError
 from millrace.models.cache_folder import cache_folder
 from millrace.models.loading import ModelFolder, find_model, open_model
 from millrace.models.tokenizer import Tokenizer
 from millrace.models.weights import content_digest
 
 log = logging.getLogger(__name__)
-
-SPECULATION: Final = ("none", "ngram", "model")
 
 Progress = Callable[[int, int], None]  # bytes of weights done, and of all
 
@@ -52,14 +48,7 @@ class Opened:
 
 def open_variant(variant: Variant, *, folder: ModelFolder | None = None, progress: Progress | None = None) -> Opened:
     """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already."""
-    if variant.speculation not in SPECULATION:
-        raise RequestError(
-            f"speculation is one of {', '.join(SPECULATION)}, not '{variant.speculation}'", parameter="speculation"
-        )
-    if (variant.speculation == "model") != (variant.draft_model is not None):
-        raise RequestError("a draft model goes with speculation 'model', and with no other", parameter="draft_model")
-    if not 1 <= variant.max_sequences <= 4096:
-        raise RequestError(f"max_sequences must be 1 to 4096, not {variant.max_sequences}", parameter="max_sequences")
+    variant.check()
     if folder is None:
         folder = open_model(find_model(variant.model))
     executor = _load(folder, variant, progress)
@@ -78,7 +67,8 @@ def open_variant(variant: Variant, *, folder: ModelFolder | None = None, progres
         max_sequences=variant.max_sequences,
         queued_sequences=variant.queued_sequences,
     )
-    scheduler = Scheduler(blocks, limits, Policy(), step_time, rope_variant=spec.rope_variant)
+    policy = Policy(surfaces=surfaces_with(variant.surfaces))
+    scheduler = Scheduler(blocks, limits, policy, step_time, rope_variant=spec.rope_variant)
     engine = Engine(
         executor,
         scheduler,

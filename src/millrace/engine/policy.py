@@ -1,19 +1,22 @@
 """What is preferred to what: the surfaces' objectives and weights, and the numbers by which the scheduler weighs.
 
-Owns Surface, Policy and the two instants that follow from them for a request: when its first token is due, and how
-urgent it is. Every preference is a bounded lead in seconds over an earlier arrival, or a share of the turns, so none of
-them can make anything wait for ever. Knows no queue and no step.
+Owns Surface, what an operator may change of one, Policy, and the two instants that follow from them for a request: when
+its first token is due, and how urgent it is. Every preference is a bounded lead in seconds over an earlier arrival, or
+a share of the turns, so none of them can make anything wait for ever. Knows no queue and no step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from millrace.engine.request import Request
+from millrace.errors import RequestError
 
 MOST_PRIORITY: Final = 10
 PATIENCE_SERVICES: Final = 32.0
@@ -47,6 +50,30 @@ SURFACES: Final[Mapping[str, Surface]] = MappingProxyType(
         "batch": Surface(background=True),
     }
 )
+
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class SurfaceOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is to differ from a surface of SURFACES; see there for the meanings."""
+
+    ttft: _Seconds | None = None
+    itl: _Seconds | None = None
+    weight: Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] | None = None
+    patience: _Seconds | None = None
+
+
+def surfaces_with(changes: Mapping[str, SurfaceOptions]) -> Mapping[str, Surface]:
+    """SURFACES with what differs; RequestError for one that does not exist."""
+    surfaces = dict(SURFACES)
+    for name, options in changes.items():
+        if name not in surfaces:
+            known = ", ".join(surfaces)
+            raise RequestError(f"there is no surface '{name}': surfaces are {known}", parameter="surfaces")
+        given = {key: value for key, value in msgspec.structs.asdict(options).items() if value is not None}
+        surfaces[name] = replace(surfaces[name], **given)
+    return MappingProxyType(surfaces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

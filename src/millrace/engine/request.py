@@ -49,6 +49,7 @@ class Request:
     deadline: float | None = None  # on the engine's monotonic clock
     arrival: float = 0.0  # on the same clock
     speculate: bool = True
+    skip_special_tokens: bool = True  # special tokens have no part in the text
 
     @property
     def first_result(self) -> int:

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,7 @@ import msgspec
 
 from millrace.engine import wire
 from millrace.engine.client import Connection
-from millrace.engine.wire import Started, WorkerConfig
+from millrace.engine.wire import Loading, Started, WorkerConfig
 from millrace.errors import MillraceError
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,15 @@ class _Worker:
 class Supervisor:
     """One worker process for each configuration. All of it belongs to one event loop."""
 
-    def __init__(self, configs: Sequence[WorkerConfig], *, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        *,
+        watch: Watch | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`progress` hears, while a worker starts, how many bytes of its weights are packed, and of how many."""
+        self._progress = progress
         self._watch = watch or Watch()
         self._folder = Path(tempfile.mkdtemp(prefix="millrace-"))  # mode 0700: sockets are for this user alone
         self._workers = [
@@ -169,8 +177,8 @@ class Supervisor:
         try:
             # Standard input stays open: its end tells a worker that nobody watches over it any more.
             process.stdin.write(msgspec.json.encode(config) + b"\n")
-            line = await asyncio.wait_for(process.stdout.readline(), self._watch.start)
-            report = msgspec.json.decode(line, type=Started)
+            async with asyncio.timeout(self._watch.start):
+                report = await self.report_of(process.stdout)
         except TimeoutError:
             await self._kill(process)
             raise StartError(f"the worker did not start within {self._watch.start:g} s") from None
@@ -184,6 +192,15 @@ class Supervisor:
             await self._kill(process)
             raise StartError(report.error)
         return report
+
+    async def report_of(self, lines: asyncio.StreamReader) -> Started:
+        """What a worker says at the end of its start; before it, how far it is."""
+        while True:
+            said = msgspec.json.decode(await lines.readline(), type=Loading | Started)
+            if isinstance(said, Started):
+                return said
+            if self._progress is not None:
+                self._progress(said.done, said.total)
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True, fro
     budget: float | None = None  # seconds until the deadline
     waited: float = 0.0  # seconds since the request arrived
     speculate: bool = True
+    skip_special_tokens: bool = True
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -190,8 +191,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watched: bool = True  # end, when standard input does
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker says of its start: one line of JSON on its standard output."""
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """How far a worker is with its weights: lines of JSON on its standard output, before Started."""
+
+    done: int  # bytes that are packed
+    total: int
+
+
+class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker says of its start: the last line of JSON on its standard output."""
 
     error: str | None = None  # it did not start; the text is fit to show
     load_s: float = 0.0

@@ -6,7 +6,7 @@ either is there; with nothing to do it sleeps until somebody writes. Frames, and
 request means is the engine's.
 
     stdin   one line of JSON, a WorkerConfig; its end means that nobody watches any more: drain and exit
-    stdout  one line of JSON, Started
+    stdout  lines of JSON: Loading, now and then, and at last Started
     SIGTERM drain and exit; twice: exit
 """
 
@@ -41,6 +41,7 @@ _MOST_UNREAD: Final = 64 * 1024 * 1024  # 64 MiB that a client may leave unread 
 _COMPILING: Final = 0.005  # seconds between two looks at grammars that are being compiled
 _STALLED: Final = 0.02  # seconds between two looks at requests that wait for time to pass
 _BACKLOG: Final = 128
+_PROGRESS_SECONDS: Final = 0.2  # between two reports while the weights are packed
 _MOST_WAITED: Final = 3600.0  # seconds before its submission that a request may have arrived
 
 
@@ -496,6 +497,7 @@ def request_of(message: wire.Submit, now: float) -> Request:
         deadline=None if message.budget is None else now + message.budget,
         arrival=now - min(max(0.0, message.waited), _MOST_WAITED),
         speculate=message.speculate,
+        skip_special_tokens=message.skip_special_tokens,
     )
 
 
@@ -527,10 +529,10 @@ def read_config() -> wire.WorkerConfig:
 
 def main(report: Callable[[bytes], Any] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    tell = report or _report
+    tell = report or _tell
     try:
         config = read_config()
-        opened = open_variant(config.variant)
+        opened = open_variant(config.variant, progress=told_now_and_then(tell))
         worker = Worker(opened, config)
     except (MillraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.Started(error=str(error) or type(error).__name__)))
@@ -553,6 +555,8 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
         restored_tokens=opened.pins.restored_tokens,
     )
     tell(msgspec.json.encode(started))
+    if report is None:
+        os.dup2(2, 1)  # whoever reads the pipe reads no further
     try:
         worker.run()
     finally:
@@ -560,11 +564,23 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     return 0
 
 
-def _report(line: bytes) -> None:
-    """One line on standard output, and nothing after it: whoever reads the pipe reads no further."""
+def _tell(line: bytes) -> None:
+    """A line on standard output, whole."""
     sys.stdout.flush()
     os.write(1, line + b"\n")
-    os.dup2(2, 1)
+
+
+def told_now_and_then(tell: Callable[[bytes], Any]) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= _PROGRESS_SECONDS:
+            told = now
+            tell(msgspec.json.encode(wire.Loading(done, total)))
+
+    return progress
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Asked:
     only_tool: str | None = None  # with choosing "required": this one
     parallel_calls: bool = True
     grammar: Grammar | None = None  # of the answer's text
+    grammar_of: str = "grammar"  # the parameter that asks for it, for errors
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further values for the chat template
     think: bool | None = None  # whether the model is to reason first; None: as it likes
 
@@ -80,8 +81,9 @@ class CallDelta:
 class TokenLogprob:
     text: str
     bytes: bytes
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt
     top: list[tuple[str, bytes, float]]  # likeliest tokens: text, bytes, log-probability
+    shown: str = ""  # its part of the answer's text: none where it is hidden, or only a part of a character
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Piece:
     content: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
-    logprobs: list[TokenLogprob] | None = None  # of the content's tokens
+    logprobs: list[TokenLogprob] | None = None  # of the tokens whose text is certain by now
     finish: Finish | None = None
     stop: str | None = None  # the stop string that ended it
     usage: Usage | None = None  # with `finish`

@@ -73,6 +73,8 @@ def as_api_error(error: Exception) -> ApiError:
                 return ApiError(str(error), kind="overloaded_error", code="deadline_unreachable")
             return ApiError(str(error), kind="overloaded_error", code="overloaded", retry_after=error.retry_after)
         case WorkerLostError():
-            return ApiError("the engine is not there; try again", kind="overloaded_error", code="engine_lost", retry_after=1.0)
+            return ApiError(
+                "the engine is not there; try again", kind="overloaded_error", code="engine_lost", retry_after=1.0
+            )
         case _:
             return ApiError("something went wrong inside of Millrace", kind="server_error", code="internal_error")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -75,6 +76,11 @@ class Tokenizer:
         """The template of a chat without tools."""
         return self._templates.get("default")
 
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of a chat with tools."""
+        return self._templates.get("tool_use") or self.template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         own_frame = add_special_tokens and self._frame is None
         try:
@@ -92,6 +98,15 @@ class Tokenizer:
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is written so in the vocabulary: for added tokens and special ones, the text's own token."""
+        return _token_id(self._tokenizer, text)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     def is_special(self, token: int) -> bool:
         return self.pieces.is_special(token)
 
@@ -105,8 +120,7 @@ class Tokenizer:
         **extra: Any,
     ) -> str:
         """The prompt of a chat, to be encoded with add_special_tokens=False: the template writes them itself."""
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self.template
+        template = self.tool_template if tools else self.template
         if template is None:
             raise RequestError("the model has no chat template; it completes text only", parameter="messages")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)

@@ -1,0 +1,65 @@
+"""An engine that computes nothing: the same words over and over, as fast as it is told to.
+
+Owns MockEngine, in the place of an engine's client. Outputs go through the client's own Stream, one for each token, so
+the server reads them as it reads a worker's; what is left out is the socket from the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from pace import Wheel
+
+from millrace.engine.client import Client, Stream
+from millrace.engine.request import Finish, Request
+from millrace.engine.wire import Ending, Output, Usage
+from millrace.models.tokenizer import Tokenizer
+
+TEXT: Final = " The river runs past the old mill, turns the wheel and goes on to the sea."
+
+
+class MockEngine:
+    def __init__(self, tokenizer: Tokenizer, tokens_per_s: float | None) -> None:
+        """`tokens_per_s`: of each stream; None: all at once."""
+        tokens = tokenizer.encode(TEXT, True)
+        self._words = [(token, tokenizer.decode([token])) for token in tokens if tokenizer.decode([token])]
+        self._wheel = None if tokens_per_s is None else Wheel(tokens_per_s)
+
+    def stream(self, request: Request) -> Stream:
+        stream = Stream(cast("Client", self), request)
+        for index in range(request.n):
+            step = self._answer(stream, index)
+            if self._wheel is None:
+                asyncio.get_running_loop().call_soon(_all_of_it, step)
+            else:
+                self._wheel.add(step)
+        return stream
+
+    def drop(self, stream: Stream) -> None:
+        """A stream was left; it is closed, and its turns end with that."""
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []
+
+    def _answer(self, stream: Stream, index: int) -> Callable[[], bool]:
+        request = stream.request
+        words, count, most = self._words, 0, request.max_tokens
+
+        def step() -> bool:
+            nonlocal count
+            if stream.closed:
+                return False
+            token, text = words[count % len(words)]
+            count += 1
+            ending = Ending(Finish.LENGTH, Usage(len(request.prompt), count, 0, 0, 0, 0.0, 0.0, 0.0))
+            stream.push(Output("", index, [token], text, ending=ending if count == most else None))
+            return count < most
+
+        return step
+
+
+def _all_of_it(step: Callable[[], bool]) -> None:
+    while step():
+        pass

@@ -1,0 +1,86 @@
+"""Serves the mock engine by Millrace's own gateway, and says its URL on standard output once it is ready.
+
+    python benchmarks/edge/serve_mock.py --tokens-per-s 20
+
+Owns the models that are served: `at-once`, and `paced` at the given pace. The server is the real one, from its socket
+to its log; only the fleet is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from mock_engine import MockEngine
+
+from millrace.config import Config, Server, Storage
+from millrace.gateway import log, server
+from millrace.gateway.fleet import Fleet, Served
+from millrace.gateway.reasoning import reasoning_format_of
+from millrace.gateway.tool_formats import tool_format_of
+from millrace.models.loading import BUNDLED, open_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Millrace's gateway before an engine that computes nothing.")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--tokens-per-s", type=float, default=20.0, help="of each stream of the model `paced`")
+    parser.add_argument("--profile", type=Path, help="write cProfile's numbers there at the end")
+    options = parser.parse_args()
+
+    served = {"at-once": _served("at-once", None), "paced": _served("paced", options.tokens_per_s)}
+    fleet = _MockFleet(served, {}, "at-once")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            server=Server(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
+            storage=Storage(folder=folder),
+        )
+        log.configure_log(config.log)
+        serving = server.serve(config, fleet=fleet, ready=lambda url: print(url, os.getpid(), flush=True))
+        if options.profile is None:
+            uvloop.run(serving)
+        else:
+            _profiled(serving, options.profile)
+
+
+class _MockFleet(Fleet):
+    async def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """There is nothing to start."""
+
+
+def _served(name: str, tokens_per_s: float | None) -> Served:
+    tokenizer = open_model(BUNDLED / "mini").tokenizer
+    template = None if tokenizer.tool_template is None else tokenizer.tool_template.source
+    return Served(
+        name=name,
+        engine=MockEngine(tokenizer, tokens_per_s),
+        tokenizer=tokenizer,
+        context=8192,
+        fingerprint="fp_0123456789",
+        tools=tool_format_of(template, tokenizer),
+        reasoning=reasoning_format_of(template, tokenizer),
+    )
+
+
+def _profiled(serving: Coroutine[Any, Any, None], path: Path) -> None:
+    import cProfile
+
+    profile = cProfile.Profile()
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    profile.enable()
+    try:
+        loop.run_until_complete(serving)
+    finally:
+        profile.disable()
+        profile.dump_stats(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The way of a request for text, from top to bottom: shape, admit, generate, settle.
+
+Owns the order of the stages and what each of them makes of an exchange. Dialects and the network are the callers'.
+Between `shape` and `generate` stand, later, the caches and the choice among variants.
+
+    shape      messages → prompt → tokens; limits that follow from the model
+    generate   one engine request for each prompt; outputs → pieces
+    settle     always, once: what it took and how it ended goes into the log and the metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from millrace.engine.client import Stream
+from millrace.engine.grammar_source import GrammarLimits, grammar_source
+from millrace.engine.request import Request
+from millrace.engine.sampling import Chosen
+from millrace.engine.wire import Output
+from millrace.errors import MillraceError
+from millrace.gateway.asked import Choice, Piece, Tool, Usage, total
+from millrace.gateway.errors import ApiError, as_api_error, invalid
+from millrace.gateway.exchange import Exchange
+from millrace.gateway.fleet import Served
+from millrace.gateway.reader import Reader
+from millrace.observe import metrics
+
+_LONG_TEXT: Final = 16 * 1024  # characters that take a thread of their own to be rendered and cut into tokens
+_GRAMMAR_LIMITS: Final = GrammarLimits()
+
+
+class Answering:
+    """An exchange under way. Iterated once, for pieces; leaving it early cancels what runs."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.gone = False  # the client has left
+        self.prompts: list[tuple[int, ...]] = []
+        self._streams: list[Stream] = []
+        self._readers: dict[tuple[int, int], Reader] = {}
+        self._open = 0
+        self._usages: dict[int, Usage] = {}  # by the choice
+        self._settled = False
+
+    async def begin(self) -> None:
+        """Everything that can be refused before the engine knows of it; ApiError where it is."""
+        exchange = self.exchange
+        try:
+            texts = await shape(exchange)
+            self.prompts = [prompt for prompt, _ in texts]
+            self._make_readers([tail for _, tail in texts])
+            requests = [_request(exchange, prompt) for prompt in self.prompts]
+        except (MillraceError, ApiError) as error:
+            raise self._told(error) from None
+        exchange.prompt_tokens = sum(map(len, self.prompts))
+        exchange.shaped = time.monotonic()
+        self._streams = [exchange.served.engine.stream(request) for request in requests]
+        self._open = len(requests) * exchange.asked.n
+
+    def _make_readers(self, tails: Sequence[str]) -> None:
+        asked, served = self.exchange.asked, self.exchange.served
+        calls = served.tools if asked.tools and asked.choosing != "none" else None
+        for place, (prompt, tail) in enumerate(zip(self.prompts, tails, strict=True)):
+            measured: list[Chosen] = []
+            for index in range(asked.n):
+                reasons = served.reasoning is not None and asked.messages is not None
+                self._readers[place, index] = Reader(
+                    place * asked.n + index,
+                    served.tokenizer,
+                    splitter=served.reasoning.splitter(tail) if reasons and served.reasoning is not None else None,
+                    calls=None if calls is None else calls.parser(parallel=asked.parallel_calls),
+                    named=asked.only_tool is not None,
+                    logprobs=asked.sampling.logprobs is not None,
+                    echo=prompt if asked.echo else None,
+                    measured=measured,
+                )
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All that comes, until every choice has ended. ApiError where the engine refuses or fails."""
+        try:
+            if len(self._streams) == 1:
+                async for output in self._streams[0]:
+                    yield self._piece(0, output)
+            else:
+                async for place, output in _merged(self._streams):
+                    yield self._piece(place, output)
+        except MillraceError as error:
+            raise self._told(error) from None
+        if self._open and not self.gone:
+            raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
+
+    def _told(self, error: Exception) -> ApiError:
+        """The error in the words of the dialect: the engine's parameters have other names."""
+        told, asked = as_api_error(error), self.exchange.asked
+        names = {"grammar": asked.grammar_of, "deadline": "deadline_ms"}
+        if asked.messages is not None:
+            names["prompt"] = "messages"
+        told.parameter = names.get(told.parameter or "", told.parameter)
+        return told
+
+    def _piece(self, place: int, output: Output) -> Piece:
+        """`place`: of the prompt."""
+        exchange = self.exchange
+        exchange.last = time.monotonic()
+        if not exchange.first:
+            exchange.first = exchange.last
+        piece = self._readers[place, output.index].read(output)
+        if piece.finish is not None:
+            self._open -= 1
+            self._usages[piece.index] = piece.usage or Usage()
+            exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+            exchange.finish = piece.finish
+        return piece
+
+    async def choices(self) -> list[Choice]:
+        """The whole of it."""
+        asked = self.exchange.asked
+        found = [Choice(index) for index in range(len(self._streams) * asked.n)]
+        async for piece in self.pieces():
+            found[piece.index].add(piece)
+        return found
+
+    def cancel(self) -> None:
+        """The client is gone: what runs ends by the engine's next step."""
+        self.gone = True
+        for stream in self._streams:
+            stream.cancel()
+
+    def settle(self, error: ApiError | None = None) -> None:
+        """Once, however it ended."""
+        if self._settled:
+            return
+        self._settled = True
+        for stream in self._streams:
+            stream.cancel()
+        exchange = self.exchange
+        if self._open:
+            exchange.usage = self._spent()
+        metrics.settled(exchange.served.name, exchange, error, gone=self.gone and self._open > 0)
+
+    def _spent(self) -> Usage:
+        """What was computed of an exchange that did not come to its end."""
+        begun = [stream for stream in self._streams if any(stream.tokens)]
+        return Usage(
+            prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
+            output_tokens=sum(len(tokens) for stream in begun for tokens in stream.tokens),
+        )
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Output]]:
+    """The outputs of all streams as they come, each with the number of its stream."""
+    ready: asyncio.Queue[tuple[int, Output] | BaseException | None] = asyncio.Queue()
+
+    async def follow(place: int, stream: Stream) -> None:
+        try:
+            async for output in stream:
+                ready.put_nowait((place, output))
+            ready.put_nowait(None)
+        except Exception as error:
+            ready.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await ready.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# Shape
+
+
+async def shape(exchange: Exchange) -> list[tuple[tuple[int, ...], str]]:
+    """The prompts' tokens, each with the end of its text."""
+    asked, served = exchange.asked, exchange.served
+    if served.kind != "decoder":
+        raise invalid(f"'{served.name}' makes embeddings, not text", "model")
+    if asked.prompts is not None:
+        found: list[tuple[tuple[int, ...], str]] = []
+        for prompt in asked.prompts:
+            found.append((await tokens_of(served, prompt, "prompt"), ""))
+            await asyncio.sleep(0)  # others have a turn too
+        return found
+    assert asked.messages is not None
+    if asked.tools and asked.choosing != "none" and served.tools is None:
+        raise invalid(f"the chat template of '{served.name}' knows no tools", "tools")
+    template = dict(asked.template)
+    if asked.think is not None:
+        template.setdefault("enable_thinking", asked.think)
+    tools = [_as_template_takes(tool) for tool in asked.tools] if asked.choosing != "none" else []
+    render = partial(served.tokenizer.apply_template, asked.messages, tools=tools or None, **template)
+    long = sum(len(message.get("content") or "") for message in asked.messages) > _LONG_TEXT
+    text = await asyncio.to_thread(render) if long else render()
+    return [(await tokens_of(served, text, "messages", whole=True), text[-256:])]
+
+
+def _as_template_takes(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = dict(tool.parameters) if tool.parameters is not None else {"type": "object"}
+    return {"type": "function", "function": function}
+
+
+async def tokens_of(
+    served: Served, text: str | Sequence[int], parameter: str, *, whole: bool = False
+) -> tuple[int, ...]:
+    """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens."""
+    tokenizer = served.tokenizer
+    if isinstance(text, str):
+        # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says.
+        if len(text) > served.context * tokenizer.longest_piece:
+            raise _too_long(served, f"more than {served.context}", parameter)
+        if len(text) > _LONG_TEXT:
+            tokens = tuple(await asyncio.to_thread(tokenizer.encode, text, not whole))
+        else:
+            tokens = tuple(tokenizer.encode(text, not whole))
+    else:
+        tokens = tuple(text)
+        for token in tokens:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise invalid(f"'{parameter}': there is no token {token}", parameter)
+    if not tokens:
+        raise invalid(f"'{parameter}' has no tokens", parameter)
+    if len(tokens) >= served.context:
+        raise _too_long(served, str(len(tokens)), parameter)
+    return tokens
+
+
+def _too_long(served: Served, count: str, parameter: str) -> ApiError:
+    return ApiError(
+        f"the context of '{served.name}' is {served.context} tokens, and the {parameter} alone {count}",
+        parameter=parameter,
+        code="context_length_exceeded",
+    )
+
+
+# Generate
+
+
+def _request(exchange: Exchange, prompt: tuple[int, ...]) -> Request:
+    asked, served, caller = exchange.asked, exchange.served, exchange.caller
+    tokenizer = served.tokenizer
+    surface = asked.surface or caller.surface or served.surface
+    deadline = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(surface)
+    room = served.context - len(prompt)
+    most = asked.max_tokens if asked.max_tokens is not None else served.max_tokens
+    grammar = asked.grammar
+    shown = False
+    if asked.tools and asked.choosing != "none" and served.tools is not None:
+        shown = bool(served.tools.special)
+        if asked.choosing == "required":
+            grammar = served.tools.grammar(asked.tools, only=asked.only_tool, parallel=asked.parallel_calls)
+        elif grammar is None and any(tool.strict for tool in asked.tools):
+            grammar = served.tools.auto_grammar(asked.tools, parallel=asked.parallel_calls)
+    if asked.messages is not None and served.reasoning is not None:
+        shown = shown or bool(served.reasoning.special)
+    if grammar is not None:
+        grammar_source(grammar, _GRAMMAR_LIMITS)  # what is wrong with it at a glance is said before anything is queued
+    asked.sampling.check(tokenizer.vocab_size)
+    return Request(
+        id="",  # the client of the engine gives its own
+        prompt=prompt,
+        sampling=asked.sampling,
+        max_tokens=room if most is None else min(most, room),
+        min_tokens=min(asked.min_tokens, room),
+        stop_ids=(frozenset[int]() if asked.ignore_eos else tokenizer.eos_ids) | asked.stop_ids,
+        stop=asked.stop,
+        n=asked.n,
+        grammar=grammar,
+        prompt_logprobs=asked.prompt_logprobs,
+        tenant=caller.tenant,
+        weight=caller.weight,
+        # Nobody else has this salt, so nothing is found and nothing can be found by others.
+        salt=caller.tenant if asked.cache == "on" else f"alone {secrets.token_hex(8)}",
+        surface=surface,
+        priority=asked.priority,
+        deadline=None if deadline is None else exchange.arrival + deadline,
+        arrival=exchange.arrival,
+        skip_special_tokens=not shown,
+    )

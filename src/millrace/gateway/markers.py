@@ -1,0 +1,67 @@
+"""Markers in text that comes in pieces: where one may begin, and which whitespace beside one is not to be handed out.
+
+Owns `may_begin`, which says how much of a text must wait, and Passing, which hands text on and keeps back the
+whitespace at its end until it is known what follows. Knows nothing of what the markers mean. What comes out, joined,
+never depends on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+WHITESPACE: Final = " \t\r\n"
+MOST_WAITING: Final = 4096  # characters of whitespace that are kept back
+
+
+def may_begin(marker: str, text: str, start: int = 0) -> int:
+    """Where in the text, from `start`, a marker begins that the text may yet complete; its length where none does."""
+    for length in range(min(len(marker) - 1, len(text) - start), 0, -1):
+        if text.endswith(marker[:length]):
+            return len(text) - length
+    return len(text)
+
+
+class Passing:
+    """Hands text on. Whitespace waits for the text after it; `drop` before a marker, and `after_marker` behind one."""
+
+    def __init__(self) -> None:
+        self._out: list[str] = []
+        self._waiting = ""
+        self._spilt = False  # this run of whitespace was too long to wait
+        self._dropping = False  # whitespace directly after a marker
+
+    def say(self, text: str) -> None:
+        if self._dropping:
+            text = text.lstrip(WHITESPACE)
+            if not text:
+                return
+            self._dropping = False
+        said = text.rstrip(WHITESPACE)
+        if said:
+            self._out += (self._waiting, said)
+            self._waiting = ""
+            self._spilt = False
+        self._waiting += text[len(said) :]
+        if self._spilt or len(self._waiting) > MOST_WAITING:
+            self._out.append(self._waiting)
+            self._waiting = ""
+            self._spilt = True
+
+    def drop(self) -> None:
+        """The whitespace that waits."""
+        self._waiting = ""
+
+    def after_marker(self) -> None:
+        """Whitespace before and after this place is dropped."""
+        self._waiting = ""
+        self._spilt = False
+        self._dropping = True
+
+    def take(self, *, last: bool = False) -> str:
+        """What was handed on since the last time; at the last time, the whitespace that still waits too."""
+        if last:
+            self._out.append(self._waiting)
+            self._waiting = ""
+        text = "".join(self._out)
+        self._out.clear()
+        return text

@@ -1,0 +1,215 @@
+"""What outlives a request: files, batches and stored responses, with their routes.
+
+Owns State: the stores, opened in one folder, and the endpoints on them. What is kept and how is the stores' own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from millrace.config import Config
+from millrace.gateway import response_endpoints
+from millrace.gateway.batches import Batches
+from millrace.gateway.call import Call, Reply
+from millrace.gateway.database import Database
+from millrace.gateway.errors import ApiError, as_api_error, invalid
+from millrace.gateway.exchange import Caller, Exchange
+from millrace.gateway.files import Files
+from millrace.gateway.fleet import Fleet
+from millrace.gateway.listing import listing
+from millrace.gateway.parameters import Parameter, Table, converted, read
+from millrace.gateway.response_store import ResponseStore
+from millrace.gateway.text import answer_whole
+from millrace.gateway.upload import FIRST_FIELDS, Upload
+from millrace.gateway.vectors import EMBEDDINGS, embeddings
+
+if TYPE_CHECKING:
+    from millrace.gateway.app import App, Route
+
+_UPLOAD_FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+
+class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=1)]
+
+
+BATCHES: Final[Table] = {
+    "input_file_id": Parameter("A file of requests, one in a line.", str, required=True),
+    "endpoint": Parameter("The path that all of them are for.", str, required=True),
+    "completion_window": Parameter("24h.", str, required=True),
+    "metadata": Parameter("Pairs of texts that are handed back.", Annotated[dict[str, str], Meta(max_length=16)]),
+    "output_expires_after": Parameter("When the files of results go.", ExpiresAfter),
+}
+
+
+class State:
+    """All of it belongs to one event loop. Nothing is opened before it is used."""
+
+    def __init__(self, config: Config, fleet: Fleet) -> None:
+        storage = config.storage
+        self._config = config
+        self._fleet = fleet
+        self._app: App | None = None
+        self._database = Database(storage.path)
+        self.files = Files(self._database, storage.path, storage)
+        self.batches = Batches(self._database, self.files, self._run, storage, running=storage.batch_running)
+        self.responses = ResponseStore(self._database, hours=storage.response_hours)
+
+    def attach(self, app: App) -> None:
+        self._app = app
+
+    async def start(self) -> None:
+        await self.batches.resume()
+
+    async def close(self) -> None:
+        await self.batches.close()
+        await self._database.close()
+
+    def routes(self) -> tuple[Route, ...]:
+        from millrace.gateway.app import Route
+
+        return (
+            Route("POST", "/v1/files", self._create_file, "Upload a file."),
+            Route("GET", "/v1/files", self._list_files, "The files that are there."),
+            Route("GET", "/v1/files/{file}", self._file, "One of them."),
+            Route("DELETE", "/v1/files/{file}", self._delete_file, "Remove it."),
+            Route("GET", "/v1/files/{file}/content", self._content, "Its bytes."),
+            Route("POST", "/v1/batches", self._create_batch, "Run a file of requests in the background.", BATCHES),
+            Route("GET", "/v1/batches", self._list_batches, "The batches that are there."),
+            Route("GET", "/v1/batches/{batch}", self._batch, "One of them."),
+            Route("POST", "/v1/batches/{batch}/cancel", self._cancel_batch, "End it with what it has."),
+            *response_endpoints.routes(self._attached, self.responses),
+        )
+
+    def _attached(self) -> App:
+        assert self._app is not None
+        return self._app
+
+    async def _reply(self, call: Call, reply: Reply) -> None:
+        assert self._app is not None
+        await self._app.reply(call, reply)
+
+    # Files
+
+    async def _create_file(self, call: Call) -> None:
+        storage, server = self._config.storage, self._config.server
+        # As long as a body of the usual size may take, for each such part of it.
+        seconds = server.body_s * max(1.0, storage.file_bytes / server.body_bytes)
+        upload = Upload(call.headers.get("content-type", ""), call.chunks(storage.file_bytes + 64 * 1024, seconds))
+        await upload.begin()
+        fields = upload.fields
+        for name in fields:
+            if name not in _UPLOAD_FIELDS:
+                raise ApiError(f"there is no parameter '{name[:100]}'", parameter=name[:100], code="unknown_parameter")
+        if "purpose" not in fields:
+            raise invalid(f"'purpose' is missing; {FIRST_FIELDS}", "purpose", code="missing_required_parameter")
+        if fields.get("expires_after[anchor]", "created_at") != "created_at":
+            raise invalid("'expires_after.anchor' must be created_at", "expires_after")
+        seconds_text = fields.get("expires_after[seconds]")
+        if seconds_text is None and "expires_after[anchor]" in fields:
+            raise invalid("'expires_after.seconds' is missing", "expires_after", code="missing_required_parameter")
+        if seconds_text is not None and not (seconds_text.isascii() and seconds_text.isdigit()):
+            raise invalid("'expires_after.seconds' must be a number", "expires_after")
+        record = await self.files.create(
+            upload.file(),
+            filename=upload.filename or "file",
+            purpose=fields["purpose"],
+            tenant=call.caller.tenant,
+            expires_after=None if seconds_text is None else int(seconds_text[:12]),
+        )
+        await self._reply(call, Reply.json(record.as_json()))
+
+    async def _list_files(self, call: Call) -> None:
+        asked = listing(call, ("after", "limit", "order", "purpose"))
+        page = await self.files.list(call.caller.tenant, **asked)
+        await self._reply(call, Reply.json(page.as_json(lambda record: record.as_json())))
+
+    async def _file(self, call: Call) -> None:
+        record = await self.files.get(call.params["file"], call.caller.tenant)
+        await self._reply(call, Reply.json(record.as_json()))
+
+    async def _delete_file(self, call: Call) -> None:
+        id = call.params["file"]
+        await self.files.delete(id, call.caller.tenant)
+        await self._reply(call, Reply.json({"id": id, "object": "file", "deleted": True}))
+
+    async def _content(self, call: Call) -> None:
+        record, pieces = await self.files.content(call.params["file"], call.caller.tenant)
+        try:
+            await call.begin_download(record.bytes, "application/octet-stream", record.id)
+            if call.scope["method"] != "HEAD":
+                async for piece in pieces:
+                    await call.write(piece)
+            await call.write(b"", more=False)
+        finally:
+            await pieces.aclose()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    # Batches
+
+    async def _create_batch(self, call: Call) -> None:
+        given = read(await self._attached().body(call), BATCHES)
+        expires: ExpiresAfter | None = given.get("output_expires_after")
+        record = await self.batches.create(
+            input_file_id=given["input_file_id"],
+            endpoint=given["endpoint"],
+            completion_window=given["completion_window"],
+            tenant=call.caller.tenant,
+            metadata=given.get("metadata"),
+            output_expires_after=None if expires is None else expires.seconds,
+        )
+        await self._reply(call, Reply.json(record.as_json()))
+
+    async def _list_batches(self, call: Call) -> None:
+        page = await self.batches.list(call.caller.tenant, **listing(call, ("after", "limit")))
+        await self._reply(call, Reply.json(page.as_json(lambda record: record.as_json())))
+
+    async def _batch(self, call: Call) -> None:
+        record = await self.batches.retrieve(call.params["batch"], call.caller.tenant)
+        await self._reply(call, Reply.json(record.as_json()))
+
+    async def _cancel_batch(self, call: Call) -> None:
+        record = await self.batches.cancel(call.params["batch"], call.caller.tenant)
+        await self._reply(call, Reply.json(record.as_json()))
+
+    async def _run(
+        self, url: str, body: dict[str, Any], tenant: str, batch: str, custom_id: str
+    ) -> tuple[int, dict[str, Any]]:
+        """One request of a batch. What is refused for now is raised, with the pause that it asks for."""
+        from millrace.gateway.app import BATCHED
+
+        caller = self._caller(tenant)
+        try:
+            if body.get("stream"):
+                raise invalid("a batch's answers are whole: 'stream' must be false", "stream")
+            if url == "/v1/embeddings":
+                given = converted(body, EMBEDDINGS)
+                served = self._fleet.find(given.get("model", ""))
+                return 200, await embeddings(served, caller, given, self._config.limits)
+            encoded = json.dumps(body).encode()
+            if url == "/v1/responses":
+                found = await response_endpoints.read(encoded, {}, self._config.limits, self.responses, tenant)
+                dialect = response_endpoints.Answered(found, self.responses, tenant).dialect()
+                asked = found.asked
+            else:
+                dialect = BATCHED[url]
+                asked = dialect.read(encoded, {}, self._config.limits)
+            asked = replace(asked, surface=asked.surface or "batch")
+            exchange = Exchange(caller=caller, asked=asked, served=self._fleet.find(asked.model, asked.profile))
+            return 200, await answer_whole(exchange, dialect)
+        except Exception as error:
+            told = as_api_error(error)
+            if told.status in (429, 503):
+                raise told from None
+            return told.status, told.openai()
+
+    def _caller(self, tenant: str) -> Caller:
+        for key in self._config.keys:
+            if (key.tenant or key.name) == tenant:
+                return Caller(key.name, tenant, key.weight, "batch")
+        return Caller("", tenant, 1.0, "batch")

@@ -1,0 +1,128 @@
+"""The endpoints that answer with text, in whatever dialect: read, run, deliver, settle.
+
+Owns Dialect (how an endpoint reads a body and writes answers) and the delivery of one exchange, whole or as events.
+Settling happens once on every way out: an answer, an error, a client that left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from millrace.config import Limits
+from millrace.gateway.asked import Asked, Choice, Piece
+from millrace.gateway.call import Call, GoneError, Reply
+from millrace.gateway.errors import ApiError, as_api_error
+from millrace.gateway.exchange import Exchange
+from millrace.gateway.flow import Answering
+from millrace.gateway.parameters import Table
+
+
+class Events(Protocol):
+    """Writes an exchange's pieces as server-sent events."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    name: str
+    table: Table
+    read: Callable[[bytes, Mapping[str, str], Limits], Asked]
+    whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
+    events: Callable[[Exchange], Events]
+    errors: str = "openai"  # the shape of errors
+    keep: Callable[[], Awaitable[None]] | None = None  # called when all is written but the last that a client hears
+
+
+async def answer_whole(exchange: Exchange, dialect: Dialect) -> dict[str, Any]:
+    """The body of an answer, for a caller that has no connection to watch, such as a batch."""
+    answering = Answering(exchange)
+    error: ApiError | None = None
+    try:
+        await answering.begin()
+        body = dialect.whole(exchange, await answering.choices())
+        if dialect.keep is not None:
+            await dialect.keep()
+        return body
+    except Exception as caught:
+        error = as_api_error(caught)
+        raise
+    except asyncio.CancelledError:
+        error = _ended()
+        raise
+    finally:
+        answering.settle(error)
+
+
+def _ended() -> ApiError:
+    return ApiError("the server has ended", kind="overloaded_error", code="draining")
+
+
+async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str]) -> None:
+    """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
+    answering = Answering(exchange)
+    error: ApiError | None = None
+    watch = asyncio.ensure_future(call.gone())
+    watch.add_done_callback(lambda done: None if done.cancelled() else answering.cancel())
+    try:
+        await answering.begin()
+        if answering.gone:
+            raise GoneError  # while its prompt was cut into tokens
+        if exchange.asked.stream:
+            await _stream(call, answering, dialect, headers)
+        else:
+            choices = await answering.choices()
+            if answering.gone:
+                raise GoneError
+            body = dialect.whole(exchange, choices)
+            if dialect.keep is not None:
+                await dialect.keep()
+            timed = {**headers, "server-timing": exchange.server_timing()}
+            await call.reply(Reply.json(body, headers=timed))
+    except GoneError:
+        raise
+    except Exception as caught:
+        error = as_api_error(caught)
+        raise
+    except asyncio.CancelledError:
+        error = _ended()
+        raise
+    finally:
+        watch.cancel()
+        answering.settle(error)
+
+
+async def _stream(call: Call, answering: Answering, dialect: Dialect, headers: Mapping[str, str]) -> None:
+    """An error that is raised once the reply has begun was told to the client already."""
+    events = dialect.events(answering.exchange)
+    pieces = answering.pieces()
+    first = await anext(pieces, None)  # what is refused has its own status, so nothing is sent before
+    if first is None:
+        raise GoneError
+    beginning = events.begin() + events.piece(first)
+    await call.begin_events(headers)
+    try:
+        await call.write(beginning)
+        async for piece in pieces:
+            if data := events.piece(piece):
+                await call.write(data)
+        if answering.gone:
+            raise GoneError
+        last = events.end()
+        if dialect.keep is not None:
+            await dialect.keep()
+    except GoneError:
+        raise
+    except Exception as error:
+        await call.write(events.error(as_api_error(error)), more=False)
+        raise
+    await call.write(last, more=False)

@@ -1,0 +1,59 @@
+"""`/tokenize` and `/detokenize`: what a model's tokenizer makes of texts, chats and token ids.
+
+Owns the tables and the answers of the two endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from millrace.config import Limits
+from millrace.gateway.chat import Message, messages_of
+from millrace.gateway.errors import invalid
+from millrace.gateway.fleet import Served
+from millrace.gateway.flow import tokens_of
+from millrace.gateway.parameters import Parameter, Table
+
+_LIMITS: Final = Limits()
+_MODEL: Final = Parameter("The model; the configured one where none is named.", str)
+
+TOKENIZE: Final[Table] = {
+    "model": _MODEL,
+    "prompt": Parameter("A text; or else `messages`.", str),
+    "messages": Parameter("A chat, put through the model's template.", Annotated[list[Message], Meta(min_length=1)]),
+    "add_generation_prompt": Parameter("Whether the chat ends where the model is to speak.", bool),
+    "add_special_tokens": Parameter("Whether a text gets the model's beginning and end.", bool),
+    "return_token_strs": Parameter("Whether each token's text is reported too.", bool),
+}
+DETOKENIZE: Final[Table] = {
+    "model": _MODEL,
+    "tokens": Parameter("Token ids.", list[Annotated[int, Meta(ge=0)]], required=True),
+}
+
+
+async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+    if ("prompt" in given) == ("messages" in given):
+        raise invalid("give either 'prompt' or 'messages'", "prompt")
+    tokenizer = served.tokenizer
+    if "messages" in given:
+        ends = given.get("add_generation_prompt", True)
+        text = tokenizer.apply_template(messages_of(given["messages"], _LIMITS), add_generation_prompt=ends)
+        tokens = await tokens_of(served, text, "messages", whole=True)
+    else:
+        whole = not given.get("add_special_tokens", True)
+        tokens = await tokens_of(served, given["prompt"], "prompt", whole=whole) if given["prompt"] else ()
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context, "tokens": list(tokens)}
+    if given.get("return_token_strs"):
+        found["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return found
+
+
+async def detokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = given["tokens"]
+    for token in tokens:
+        if token >= served.tokenizer.vocab_size:
+            raise invalid(f"there is no token {token}", "tokens")
+    return {"prompt": served.tokenizer.decode(tokens, skip_special_tokens=False)}

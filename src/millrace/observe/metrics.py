@@ -1,0 +1,112 @@
+"""What the server counts: requests, tokens and times, as Prometheus reads them.
+
+Owns the metrics and their labels. Labels take values from the configuration and the code alone (models, tenants,
+routes, kinds of errors), so that no client can make new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from millrace.gateway.errors import ApiError
+    from millrace.gateway.exchange import Exchange
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
+
+registry: Final = CollectorRegistry()
+
+http_requests: Final = Counter(
+    "millrace_http_requests", "HTTP requests, by route and status.", ("route", "status"), registry=registry
+)
+answers: Final = Counter(
+    "millrace_answers",
+    "Requests for text that have ended: finished, limited, deadline, gone (the client left), or an error's kind.",
+    ("model", "tenant", "ended"),
+    registry=registry,
+)
+tokens: Final = Counter(
+    "millrace_tokens", "Tokens: prompt, cached (of the prompt), output.", ("model", "tenant", "kind"), registry=registry
+)
+running: Final = Gauge("millrace_requests_running", "Requests for text under way.", registry=registry)
+connections: Final = Gauge("millrace_connections", "Open connections.", registry=registry)
+cut: Final = Counter(
+    "millrace_connections_cut", "Connections closed by the server, by why.", ("why",), registry=registry
+)
+ttft: Final = Histogram(
+    "millrace_time_to_first_token_seconds", "From a request's arrival.", ("model",), buckets=_SECONDS, registry=registry
+)
+duration: Final = Histogram(
+    "millrace_request_seconds",
+    "From a request's arrival to its last token.",
+    ("model",),
+    buckets=_SECONDS,
+    registry=registry,
+)
+stages: Final = Histogram(
+    "millrace_stage_seconds",
+    "Of one request: shape, queue, prefill, decode.",
+    ("stage",),
+    buckets=_SECONDS,
+    registry=registry,
+)
+
+# What an engine says of itself: where it stands in its statistics, and what it is.
+_ENGINE: Final = {
+    "running": (("scheduler", "running"), "Sequences that run."),
+    "waiting": (("scheduler", "waiting"), "Sequences that wait."),
+    "admitted": (("scheduler", "admitted"), "Requests taken since its start."),
+    "refused": (("scheduler", "refused"), "Requests refused since its start."),
+    "preempted": (("scheduler", "preempted"), "Sequences that gave up their memory to others, since its start."),
+    "steps": (("steps",), "Steps since its start."),
+    "step_rows": (("rows",), "Tokens computed since its start, of prompts and answers."),
+    "device_seconds": (("device_seconds",), "Seconds that the core computed, since its start."),
+    "host_seconds": (("between_seconds",), "Seconds between steps, since its start."),
+    "blocks_used": (("blocks", "used"), "Blocks of KV memory in use."),
+    "blocks_cached": (("blocks", "cached"), "Blocks that hold prefixes for later."),
+    "blocks_free": (("blocks", "free"), "Blocks that hold nothing."),
+    "evictions": (("blocks", "evictions"), "Cached blocks that were given up, since its start."),
+}
+_engines: Final = {
+    name: Gauge(f"millrace_engine_{name}", about, ("model", "replica"), registry=registry)
+    for name, (_, about) in _ENGINE.items()
+}
+
+_ENDED: Final = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
+
+
+def settled(model: str, exchange: Exchange, error: ApiError | None, *, gone: bool) -> None:
+    """A request for text has ended."""
+    tenant = exchange.caller.tenant or "-"
+    ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
+    answers.labels(model, tenant, ended).inc()
+    usage = exchange.usage
+    if usage.prompt_tokens:
+        tokens.labels(model, tenant, "prompt").inc(usage.prompt_tokens)
+        tokens.labels(model, tenant, "cached").inc(usage.cached_tokens)
+        tokens.labels(model, tenant, "output").inc(usage.output_tokens)
+    if exchange.first:
+        ttft.labels(model).observe(exchange.first - exchange.arrival)
+        duration.labels(model).observe(exchange.last - exchange.arrival)
+        stages.labels("shape").observe(max(0.0, exchange.shaped - exchange.arrival))
+        stages.labels("queue").observe(usage.queue_s)
+        stages.labels("prefill").observe(usage.prefill_s)
+        stages.labels("decode").observe(usage.decode_s)
+
+
+def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
+    """What an engine said of itself just now."""
+    for name, (path, _) in _ENGINE.items():
+        value: Any = statistics
+        for key in path:
+            value = value.get(key, {})
+        if isinstance(value, int | float):
+            _engines[name].labels(model, str(replica)).set(value)
+
+
+def exposition() -> bytes:
+    return generate_latest(registry)
