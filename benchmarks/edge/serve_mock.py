@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _served(name: str, tokens_per_s: float | None) -> Served:
 def _profiled(serving: Coroutine[Any, Any, None], path: Path) -> None:
     import cProfile
 
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time)
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     profile.enable()

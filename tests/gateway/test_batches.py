@@ -401,9 +401,13 @@ def test_refusals_are_tried_again_until_they_pass(tmp_path: Path) -> None:
 
 
 def test_tries_are_bounded_and_others_run_meanwhile(tmp_path: Path) -> None:
+    others_have_run = asyncio.Event()
+
     class NoBudget(Engine):
         async def run(self, url: str, body: dict[str, Any], tenant: str, batch_id: str, custom_id: str) -> Answer:
             status, answer = await super().run(url, body, tenant, batch_id, custom_id)
+            if tenant == "poor" and len(self.ran) > 4:
+                await others_have_run.wait()  # however fast the tries follow each other
             return (429, {"error": {"code": "budget"}}) if tenant == "poor" else (status, answer)
 
     async def test() -> None:
@@ -414,6 +418,7 @@ def test_tries_are_bounded_and_others_run_meanwhile(tmp_path: Path) -> None:
             rich = await store.batch(requests(20), tenant="rich")
             assert (await store.ended(rich.id, "rich")).completed == 20
             assert (await store.batches.retrieve(poor.id, "poor")).status == "in_progress"
+            others_have_run.set()
             done = await store.ended(poor.id, "poor")
             assert (done.status, done.failed) == ("completed", 3)
             lines = await store.lines(done.error_file_id, "poor")
