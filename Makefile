@@ -19,7 +19,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat test test-asan fuzz lint format bench bench-core train train-toy clean
+.PHONY: help serve chat test test-asan fuzz lint format bench bench-core bench-edge train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -31,6 +31,7 @@ help:
 	@echo "make format     put Python and C++ into the project's style"
 	@echo "make bench      inspect and time a random model of the shape of Qwen2.5 0.5B"
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make bench-edge measure what the server's edge costs (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make train      make the bundled models from nothing: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
 	@echo "make train-toy  the same recipe on a toy, in about a minute"
 	@echo "make clean      remove .venv and build"
@@ -56,6 +57,9 @@ $(STAMPS)/runtime: $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
 	$(call install,project["dependency-groups"]["lint"])
+
+$(STAMPS)/bench: $(STAMPS)/venv pyproject.toml
+	$(call install,project["dependency-groups"]["bench"])
 
 $(STAMPS)/fuzz: $(STAMPS)/venv pyproject.toml
 	$(call install,project["dependency-groups"]["fuzz"])
@@ -131,6 +135,9 @@ bench: $(STAMPS)/core
 
 bench-core: $(STAMPS)/core
 	@$(BIN)/python benchmarks/core/run.py $(ARGS)
+
+bench-edge: $(STAMPS)/core $(STAMPS)/bench
+	@$(BIN)/python benchmarks/edge/run.py $(ARGS)
 
 # Started again after it was stopped or killed, it goes on from its last checkpoint in build/training.
 train: $(STAMPS)/core $(STAMPS)/test
