@@ -368,18 +368,43 @@ def _logprob(each: TokenLogprob) -> dict[str, Any]:
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes), "top_logprobs": top}
 
 
-class ChatStream:
+class Chunks:
+    """What the streams of chats and of completions have in common: the head that all chunks begin with, and the end."""
+
+    def __init__(self, exchange: Exchange, head: dict[str, Any]) -> None:
+        self._exchange = exchange
+        self._head = head
+        self._encode = msgspec.json.Encoder().encode
+        # What all chunks begin with is written once: it is most of a chunk.
+        usage = b',"usage":null' if exchange.asked.include_usage else b""
+        self._before = b"data: " + self._encode(head)[:-1] + b',"choices":['
+        self._after = b"]" + usage + b"}\n\n"
+        self._usages: dict[int, Usage] = {}
+
+    def end(self) -> bytes:
+        exchange = self._exchange
+        last = b""
+        if exchange.asked.include_usage:
+            usages = in_order(self._usages)
+            chunk: dict[str, Any] = {
+                **self._head,
+                "choices": [],
+                "usage": usage_of(total(usages, exchange.asked.n)),
+                "millrace": exchange.told(usages),
+                **metadata_of(exchange),
+            }
+            last = b"data: " + self._encode(chunk) + b"\n\n"
+        return last + b"data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + self._encode(error.openai()) + b"\n\n"
+
+
+class ChatStream(Chunks):
     """The chunks of one exchange, as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._encode = msgspec.json.Encoder().encode
-        # What all chunks begin with is written once: it is most of a chunk.
-        head = self._encode(_head(exchange, "chat.completion.chunk"))[:-1]
-        usage = b',"usage":null' if exchange.asked.include_usage else b""
-        self._before = b"data: " + head + b',"choices":['
-        self._after = b"]" + usage + b"}\n\n"
-        self._usages: dict[int, Usage] = {}
+        super().__init__(exchange, _head(exchange, "chat.completion.chunk"))
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
@@ -405,24 +430,6 @@ class ChatStream:
             found += self._chunk(piece.index, {}, finish=piece.finish)
             self._usages[piece.index] = piece.usage or Usage()
         return found
-
-    def end(self) -> bytes:
-        exchange = self._exchange
-        last = b""
-        if exchange.asked.include_usage:
-            usages = in_order(self._usages)
-            chunk: dict[str, Any] = {
-                **_head(exchange, "chat.completion.chunk"),
-                "choices": [],
-                "usage": usage_of(total(usages, exchange.asked.n)),
-                "millrace": exchange.told(usages),
-                **metadata_of(exchange),
-            }
-            last = b"data: " + self._encode(chunk) + b"\n\n"
-        return last + b"data: [DONE]\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + self._encode(error.openai()) + b"\n\n"
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
-import msgspec
 from msgspec import Meta
 
 from millrace.config import Limits
 from millrace.gateway.asked import Asked, Choice, Piece, TokenLogprob, Usage, total
-from millrace.gateway.chat import StreamOptions, in_order, metadata_of, usage_of
-from millrace.gateway.errors import ApiError, invalid
+from millrace.gateway.chat import Chunks, StreamOptions, metadata_of, usage_of
+from millrace.gateway.errors import invalid
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.parameters import Parameter, Table, read
 from millrace.gateway.shared_parameters import (
@@ -165,18 +164,12 @@ def _likeliest(each: TokenLogprob) -> dict[str, float]:
     return {text: logprob for text, _, logprob in reversed(each.top)}
 
 
-class CompletionStream:
+class CompletionStream(Chunks):
     """The chunks of one exchange, as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._encode = msgspec.json.Encoder().encode
-        head = self._encode(_head(exchange))[:-1]
-        usage = b',"usage":null' if exchange.asked.include_usage else b""
-        self._before = b"data: " + head + b',"choices":['
-        self._after = b"]" + usage + b"}\n\n"
+        super().__init__(exchange, _head(exchange))
         self._offsets: dict[int, int] = {}
-        self._usages: dict[int, Usage] = {}
 
     def begin(self) -> bytes:
         return b""
@@ -200,21 +193,3 @@ class CompletionStream:
             "finish_reason": piece.finish,
         }
         return self._before + self._encode(choice) + self._after
-
-    def end(self) -> bytes:
-        exchange = self._exchange
-        last = b""
-        if exchange.asked.include_usage:
-            usages = in_order(self._usages)
-            chunk: dict[str, Any] = {
-                **_head(exchange),
-                "choices": [],
-                "usage": usage_of(total(usages, exchange.asked.n)),
-                "millrace": exchange.told(usages),
-                **metadata_of(exchange),
-            }
-            last = b"data: " + self._encode(chunk) + b"\n\n"
-        return last + b"data: [DONE]\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + self._encode(error.openai()) + b"\n\n"
