@@ -7,7 +7,8 @@ Settling happens once on every way out: an answer, an error, a client that left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,34 +47,20 @@ class Dialect:
 async def answer_whole(exchange: Exchange, dialect: Dialect) -> dict[str, Any]:
     """The body of an answer, for a caller that has no connection to watch, such as a batch."""
     answering = Answering(exchange)
-    error: ApiError | None = None
-    try:
+    with _settling(answering):
         await answering.begin()
         body = dialect.whole(exchange, await answering.choices())
         if dialect.keep is not None:
             await dialect.keep()
         return body
-    except Exception as caught:
-        error = as_api_error(caught)
-        raise
-    except asyncio.CancelledError:
-        error = _ended()
-        raise
-    finally:
-        answering.settle(error)
-
-
-def _ended() -> ApiError:
-    return ApiError("the server has ended", kind="overloaded_error", code="draining")
 
 
 async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
     answering = Answering(exchange)
-    error: ApiError | None = None
     watch = asyncio.ensure_future(call.gone())
     watch.add_done_callback(lambda done: None if done.cancelled() else answering.cancel())
-    try:
+    with _settling(answering, watch):
         await answering.begin()
         if answering.gone:
             raise GoneError  # while its prompt was cut into tokens
@@ -88,16 +75,25 @@ async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Map
                 await dialect.keep()
             timed = {**headers, "server-timing": exchange.server_timing()}
             await call.reply(Reply.json(body, headers=timed))
+
+
+@contextmanager
+def _settling(answering: Answering, watch: asyncio.Future[None] | None = None) -> Generator[None]:
+    """Settles at the end, whatever it is, and watches the client no more."""
+    error: ApiError | None = None
+    try:
+        yield
     except GoneError:
         raise
     except Exception as caught:
         error = as_api_error(caught)
         raise
     except asyncio.CancelledError:
-        error = _ended()
+        error = ApiError("the server has ended", kind="overloaded_error", code="draining")
         raise
     finally:
-        watch.cancel()
+        if watch is not None:
+            watch.cancel()
         answering.settle(error)
 
 
