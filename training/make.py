@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -28,7 +28,7 @@ from training.card import write_card
 from training.decoder import Decoder
 from training.distil import Teacher
 from training.files import copy_model, copy_tokenizer, digest, read_checkpoint, read_model, write_model
-from training.optimiser import Kind
+from training.optimiser import RATES, Kind
 from training.rows import Drill, Stream, Task, load_tasks, pool
 from training.shape import DRAFT, MINI, TOY_DRAFT, TOY_MINI, Shape
 from training.tokenizer import read, text_of, write, write_text
@@ -60,6 +60,7 @@ class Recipe:
     milestone_sample: int = 40
     pool_size: int = 2048
     start: Path | None = None  # finished models, to be trained further
+    peak: float = 1.0  # share of the optimiser's own learning rates
     drill: Drill = Drill()  # noqa: RUF009 - it is frozen
     pace: Pace = Pace()  # noqa: RUF009 - it is frozen
     precisions: tuple[tuple[str, str], ...] = evaluate.PRECISIONS
@@ -107,6 +108,7 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         seed=recipe.seed,
         step_tokens=recipe.step_tokens,
         optimiser=recipe.optimiser,
+        rates=None if recipe.peak == 1.0 else RATES[recipe.optimiser].scaled(recipe.peak),
         half=fast_half(recipe.device),
         compiled=recipe.compiled,
         begun=None if recipe.start is None else digest(recipe.start / name),
@@ -220,6 +222,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="budget of mini; 40 million by default")
     parser.add_argument("--draft-tokens", type=int, help="budget of the draft; as mini's by default")
     parser.add_argument("--step-tokens", type=int, help="tokens of a training step")
+    parser.add_argument("--peak", type=float, help="share of the usual learning rates; 1 by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -242,11 +245,13 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
             draft_tokens=options.draft_tokens or tokens,
             tokenizer_conversations=20_000,
         )
-    changed = {
+    changed: dict[str, Any] = {
         name: value
-        for name in ("folder", "start", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
+        for name in ("folder", "start", "peak", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
         if (value := getattr(options, name)) is not None
     }
+    if options.start is not None:
+        changed["drill"] = replace(base.drill, pools=0)  # who has learnt to copy is not to begin with it
     return replace(base, seed=options.seed, optimiser=options.optimiser, device=options.device, **changed)
 
 

@@ -34,6 +34,9 @@ class Rates:
     others: float  # embedding and norms
     decay: float  # of the matrices; each step takes this times the rate off a weight
 
+    def scaled(self, share: float) -> Rates:
+        return Rates(self.matrices * share, self.others * share, self.decay)
+
 
 RATES: Final[dict[Kind, Rates]] = {
     "muon": Rates(matrices=0.02, others=0.01, decay=0.05),

@@ -13,6 +13,7 @@ and a run that was cut off goes on from them as if nothing had been.
 from __future__ import annotations
 
 import importlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -23,6 +24,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from training.corpus import arithmetic
 from training.corpus.conversation import Conversation, Question
 from training.shape import CONTEXT
 from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
@@ -30,12 +32,12 @@ from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
 # How many conversations of a hundred are of each task.
 MIXTURE: Final[dict[str, float]] = {
     "facts": 20,
-    "reading": 18,
-    "extraction": 14,
-    "tools": 15,
-    "triage": 10,
-    "arithmetic": 17,
-    "talk": 6,
+    "reading": 16,
+    "extraction": 13,
+    "tools": 13,
+    "triage": 12,
+    "arithmetic": 18,
+    "talk": 8,
 }
 JOINED_SHARE: Final = 0.06  # of the conversations without tools and without a system turn: they go into long rows
 PROMPT_SHARE: Final = 0.2  # of the tokens that no assistant said: only these of them count
@@ -45,6 +47,8 @@ PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 JOINED: Final = "joined"  # the task that a row of several conversations counts as
 DRILL: Final = "drill"  # the task of rows of which some pieces come a second time
+EXERCISES: Final = "exercises"  # the task of rows of calculations without words
+EXERCISE_SHARE: Final = 0.06  # of the rows, where there is a drill
 RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
 
 Retell = Callable[[list[list[int]]], list[list[int]]]  # from prompts to answers, the end of the turn included
@@ -88,7 +92,7 @@ class Drill:
 
     pools: int = 5  # at the beginning, in which most rows are drill: 1.3 million tokens
     first_share: float = 0.8  # of their rows
-    share: float = 0.08  # of the rows of the pools after them
+    share: float = 0.03  # of the rows of the pools after them
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Stream:
     ) -> None:
         self.tasks = tasks
         self.tokenizer = tokenizer
-        self.names = [*tasks, JOINED, DRILL]
+        self.names = [*tasks, JOINED, DRILL, EXERCISES]
         self.drill = drill
         self.retell = retell
         self.seed = seed
@@ -157,10 +161,23 @@ class Stream:
         if self.drill is not None:
             share = self.drill.first_share if number < self.drill.pools else self.drill.share
         drilled = round(self.pool_size * share)
-        rows = self._rows_of_conversations(number, self.pool_size - drilled)
-        if not drilled:
-            return rows
-        return rows + drill_rows(Random(f"{self.seed}/{number}/drill"), drilled, rows, self.ordinary)
+        exercised = round((self.pool_size - drilled) * EXERCISE_SHARE) if self.drill is not None else 0
+        rows = self._rows_of_conversations(number, self.pool_size - drilled - exercised)
+        drill = drill_rows(Random(f"{self.seed}/{number}/drill"), drilled, rows, self.ordinary)
+        return rows + drill + self._exercises(Random(f"{self.seed}/{number}/exercises"), exercised)
+
+    def _exercises(self, random: Random, count: int) -> list[Row]:
+        found = [arithmetic.exercises(random, random.randint(4, 16)) for _ in range(count)]
+        encoded = self.tokenizer.encode_batch([text for text, _ in found], add_special_tokens=False)  # with offsets
+        rows: list[Row] = []
+        for (_, results), encoding in zip(found, encoded, strict=True):
+            begins = [begin for begin, _ in encoding.offsets]
+            asked = [False] * len(begins)
+            for begin, end in results:
+                for place in range(bisect_left(begins, begin), bisect_left(begins, end)):
+                    asked[place] = True
+            rows.append(Row(EXERCISES, [self.begin, *encoding.ids], [False, *asked]))
+        return rows
 
     def _rows_of_conversations(self, number: int, count: int) -> list[Row]:
         conversations = pool(self.tasks, self.seed, number, count)

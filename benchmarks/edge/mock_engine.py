@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from pace import Wheel
 
-from millrace.engine.client import Client, Stream
 from millrace.engine.request import Finish, Request
+from millrace.engine.stream import Stream
 from millrace.engine.wire import Ending, Output, Usage
 from millrace.models.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class MockEngine:
         self._wheel = None if tokens_per_s is None else Wheel(tokens_per_s)
 
     def stream(self, request: Request) -> Stream:
-        stream = Stream(cast("Client", self), request)
+        stream = Stream(self, request)
         for index in range(request.n):
             step = self._answer(stream, index)
             if self._wheel is None:

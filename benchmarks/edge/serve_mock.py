@@ -42,12 +42,15 @@ def main() -> None:
             server=Server(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
             storage=Storage(folder=folder),
         )
-        log.configure_log(config.log)
-        serving = server.serve(config, fleet=fleet, ready=lambda url: print(url, os.getpid(), flush=True))
+
+        def ready(url: str) -> None:
+            print(url, os.getpid(), flush=True)
+
         if options.profile is None:
-            uvloop.run(serving)
+            server.run(config, fleet=fleet, ready=ready)
         else:
-            _profiled(serving, options.profile)
+            log.configure_log(config.log)
+            _profiled(server.serve(config, fleet=fleet, ready=ready), options.profile)
 
 
 class _MockFleet(Fleet):

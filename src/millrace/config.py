@@ -47,6 +47,7 @@ class Server(Section, frozen=True):
     body_s: Seconds = 60.0  # for the body
     idle_s: Seconds = 75.0  # between two requests
     reader_s: Seconds = 30.0  # that a client may leave a full buffer unread
+    worker_s: Seconds = 60.0  # that a request waits for an engine whose processes are gone
     drain_s: Seconds = 30.0  # that running requests have once the server is to end
     docs: bool = True  # /docs and /openapi.json
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any

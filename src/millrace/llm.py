@@ -32,10 +32,11 @@ from millrace.engine.asking import (
     scored,
     wishes_of,
 )
-from millrace.engine.client import Client, OverloadedError, Stream, Waits
+from millrace.engine.client import Client, OverloadedError, Waits
 from millrace.engine.cpu import default_context, usable_cores
 from millrace.engine.opening import Opened, open_variant
 from millrace.engine.request import Request
+from millrace.engine.stream import Stream
 from millrace.engine.supervisor import Supervisor, Watch
 from millrace.engine.variant import Variant
 from millrace.engine.wire import WorkerConfig
@@ -44,6 +45,7 @@ from millrace.models.loading import DEFAULT_MODEL, ModelFolder, find_model, open
 from millrace.models.tokenizer import Tokenizer
 
 _AT_ONCE: Final = 512  # requests that are with the engine; the others wait here
+_CONNECT: Final = 60.0  # seconds, for workers that have said that they are ready
 
 
 class LLM:
@@ -224,7 +226,7 @@ class AsyncLLM:
         """Returns when every replica can take requests."""
         await self.supervisor.start()
         self.client.start()
-        await self.client.ready()
+        await self.client.ready(_CONNECT)
 
     async def close(self) -> None:
         """Cancels what runs, and ends the workers."""

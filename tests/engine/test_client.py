@@ -381,6 +381,34 @@ async def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_who_listens_is_called_for_each_output_and_for_the_end(tmp_path: Path) -> None:
+    async with one_of(tmp_path / "s") as (worker, client):
+        stream = client.stream(request())
+        heard: list[list[int]] = []
+        over = asyncio.Event()
+
+        def listener() -> None:
+            while (output := stream.take()) is not None:
+                heard.append(output.tokens)
+            if stream.closed:
+                over.set()
+
+        submit = await worker.submitted()
+        worker.tell(submit.id, [1])
+        assert (await stream.__anext__()).tokens == [1]  # until somebody listens
+        stream.listen(listener)
+        worker.tell(submit.id, [2])
+        worker.tell(submit.id, [3], end=Finish.STOP)
+        await over.wait()
+        assert heard == [[2], [3]]
+        assert stream.take() is None
+        stream.listen(None)
+        stream.end(WorkerLostError("gone"))
+        with pytest.raises(WorkerLostError):
+            stream.take()
+
+
+@asynchronous
 async def test_a_worker_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     waits = Waits(patience=5.0, silence=0.1, ping=0.02, reconnect=0.01)
     async with two(tmp_path, waits) as (first, second, client):

@@ -19,8 +19,8 @@ import uvloop
 
 from millrace.config import Config, Log, Storage
 from millrace.config import Server as ServerConfig
-from millrace.engine.client import Stream
 from millrace.engine.request import Finish, Request
+from millrace.engine.stream import Stream
 from millrace.engine.wire import Ending, Output, Usage
 from millrace.gateway.fleet import Fleet, Served
 from millrace.gateway.log import configure_log
@@ -69,7 +69,7 @@ class FakeEngine:
         return [stream for stream in self.streams if not stream.closed]
 
     def stream(self, request: Request) -> Stream:
-        stream = Stream(self, request)  # pyright: ignore[reportArgumentType]
+        stream = Stream(self, request)
         self.streams.append(stream)
         if self.answer is not None:
             self.answer(stream)

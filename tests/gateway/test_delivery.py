@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from millrace.config import KeyConfig, Log
-from millrace.engine.client import OverloadedError, Stream, WorkerLostError
+from millrace.engine.client import OverloadedError, WorkerLostError
 from millrace.engine.request import Finish
+from millrace.engine.stream import Stream
 from millrace.errors import RequestError
+from millrace.gateway import state
 from millrace.gateway.chat import ChatStream
+from millrace.gateway.database import unavailable
+from millrace.gateway.files import Files
 from millrace.gateway.log import configure_log
+from millrace.gateway.response_store import ResponseStore
 from millrace.observe import metrics
 from tests.gateway.edging import CHAT, asynchronous, count, ended, fails, request, say, serving, until, words
 
@@ -368,6 +374,44 @@ async def test_a_request_is_one_line_whatever_the_client_says(logged: io.StringI
         assert (first["route"], first["status"], first["model"]) == ("/v1/chat/completions", 200, "mini")
         assert {"queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "shape_ms", "ms"} <= set(first)
         assert all(json.loads(line)["event"] for line in lines)
+
+
+def test_what_cannot_be_written_is_lost_and_disturbs_nobody() -> None:
+    class Full(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError(28, "no space left on device")
+
+    configure_log(Log(), Full())
+    structlog.get_logger("millrace").info("ready", models=["mini"])
+
+
+def test_a_line_for_people_has_quotes_where_a_value_has_spaces_and_marks_where_it_is_dangerous() -> None:
+    stream = io.StringIO()
+    configure_log(Log(), stream)
+    structlog.get_logger("millrace.requests").info("request", b="two words", a=1.5, c=None, d='"', e="x\ny")
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    assert line.split("] request ")[1] == '[millrace.requests] a=1.5 b="two words" c=None d="\\"" e="x\\ny"\n'
+
+
+@asynchronous
+async def test_what_has_expired_goes_though_nobody_writes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[str] = []
+
+    async def files(_: Files) -> int:
+        swept.append("files")
+        raise unavailable("the disk is gone")
+
+    async def responses(_: ResponseStore) -> int:
+        swept.append("responses")
+        return 0
+
+    monkeypatch.setattr(state, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(Files, "sweep", files)
+    monkeypatch.setattr(ResponseStore, "sweep", responses)
+    async with serving():
+        await until(lambda: len(swept) > 6)
+    assert swept[:4] == ["files", "responses"] * 2
 
 
 @asynchronous

@@ -380,6 +380,22 @@ async def test_garbage_behind_a_stream_does_not_get_into_it() -> None:
 
 
 @asynchronous
+async def test_a_page_of_another_origin_may_read_a_download() -> None:
+    parts = (
+        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\r\n--x--\r\n'
+    )
+    async with serving(cors_origins=("https://example.org",)) as running:
+        client = await running.client()
+        made = await client.ask("POST", "/v1/files", parts, content_type="multipart/form-data; boundary=x")
+        assert made.status == 200, made.body
+        path = f"/v1/files/{json.loads(made.body)['id']}/content"
+        answer = await client.ask("GET", path, origin="https://example.org")
+        assert (answer.body, answer.headers["access-control-allow-origin"]) == (b"{}", "https://example.org")
+        assert "access-control-allow-origin" not in (await client.ask("GET", path)).headers
+
+
+@asynchronous
 async def test_methods() -> None:
     async with serving(cors_origins=("https://example.org",)) as running:
         client = await running.client()

@@ -8,12 +8,20 @@ know by heart. The last sentence of an answer is the result. Owns the problems; 
 # ruff: noqa: RUF001, RUF002 (the multiplication sign is meant)
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from training.corpus.conversation import Conversation, Question, Turn
-from training.corpus.instances import ALWAYS_TRAINED, Instance, held_out_questions, training_conversations
+from training.corpus.instances import (
+    ALWAYS_TRAINED,
+    Instance,
+    held_out_questions,
+    is_held_out,
+    training_conversations,
+)
 from training.corpus.wording import as_typed
 
 TASK = "arithmetic"
@@ -472,8 +480,8 @@ def problem(random: Random) -> Problem:
     return random.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])[0](random)
 
 
-def instance(random: Random) -> Instance:
-    problems = [problem(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))]
+def instance(random: Random, problems_posed: Sequence[int] = (1, 1, 2, 2, 3, 4)) -> Instance:
+    problems = [problem(random) for _ in range(random.choice(problems_posed))]
     turns: list[Turn] = []
     if random.random() < 0.2:
         turns.append(Turn("system", random.choice(SYSTEM)))
@@ -483,8 +491,25 @@ def instance(random: Random) -> Instance:
     return Instance(tuple(turns), tuple(each.key for each in problems), ("exact",) * len(problems))
 
 
+RESULT = re.compile(r"(?:= |\bis )(\d+)")
+
+
+def exercises(random: Random, count: int) -> tuple[str, list[tuple[int, int]]]:
+    """Answers one after the other, without their questions, and where in the text their results stand.
+
+    A conversation spends most of its tokens on words; here nearly every second token is one to be calculated.
+    """
+    answers: list[str] = []
+    while len(answers) < count:
+        each = problem(random)
+        if not is_held_out(each.key):
+            answers.append(each.answer)
+    text = " ".join(answers)
+    return text, [found.span(1) for found in RESULT.finditer(text)]
+
+
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, instance, random, count)
+    return training_conversations(TASK, partial(instance, problems_posed=(1, 2, 3, 4, 6, 8)), random, count)
 
 
 def questions() -> list[Question]:

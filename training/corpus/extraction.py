@@ -8,9 +8,9 @@ words/messages.py, the fields in records.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 from training.corpus import values
@@ -137,7 +137,8 @@ def answer(record: dict[str, JSON], names: dict[str, str]) -> str:
     return json.dumps({called: record.get(name) for name, called in names.items()}, ensure_ascii=False)
 
 
-def instance(random: Random) -> Instance:
+def instance(random: Random, more: Sequence[int] = ()) -> Instance:
+    """`more`: how many messages come beyond the one or two that are evaluated, one of these."""
     kind = random.choice(KINDS)
     first = message(random, kind)
     names = schema(random, kind, first.record)
@@ -150,7 +151,8 @@ def instance(random: Random) -> Instance:
         turns = [Turn("user", f"{prompt}\n\n{heading}{first.text}")]
     turns.append(Turn("assistant", answer(first.record, names)))
     keys = [first.key]
-    if random.random() < 0.25:  # another message of the same kind under the same schema
+    further = (random.random() < 0.25) + (random.choice(more) if more else 0)
+    for _ in range(further):  # of the same kind, under the same schema
         second = message(random, kind)
         heading = "" if in_system else random.choice(("Next message:\n", "Message:\n", "And this one: "))
         turns += [Turn("user", heading + second.text), Turn("assistant", answer(second.record, names))]
@@ -159,7 +161,7 @@ def instance(random: Random) -> Instance:
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, instance, random, count)
+    return training_conversations(TASK, partial(instance, more=(0, 0, 1, 2)), random, count)
 
 
 def questions() -> list[Question]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -204,6 +205,24 @@ def as_asked(random: Random, question: str) -> str:
     return as_typed(random, question, starts_with_name=starts_with_name(question))
 
 
+LITTLE = frozenset(
+    """
+    a am an and are as at be by can could do does for from give have how i if in is it its may me my of on or please
+    should so tell than that the there this to was what what's when where which who why will with would you
+    """.split()
+)
+WORN = 0.25  # of the questions in training lose words
+
+
+def worn(random: Random, question: str) -> str:
+    """The question with words left out, most of them little ones.
+
+    What is asked follows from few of a question's words, and wordings that nobody thought of have those in common.
+    """
+    kept = [word for word in question.split() if random.random() > (0.4 if word.casefold() in LITTLE else 0.06)]
+    return " ".join(kept) or question
+
+
 def asked_and_answered(random: Random, fact: Fact) -> tuple[tuple[Turn, Turn], str]:
     question = random.choice(fact.by_hand if random.random() < BY_HAND else fact.asked)
     return (Turn("user", as_asked(random, question)), Turn("assistant", fact.answer)), key_of(fact, question)
@@ -223,8 +242,10 @@ def conversations(random: Random, count: int) -> Iterator[Conversation]:
             if keys and random.random() < 0.15:
                 thanks, welcome = random.choice(BETWEEN)
                 turns += [Turn("user", thanks), Turn("assistant", welcome)]
-            pair, key = asked_and_answered(random, fact)
-            turns += pair
+            (user, assistant), key = asked_and_answered(random, fact)
+            if random.random() < WORN:
+                user = replace(user, content=worn(random, user.content))
+            turns += (user, assistant)
             keys.append(key)
         yield Conversation(TASK, tuple(turns), key=BETWEEN_KEYS.join(keys))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from training.corpus import values
@@ -219,13 +220,13 @@ def both(random: Random, given: Sources) -> Asked:
     return Asked(asking, f"{found_answer(first)} {found_answer(second)}", BETWEEN_KEYS.join(keys), False)
 
 
-def instance(random: Random) -> Instance:
+def instance(random: Random, questions_asked: Sequence[int] = (1, 1, 1, 2, 2, 3)) -> Instance:
     given = sources(random)
     questions: list[Asked] = []
     if len(given.facts) > 1 and random.random() < 0.12:
         questions.append(both(random, given))
     last: Fact | None = None
-    for _ in range(random.choice((1, 1, 1, 2, 2, 3)) - len(questions)):
+    for _ in range(random.choice(questions_asked) - len(questions)):
         one, last = asked(random, given, last)
         if one.question not in [each.question for each in questions]:
             questions.append(one)
@@ -250,7 +251,8 @@ def instance(random: Random) -> Instance:
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, instance, random, count)
+    # More questions to the same sources than are evaluated: most of what is read is then learnt from several times.
+    return training_conversations(TASK, partial(instance, questions_asked=(1, 2, 3, 4, 5, 6)), random, count)
 
 
 def questions() -> list[Question]:

@@ -8,7 +8,8 @@ answer. What causes mean is in words/complaints.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 
 from training.corpus import values
@@ -132,7 +133,8 @@ def answer(label: str, priority: str) -> str:
     return json.dumps({"label": label, "priority": priority}, ensure_ascii=False)
 
 
-def instance(random: Random) -> Instance:
+def instance(random: Random, more: Sequence[int] = ()) -> Instance:
+    """`more`: how many messages come beyond the one or two that are evaluated, one of these."""
     category = random.choice(CATEGORIES)
     labels, label = offered(random, category)
     scale = random.choice(SCALES)
@@ -150,13 +152,18 @@ def instance(random: Random) -> Instance:
     first = text if in_system else f"{prompt}\n\n{heading}{text}"
     turns += [Turn("user", first), Turn("assistant", answer(label, priority))]
     keys = [key]
+    further = 0
     chance = random.random()
     if chance < 0.15 and not category.asks:  # the same trouble, later
         later = random.choice([place for place in PLACES if place != level])
         news = filled(random, random.choice(UPDATES[later]))
         turns += [Turn("user", news), Turn("assistant", answer(label, names[later]))]
         keys.append(f"{key} then {later}")
-    elif chance < 0.4:  # another message under the same rules
+    elif chance < 0.4:
+        further = 1
+    if more:
+        further += random.choice(more)
+    for _ in range(further):  # another message under the same rules
         known = {name: each for each in CATEGORIES for name in each.labels}
         listed = [name for name in labels if name != OTHER]
         name = random.choice(listed)
@@ -171,7 +178,7 @@ def instance(random: Random) -> Instance:
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, instance, random, count)
+    return training_conversations(TASK, partial(instance, more=(0, 1, 2, 3)), random, count)
 
 
 def questions() -> list[Question]:

@@ -14,19 +14,20 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from millrace.engine import wire
 from millrace.engine.answer import Answer
+from millrace.engine.connection import Connection
 from millrace.engine.request import Finish, Request
 from millrace.engine.routing import SEQUENCE_COST, Routes, prefix_keys
 from millrace.engine.sampling import seed_of
+from millrace.engine.stream import Stream
 from millrace.errors import MillraceError, RequestError
 
 MOST_ATTEMPTS: Final = 5  # workers that a request may lose without a new token: after that it may be what kills them
@@ -57,114 +58,8 @@ class Waits:
     reconnect_most: float = 0.5
 
 
-class Connection(asyncio.Protocol):
-    """One socket to one worker: messages out, messages in, and the end of it."""
-
-    def __init__(self, on_message: Callable[[wire.ToClient], None]) -> None:
-        self._on_message = on_message
-        self._frames = wire.from_worker()
-        self._transport: asyncio.Transport | None = None
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.heard = time.monotonic()
-
-    @classmethod
-    async def open(cls, path: str, on_message: Callable[[wire.ToClient], None]) -> Connection:
-        _, connection = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_message), path)
-        return connection
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = time.monotonic()
-        try:
-            for message in self._frames.feed(data):
-                self._on_message(message)
-        except wire.WireError:
-            self.abort()  # a worker that writes nonsense is as good as dead
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-    def send(self, message: wire.ToWorker) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(message))
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-
-class Stream:
-    """One request's outputs as they come; iterated once. Leaving it before its end cancels the request."""
-
-    def __init__(self, client: Client, request: Request) -> None:
-        self.request = request
-        self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # that came so far, of each sequence
-        self.endings: list[wire.Ending | None] = [None] * request.n
-        self.jobs: set[_Job] = set()
-        self.attempts = 0  # workers lost since something last came
-        self.keys = prefix_keys(request.prompt, request.salt)
-        self.closed = False
-        self._client = client
-        self._ready: deque[wire.Output] = deque()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[wire.Output]:
-        return self
-
-    async def __anext__(self) -> wire.Output:
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
-            if self.closed:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            finally:
-                self._waiter = None
-        return self._ready.popleft()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Ends what still runs, by the worker's next step; nothing more comes."""
-        if not self.closed:
-            self._client.drop(self)
-            self.end()
-
-    def push(self, output: wire.Output) -> None:
-        self.attempts = 0
-        self.tokens[output.index] += output.tokens
-        self.endings[output.index] = output.ending
-        self._ready.append(output)
-        if None not in self.endings:
-            self.end()
-        else:
-            self._wake()
-
-    def end(self, error: Exception | None = None) -> None:
-        self.closed = True
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 @dataclass(slots=True, eq=False)
-class _Job:
+class Job:
     """A stream, or some of its sequences, as submitted to a worker once."""
 
     id: str
@@ -184,7 +79,7 @@ class _Replica:
     connection: Connection | None = None  # greeted, and to be used
     welcome: wire.Welcome | None = None
     draining: bool = False
-    jobs: dict[str, _Job] = field(default_factory=dict[str, _Job])
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
     asked: int = 0  # pings that were not answered yet
@@ -206,7 +101,7 @@ class Client:
         self._routes = Routes(len(paths))
         self._name = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._waiting: list[_Job] = []
+        self._waiting: list[Job] = []
         self._retries: set[asyncio.TimerHandle] = set()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._changed = asyncio.Event()  # a replica became usable, or was found to be wrong
@@ -335,15 +230,15 @@ class Client:
 
     # Jobs
 
-    def _job(self, stream: Stream, indices: tuple[int, ...], *, continues: bool = False) -> _Job:
-        job = _Job(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
+    def _job(self, stream: Stream, indices: tuple[int, ...], *, continues: bool = False) -> Job:
+        job = Job(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
         job.give_up = time.monotonic() + self._waits.patience
         if stream.request.deadline is not None:
             job.give_up = min(job.give_up, stream.request.deadline)
         stream.jobs.add(job)
         return job
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         job.stream.jobs.discard(job)
         if job.replica is not None:
             job.replica.jobs.pop(job.id, None)
@@ -352,7 +247,7 @@ class Client:
         elif job in self._waiting:
             self._waiting.remove(job)
 
-    def _dispatch(self, job: _Job) -> None:
+    def _dispatch(self, job: Job) -> None:
         usable = [replica.number for replica in self._replicas if replica.usable]
         fresh = [number for number in usable if number not in job.refused_by]
         if not usable:
@@ -377,7 +272,7 @@ class Client:
         self._routes.add_load(number, load)
         self._routes.learn(number, job.stream.keys)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         stream = job.stream
         self.drop(stream)
         stream.end(error)
@@ -396,7 +291,7 @@ class Client:
             if not self._cut(job, now):
                 self._fail(job, WorkerLostError(f"no worker was there for {self._waits.patience:g} s"))
 
-    def _cut(self, job: _Job, now: float) -> bool:
+    def _cut(self, job: Job, now: float) -> bool:
         """Ends a job that is past its deadline with what there is; False where it is not."""
         stream = job.stream
         deadline = stream.request.deadline
@@ -510,7 +405,7 @@ class Client:
             error = OverloadedError(refused.reason, retry_after=refused.retry_after, predicted=refused.predicted)
             self._fail(job, error)
 
-    def _try_again(self, job: _Job) -> None:
+    def _try_again(self, job: Job) -> None:
         if not job.stream.closed:
             job.refused_by.clear()
             job.stream.jobs.add(job)

@@ -40,6 +40,7 @@ from millrace.models.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MOST_STOP_IDS: Final = 1024
+_HOST_SHARE: Final = 0.05  # of the newest step in the running mean of the host's time
 MOST_PROMPT_LOGPROBS: Final = 1_000_000  # of one prompt: each takes some ten bytes on the wire
 
 
@@ -103,6 +104,7 @@ class Engine:
         self._decoding: list[Sequence] = []  # of the last step, those that go on
         self._events: list[Event] = []  # to be delivered
         self._results_at = 0.0  # when the last step's results were there; 0 after a pause
+        self._host = 0.0  # seconds of a step that the host takes between two: a running mean
         drafter = None if speculator is None else speculator.drafter
         if isinstance(drafter, DraftModelDrafter):
             drafter.constrain = self._mask_after
@@ -245,7 +247,9 @@ class Engine:
         ticket = self.executor.launch(batch)
         step = self._step = _Step(plan, ticket, running, None, launched)
         if self._results_at:
-            self.timing.between += launched - self._results_at
+            between = launched - self._results_at
+            self.timing.between += between
+            self._host += _HOST_SHARE * (between - self._host)
         for progress in running:
             if not progress.started_at:
                 progress.started_at = launched
@@ -267,7 +271,7 @@ class Engine:
         predict = self._step_time.predict
 
         def step_seconds(count: int) -> float:
-            return predict(count, pairs + (count - rows) * each)
+            return self._host + predict(count, pairs + (count - rows) * each)
 
         # Where not even a draft that is sure to hold would pay for its row, the drafter need not be asked.
         if (rows + 1) * step_seconds(rows) <= rows * step_seconds(rows + 1):

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from millrace.engine import wire
-from millrace.engine.client import Connection
+from millrace.engine.connection import Connection
 from millrace.engine.wire import Loading, Started, WorkerConfig
 from millrace.errors import MillraceError
 

@@ -172,7 +172,7 @@ class App:
     def _done(self, call: Call, route: Route | None, error: ApiError | None, seconds: float) -> None:
         path = "-" if route is None else route.path
         status = call.status or 499  # the client left before an answer
-        metrics.http_requests.labels(path, str(status)).inc()
+        metrics.of(metrics.http_requests, path, str(status)).inc()
         if not self.config.log.requests or (route is not None and route.open and error is None):
             return
         known: dict[str, Any] = {"request": call.id, "route": path, "status": status, "ms": round(seconds * 1e3, 2)}
@@ -205,7 +205,7 @@ class App:
             raise _MethodError(path, {each.method for each in allowed})
         raise ApiError(f"there is no {path[:200]}", kind="not_found_error", code="unknown_url")
 
-    def _cors(self, call: Call) -> dict[str, str]:
+    def cors(self, call: Call) -> dict[str, str]:
         origin = call.headers.get("origin")
         origins = self.config.server.cors_origins
         if origin is None or not ("*" in origins or origin in origins):
@@ -213,7 +213,7 @@ class App:
         return {"access-control-allow-origin": "*" if "*" in origins else origin, "vary": "origin"}
 
     async def _preflight(self, call: Call) -> None:
-        headers = self._cors(call)
+        headers = self.cors(call)
         if headers:
             headers["access-control-allow-methods"] = "GET, POST, DELETE, OPTIONS"
             headers["access-control-allow-headers"] = call.headers.get("access-control-request-headers", "*")
@@ -245,7 +245,7 @@ class App:
         self.running += 1
         metrics.running.set(self.running)
         try:
-            await deliver(call, exchange, dialect, self._cors(call))
+            await deliver(call, exchange, dialect, self.cors(call))
         finally:
             self.running -= 1
             metrics.running.set(self.running)
@@ -289,7 +289,7 @@ class App:
         return handler
 
     async def reply(self, call: Call, reply: Reply) -> None:
-        reply.headers |= self._cors(call)
+        reply.headers |= self.cors(call)
         await call.reply(reply)
 
     # Endpoints without a module of their own

@@ -16,6 +16,7 @@ import msgspec
 
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Caller
+from millrace.gateway.turn import PUSH
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,6 +46,8 @@ class Reply:
 
 class Call:
     __slots__ = (
+        "_offered",
+        "_push",
         "_receive",
         "_send",
         "caller",
@@ -61,6 +64,9 @@ class Call:
         self.scope = scope
         self._receive = receive
         self._send = send
+        # The edge's way around a coroutine for each chunk; another ASGI server has none.
+        self._push: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(PUSH)
+        self._offered = b""  # and what waits to be sent there
         self.id = id  # of the request, in its headers and in the log
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
@@ -163,13 +169,26 @@ class Call:
         """Waits where the client does not read; the connection itself is cut when that takes too long."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def begin_download(self, length: int, type: str, filename: str) -> None:
+    def offer(self, data: bytes) -> bool:
+        """Writes more without a wait. False: then `room` is to be waited for before anything else is written."""
+        if self._push is not None:
+            return self._push(data)
+        self._offered += data
+        return False
+
+    async def room(self) -> None:
+        """Waits until the client has read enough."""
+        data, self._offered = self._offered, b""
+        await self.write(data)
+
+    async def begin_download(self, length: int, type: str, filename: str, headers: Mapping[str, str]) -> None:
         raw = [
             (b"content-type", type.encode("latin-1")),
             (b"content-length", str(length).encode()),
             (b"content-disposition", f'attachment; filename="{filename}"'.encode("latin-1", "replace")),
             (b"x-content-type-options", b"nosniff"),
             (b"x-request-id", self.id.encode()),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
         ]
         await self._begin(200, raw)
 

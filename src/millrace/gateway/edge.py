@@ -393,6 +393,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("the application failed")
         finally:
+            turn.scope.pop("extensions", None)  # it leads back to the turn, and they are not to keep each other
             if turn.complete or turn.lost:
                 pass
             elif turn.started:

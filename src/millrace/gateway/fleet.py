@@ -15,9 +15,10 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from millrace.config import Config, ModelConfig, variants_of
-from millrace.engine.client import Stream
+from millrace.config import Config, ModelConfig, Server, variants_of
+from millrace.engine.client import Waits
 from millrace.engine.request import Request
+from millrace.engine.stream import Stream
 from millrace.engine.variant import Variant
 from millrace.gateway.errors import ApiError
 from millrace.gateway.reasoning import ReasoningFormat, reasoning_format_named, reasoning_format_of
@@ -77,7 +78,7 @@ class Fleet:
                 aliases[alias] = name
             for full, variant in variants_of(name, model, config.surfaces).items():
                 progress = None if loading is None else partial(loading, full)
-                engine = _engine(variant, model, config.server.drain_s, progress)
+                engine = _engine(variant, model, config.server, progress)
                 engines.append(engine)
                 served[full] = _served(full, model, engine, config)
         fleet = cls(served, aliases, config.default_model or next(iter(config.models)))
@@ -124,11 +125,14 @@ class Fleet:
 
 
 def _engine(
-    variant: Variant, model: ModelConfig, drain_s: float, progress: Callable[[int, int], None] | None
+    variant: Variant, model: ModelConfig, server: Server, progress: Callable[[int, int], None] | None
 ) -> AsyncLLM:
     options = msgspec.structs.asdict(variant)
     path = options.pop("model")
-    return AsyncLLM(path, replicas=model.replicas, drain_seconds=drain_s, progress=progress, **options)
+    waits = Waits(patience=server.worker_s)
+    return AsyncLLM(
+        path, replicas=model.replicas, waits=waits, drain_seconds=server.drain_s, progress=progress, **options
+    )
 
 
 def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> Served:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from millrace.engine.client import Stream
 from millrace.engine.grammar_source import GrammarLimits, grammar_source
 from millrace.engine.request import Request
 from millrace.engine.sampling import Chosen
+from millrace.engine.stream import Stream
 from millrace.engine.wire import Output
 from millrace.errors import MillraceError
 from millrace.gateway.asked import Choice, Piece, Tool, Usage, total
@@ -35,7 +35,7 @@ _GRAMMAR_LIMITS: Final = GrammarLimits()
 
 
 class Answering:
-    """An exchange under way. Iterated once, for pieces; leaving it early cancels what runs."""
+    """An exchange under way: begun, run to its end, settled."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -80,19 +80,42 @@ class Answering:
                     measured=measured,
                 )
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """All that comes, until every choice has ended. ApiError where the engine refuses or fails."""
+    async def run(self, take: Callable[[Piece], bool]) -> bool:
+        """Hands every piece to `take` as it comes, in the very turn of the event loop in which it comes.
+
+        True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
+        to be called again. ApiError where the engine refuses or fails.
+        """
+        over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def hand_over(place: int) -> None:
+            if over.done():
+                return
+            stream = self._streams[place]
+            try:
+                while (output := stream.take()) is not None:
+                    if not take(self._piece(place, output)):
+                        over.set_result(False)
+                        return
+                if stream.closed and all(each.closed for each in self._streams):
+                    over.set_result(True)
+            except Exception as error:
+                over.set_exception(error)
+
+        for place, stream in enumerate(self._streams):
+            stream.listen(partial(hand_over, place))
         try:
-            if len(self._streams) == 1:
-                async for output in self._streams[0]:
-                    yield self._piece(0, output)
-            else:
-                async for place, output in _merged(self._streams):
-                    yield self._piece(place, output)
+            for place in range(len(self._streams)):
+                hand_over(place)  # what had come before
+            ended = await over
         except MillraceError as error:
             raise self._told(error) from None
-        if self._open and not self.gone:
+        finally:
+            for stream in self._streams:
+                stream.listen(None)
+        if ended and self._open and not self.gone:
             raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
+        return ended
 
     def _told(self, error: Exception) -> ApiError:
         """The error in the words of the dialect: the engine's parameters have other names."""
@@ -119,10 +142,13 @@ class Answering:
 
     async def choices(self) -> list[Choice]:
         """The whole of it."""
-        asked = self.exchange.asked
-        found = [Choice(index) for index in range(len(self._streams) * asked.n)]
-        async for piece in self.pieces():
+        found = [Choice(index) for index in range(len(self._streams) * self.exchange.asked.n)]
+
+        def add(piece: Piece) -> bool:
             found[piece.index].add(piece)
+            return True
+
+        await self.run(add)
         return found
 
     def cancel(self) -> None:
@@ -150,34 +176,6 @@ class Answering:
             prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
             output_tokens=sum(len(tokens) for stream in begun for tokens in stream.tokens),
         )
-
-
-async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Output]]:
-    """The outputs of all streams as they come, each with the number of its stream."""
-    ready: asyncio.Queue[tuple[int, Output] | BaseException | None] = asyncio.Queue()
-
-    async def follow(place: int, stream: Stream) -> None:
-        try:
-            async for output in stream:
-                ready.put_nowait((place, output))
-            ready.put_nowait(None)
-        except Exception as error:
-            ready.put_nowait(error)
-
-    tasks = [asyncio.create_task(follow(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            found = await ready.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 # Shape

@@ -1,60 +1,53 @@
 """The server's log: one event a line on standard error, as text or as JSON.
 
 Owns the form of a line. What clients say may stand in one, so no control character gets through, no text is long, and
-a traceback shows no values of variables, where keys and prompts would be.
+a traceback shows no values of variables, where keys and prompts would be. There is a line for every request, so our own
+loggers go to the stream by a short way, past the standard library's, which carries what others log.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import MutableMapping
 from typing import Any, Final, TextIO, cast
 
+import msgspec
 import structlog
 
 from millrace.config import Log
 
 _LONGEST: Final = 1024  # characters of one value
+_BARE: Final = re.compile(r"[^\s\"=]+")  # a text that needs no quotes
 
 
 def configure_log(config: Log, stream: TextIO | None = None) -> None:
     """`stream`: standard error by default."""
     output: TextIO = sys.stderr if stream is None else stream
     level = getattr(logging, config.level.upper())
-    shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
+    shared: list[Any] = [structlog.stdlib.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     last: list[Any] = (
-        [_traceback, _shortened, structlog.processors.JSONRenderer()]
+        [_traceback, _shortened, structlog.processors.JSONRenderer(serializer=_as_json)]
         if config.format == "json"
-        else [
-            _traceback,
-            _printable,
-            _shortened,
-            structlog.dev.ConsoleRenderer(
-                colors=output.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
-            ),
-        ]
+        else [_traceback, _shortened, _Text(colours=output.isatty())]
     )
+
+    def lines(name: str = "millrace") -> _Lines:
+        return _Lines(output, name)
+
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
+        processors=[_add_name, *shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lines,
+        cache_logger_on_first_use=False,  # or the first stream would be everybody's for ever
     )
     handler = logging.StreamHandler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
@@ -62,6 +55,23 @@ def configure_log(config: Log, stream: TextIO | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))
     logging.getLogger("millrace").setLevel(level)
+
+
+class _Lines:
+    """Writes lines that are finished. What cannot be written is lost: no request fails because of its line."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self.name = name
+        self._stream = stream
+
+    def debug(self, line: str) -> None:
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass
+
+    info = warning = error = critical = debug
 
 
 Event = MutableMapping[str, Any]
@@ -77,16 +87,49 @@ def _traceback(_logger: Any, _method: str, event: Event) -> Event:
     return event
 
 
-def _printable(_logger: Any, _method: str, event: Event) -> Event:
-    for name, value in event.items():
-        if isinstance(value, str) and not value.isprintable():
-            # Each line of a traceback has a mark before it, so that no message of an error looks like a line of ours.
-            parts = value.split("\n") if name == "exception" else [value]
-            event[name] = "\n".join(map(_escaped, parts))
+class _Text:
+    """A line for people: when, how grave, what, whose, and the rest in order of its names."""
+
+    def __init__(self, *, colours: bool) -> None:
+        self._bold, self._plain = ("\x1b[1m", "\x1b[0m") if colours else ("", "")
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> str:
+        said = dict(event)
+        exception: str | None = said.pop("exception", None)
+        when, level, logger = said.pop("timestamp", ""), said.pop("level", ""), said.pop("logger", "")
+        what = _escaped(str(said.pop("event", "")))
+        values = " ".join([f"{name}={_value(said[name])}" for name in sorted(said)])
+        line = f"{when} [{level:<9}] {self._bold}{what}{self._plain} [{logger}] {values}".rstrip()
+        if exception is not None:
+            # Each line of it has a mark before it, so that no message of an error looks like a line of ours.
+            line = "\n".join([line, *map(_escaped, exception.split("\n"))])
+        return line
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, str) and not _BARE.fullmatch(text):
+        text = json.dumps(text, ensure_ascii=False)
+    return _escaped(text)
+
+
+def _as_json(event: Event, **_: Any) -> str:
+    """On one line, whatever it holds: as ASCII where a character might end a line or hide one."""
+    try:
+        text = msgspec.json.encode(event, enc_hook=repr).decode()
+    except (msgspec.MsgspecError, UnicodeEncodeError):  # a lone surrogate, say
+        return json.dumps(event, default=repr)
+    return text if text.isprintable() else json.dumps(msgspec.json.decode(text))
+
+
+def _add_name(logger: _Lines, _method: str, event: Event) -> Event:
+    event["logger"] = logger.name
     return event
 
 
 def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

@@ -5,7 +5,9 @@ Owns State: the stores, opened in one folder, and the endpoints on them. What is
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -31,6 +33,9 @@ from millrace.gateway.vectors import EMBEDDINGS, embeddings
 if TYPE_CHECKING:
     from millrace.gateway.app import App, Route
 
+log: Final = logging.getLogger(__name__)
+
+SWEEP_SECONDS: Final = 600.0  # between two looks at what has expired
 _UPLOAD_FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
@@ -56,6 +61,7 @@ class State:
         self._config = config
         self._fleet = fleet
         self._app: App | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._database = Database(storage.path)
         self.files = Files(self._database, storage.path, storage)
         self.batches = Batches(self._database, self.files, self._run, storage, running=storage.batch_running)
@@ -65,11 +71,25 @@ class State:
         self._app = app
 
     async def start(self) -> None:
+        self._sweeping = asyncio.create_task(self._sweep())
         await self.batches.resume()
 
     async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
         await self.batches.close()
         await self._database.close()
+
+    async def _sweep(self) -> None:
+        """What has expired goes, also where nobody writes anything new."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for sweep in (self.files.sweep, self.responses.sweep):
+                try:
+                    await sweep()
+                except ApiError as error:
+                    log.warning("what has expired is still there: %s", error)
 
     def routes(self) -> tuple[Route, ...]:
         from millrace.gateway.app import Route
@@ -142,7 +162,8 @@ class State:
     async def _content(self, call: Call) -> None:
         record, pieces = await self.files.content(call.params["file"], call.caller.tenant)
         try:
-            await call.begin_download(record.bytes, "application/octet-stream", record.id)
+            headers = self._attached().cors(call)
+            await call.begin_download(record.bytes, "application/octet-stream", record.id, headers)
             if call.scope["method"] != "HEAD":
                 async for piece in pieces:
                     await call.write(piece)

@@ -100,17 +100,25 @@ def _settling(answering: Answering, watch: asyncio.Future[None] | None = None) -
 async def _stream(call: Call, answering: Answering, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
     events = dialect.events(answering.exchange)
-    pieces = answering.pieces()
-    first = await anext(pieces, None)  # what is refused has its own status, so nothing is sent before
-    if first is None:
+    first: list[Piece] = []
+
+    def hold(piece: Piece) -> bool:
+        first.append(piece)
+        return False
+
+    def write(piece: Piece) -> bool:
+        data = events.piece(piece)
+        return call.offer(data) if data else True
+
+    await answering.run(hold)  # what is refused has its own status, so nothing is sent before
+    if not first:
         raise GoneError
-    beginning = events.begin() + events.piece(first)
+    beginning = events.begin() + events.piece(first[0])
     await call.begin_events(headers)
     try:
         await call.write(beginning)
-        async for piece in pieces:
-            if data := events.piece(piece):
-                await call.write(data)
+        while not await answering.run(write):
+            await call.room()
         if answering.gone:
             raise GoneError
         last = events.end()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Message = MutableMapping[str, Any]
 
+PUSH: Final = "millrace.push"  # our extension of ASGI: writes a part of the body at once; whether there is more room
+
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 _REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read to keep the connection
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -56,6 +58,7 @@ class Turn:
         expects: bool,
     ) -> None:
         self.scope = scope
+        scope["extensions"] = {PUSH: self.push}
         self.keep = keep  # the connection, after the response
         self.modern = modern  # HTTP/1.1, not 1.0
         self.declared = declared  # bytes of the body; None where it comes in chunks
@@ -109,6 +112,12 @@ class Turn:
             self._start(message["status"], message.get("headers", ()))
         else:
             self._write(message.get("body", b""), more=message.get("more_body", False))
+
+    def push(self, body: bytes) -> bool:
+        """A part of the body, written without a wait; whether there is room for more. See PUSH."""
+        if not self.lost:
+            self._write(body, more=True)
+        return self._connection.room.is_set()
 
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self.started:

@@ -7,7 +7,8 @@ routes, kinds of errors), so that no client can make new ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -79,23 +80,32 @@ _engines: Final = {
 _ENDED: Final = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
 
 
+Metric = TypeVar("Metric", Counter, Histogram)
+
+
+@cache
+def of(metric: Metric, *labels: str) -> Metric:
+    """The metric of those labels, found faster than by itself: there are no more than the configuration makes."""
+    return metric.labels(*labels)
+
+
 def settled(model: str, exchange: Exchange, error: ApiError | None, *, gone: bool) -> None:
     """A request for text has ended."""
     tenant = exchange.caller.tenant or "-"
     ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
-    answers.labels(model, tenant, ended).inc()
+    of(answers, model, tenant, ended).inc()
     usage = exchange.usage
     if usage.prompt_tokens:
-        tokens.labels(model, tenant, "prompt").inc(usage.prompt_tokens)
-        tokens.labels(model, tenant, "cached").inc(usage.cached_tokens)
-        tokens.labels(model, tenant, "output").inc(usage.output_tokens)
+        of(tokens, model, tenant, "prompt").inc(usage.prompt_tokens)
+        of(tokens, model, tenant, "cached").inc(usage.cached_tokens)
+        of(tokens, model, tenant, "output").inc(usage.output_tokens)
     if exchange.first:
-        ttft.labels(model).observe(exchange.first - exchange.arrival)
-        duration.labels(model).observe(exchange.last - exchange.arrival)
-        stages.labels("shape").observe(max(0.0, exchange.shaped - exchange.arrival))
-        stages.labels("queue").observe(usage.queue_s)
-        stages.labels("prefill").observe(usage.prefill_s)
-        stages.labels("decode").observe(usage.decode_s)
+        of(ttft, model).observe(exchange.first - exchange.arrival)
+        of(duration, model).observe(exchange.last - exchange.arrival)
+        of(stages, "shape").observe(max(0.0, exchange.shaped - exchange.arrival))
+        of(stages, "queue").observe(usage.queue_s)
+        of(stages, "prefill").observe(usage.prefill_s)
+        of(stages, "decode").observe(usage.decode_s)
 
 
 def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
