@@ -53,9 +53,12 @@ class MockEngine:
                 return False
             token, text = words[count % len(words)]
             count += 1
-            ending = Ending(Finish.LENGTH, Usage(len(request.prompt), count, 0, 0, 0, 0.0, 0.0, 0.0))
-            stream.push(Output("", index, [token], text, ending=ending if count == most else None))
-            return count < most
+            if count < most:
+                stream.push(Output("", index, [token], text))
+                return True
+            usage = Usage(len(request.prompt), count, 0, 0, 0, 0.0, 0.0, 0.0)
+            stream.push(Output("", index, [token], text, ending=Ending(Finish.LENGTH, usage)))
+            return False
 
         return step
 

@@ -169,10 +169,12 @@ class Call:
         """Waits where the client does not read; the connection itself is cut when that takes too long."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def offer(self, data: bytes) -> bool:
+    @property
+    def offer(self) -> Callable[[bytes], bool]:
         """Writes more without a wait. False: then `room` is to be waited for before anything else is written."""
-        if self._push is not None:
-            return self._push(data)
+        return self._keep if self._push is None else self._push
+
+    def _keep(self, data: bytes) -> bool:
         self._offered += data
         return False
 

@@ -405,17 +405,21 @@ class ChatStream(Chunks):
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, _head(exchange, "chat.completion.chunk"))
+        # What is before and after a token's text, by the choice.
+        self._plain: dict[int, bytes] = {}
+        self._plain_after = b'},"logprobs":null,"finish_reason":null}' + self._after
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(index, first) for index in range(self._exchange.asked.n))
 
     def piece(self, piece: Piece) -> bytes:
-        more = piece.finish is not None or piece.logprobs is not None or piece.calls or piece.reasoning
-        if piece.content and not more:
+        if piece.content and not (piece.calls or piece.reasoning or piece.logprobs is not None or piece.finish):
             # A token's text, as nearly all pieces are: the same bytes as below, without the objects.
-            before, after = b'{"index":%d,"delta":{"content":' % piece.index, b'},"logprobs":null,"finish_reason":null}'
-            return b"".join((self._before, before, self._encode(piece.content), after, self._after))
+            before = self._plain.get(piece.index)
+            if before is None:
+                before = self._plain[piece.index] = self._before + b'{"index":%d,"delta":{"content":' % piece.index
+            return before + self._encode(piece.content) + self._plain_after
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

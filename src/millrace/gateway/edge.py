@@ -130,6 +130,7 @@ class Connection(asyncio.Protocol):
         self.edge = edge
         self.room = asyncio.Event()  # in the buffer of what is to be written
         self.room.set()
+        self.full = False  # the same, for who does not wait
         self._bounds = edge.bounds
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
@@ -187,6 +188,7 @@ class Connection(asyncio.Protocol):
                 turn.lose()
         self._waiting.clear()
         self._parser = None
+        self.full = False
         self.room.set()
 
     def eof_received(self) -> bool:
@@ -201,11 +203,13 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
+        self.full = True
         self.room.clear()
         if self._reader_timer is None:
             self._watch_reader(self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        self.full = False
         self.room.set()
         if self._reader_timer is not None:
             self._reader_timer.cancel()

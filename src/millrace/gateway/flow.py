@@ -21,7 +21,6 @@ from millrace.engine.grammar_source import GrammarLimits, grammar_source
 from millrace.engine.request import Request
 from millrace.engine.sampling import Chosen
 from millrace.engine.stream import Stream
-from millrace.engine.wire import Output
 from millrace.errors import MillraceError
 from millrace.gateway.asked import Choice, Piece, Tool, Usage, total
 from millrace.gateway.errors import ApiError, as_api_error, invalid
@@ -87,6 +86,7 @@ class Answering:
         to be called again. ApiError where the engine refuses or fails.
         """
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        exchange, readers = self.exchange, self._readers
 
         def hand_over(place: int) -> None:
             if over.done():
@@ -94,7 +94,13 @@ class Answering:
             stream = self._streams[place]
             try:
                 while (output := stream.take()) is not None:
-                    if not take(self._piece(place, output)):
+                    piece = readers[place, output.index].read(output)
+                    exchange.last = time.monotonic()
+                    if not exchange.first:
+                        exchange.first = exchange.last
+                    if piece.finish is not None:
+                        self._ended(piece)
+                    if not take(piece):
                         over.set_result(False)
                         return
                 if stream.closed and all(each.closed for each in self._streams):
@@ -126,19 +132,13 @@ class Answering:
         told.parameter = names.get(told.parameter or "", told.parameter)
         return told
 
-    def _piece(self, place: int, output: Output) -> Piece:
-        """`place`: of the prompt."""
+    def _ended(self, piece: Piece) -> None:
+        """A choice's last piece has come."""
         exchange = self.exchange
-        exchange.last = time.monotonic()
-        if not exchange.first:
-            exchange.first = exchange.last
-        piece = self._readers[place, output.index].read(output)
-        if piece.finish is not None:
-            self._open -= 1
-            self._usages[piece.index] = piece.usage or Usage()
-            exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
-            exchange.finish = piece.finish
-        return piece
+        self._open -= 1
+        self._usages[piece.index] = piece.usage or Usage()
+        exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+        exchange.finish = piece.finish or ""
 
     async def choices(self) -> list[Choice]:
         """The whole of it."""

@@ -100,6 +100,7 @@ def _settling(answering: Answering, watch: asyncio.Future[None] | None = None) -
 async def _stream(call: Call, answering: Answering, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
     events = dialect.events(answering.exchange)
+    written, offer = events.piece, call.offer
     first: list[Piece] = []
 
     def hold(piece: Piece) -> bool:
@@ -107,8 +108,8 @@ async def _stream(call: Call, answering: Answering, dialect: Dialect, headers: M
         return False
 
     def write(piece: Piece) -> bool:
-        data = events.piece(piece)
-        return call.offer(data) if data else True
+        data = written(piece)
+        return offer(data) if data else True
 
     await answering.run(hold)  # what is refused has its own status, so nothing is sent before
     if not first:

@@ -115,9 +115,12 @@ class Turn:
 
     def push(self, body: bytes) -> bool:
         """A part of the body, written without a wait; whether there is room for more. See PUSH."""
-        if not self.lost:
+        connection = self._connection
+        if self._chunked and not (self.lost or self.complete):  # as nearly all are: `_write` in short
+            connection.write(b"%x\r\n%b\r\n" % (len(body), body))
+        elif not self.lost:
             self._write(body, more=True)
-        return self._connection.room.is_set()
+        return not connection.full
 
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self.started:
