@@ -19,12 +19,13 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat test test-asan fuzz lint format bench bench-core bench-edge train train-toy clean
+.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-edge train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
 	@echo "make chat       talk to it in the terminal"
 	@echo "make test       build the core and run the tests"
+	@echo "make services   install redis-server and postgres, which some tests start, from Debian's packages (as root)"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
 	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style and types"
@@ -91,6 +92,9 @@ serve: $(STAMPS)/core
 
 chat: $(STAMPS)/core
 	@exec $(BIN)/millrace chat $(if $(MODEL),"$(MODEL)") $(ARGS)
+
+services:
+	@sh tests/services.sh
 
 test: $(STAMPS)/core $(STAMPS)/test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
