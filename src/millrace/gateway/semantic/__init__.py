@@ -1,0 +1,1 @@
+"""The semantic cache: an answer that was given once, for a question that asks the same in other words."""

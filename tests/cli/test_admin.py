@@ -1,0 +1,287 @@
+"""`millrace admin` against a server that runs: what is printed, and what is said when it does not work."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cli import FAILED, REFUSED, app, main
+from millrace.config import Log
+from millrace.gateway.admin.contracts import UsageFilters
+from millrace.gateway.log import configure_log
+from millrace.gateway.tenants.key_secrets import make_secret, secrets_in
+from millrace.gateway.tenants.settings import AdminConfig
+from tests.gateway.admin.administering import ROOT, administered
+from tests.gateway.edging import asynchronous
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    error: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Terminal:
+    """Commands for a server, with a key."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], url: str = "") -> None:
+        self._capsys = capsys
+        self.url = url
+
+    async def __call__(self, *arguments: str) -> Done:
+        self._capsys.readouterr()
+        url = ["--url", self.url] if self.url else []
+        code = await asyncio.to_thread(main, ["admin", *arguments, *url])
+        captured = self._capsys.readouterr()
+        return Done(code, captured.out, captured.err.strip())
+
+
+@pytest.fixture
+def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    configure_log(Log(), io.StringIO())  # the server is in this process, and its log would be among what is printed
+    monkeypatch.setenv("MILLRACE_ADMIN_KEY", ROOT)
+    yield Terminal(capsys)
+    root.handlers[:], level = before
+    root.setLevel(level)
+
+
+class Usage:
+    async def usage(self, filters: UsageFilters) -> AsyncIterator[bytes]:
+        yield f"{filters.format} {filters.tenant} {filters.first_day} {filters.last_day} {filters.by[0]}\n".encode()
+
+
+class Cache:
+    async def invalidate(self, *, tenant: str | None = None, tag: str | None = None) -> int | None:
+        return 1
+
+
+@asynchronous
+async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path) as running:
+        terminal.url = running.url
+        done = await terminal("create-tenant", "blue", "--set", "weight=2", "--set", 'metadata={"plan": "gold"}')
+        assert done.code == 0
+        assert re.search(r"^weight +2 *$", done.out, re.MULTILINE)
+        assert "gold" in done.out
+        done = await terminal("change-tenant", "blue", "--set", "suspended=true", "--unset", "weight", "--json")
+        assert (done.json["suspended"], done.json["weight"]) == (True, 1.0)
+        done = await terminal("tenants")
+        assert [line.split()[0] for line in done.out.splitlines()] == ["name", "blue", "reader", "red", "root"]
+        done = await terminal("tenants", "--limit", "1", "--after", "blue")
+        assert "reader" in done.out
+        assert "There is more" in done.error
+        assert (await terminal("tenant", "red", "--json")).json["source"] == "config"
+        assert (await terminal("delete-tenant", "blue", "--json")).json["deleted"] is True
+        done = await terminal("tenant", "blue")
+        assert (done.code, done.error) == (REFUSED, "millrace: there is no tenant 'blue'")
+        done = await terminal("create-tenant", "green", "--set", "weight")
+        assert (done.code, done.error) == (REFUSED, "millrace: expected NAME=VALUE, found 'weight'")
+        done = await terminal("create-tenant", "green", "--set", "weihgt=1")
+        assert "there is no parameter 'weihgt'" in done.error
+
+
+@asynchronous
+async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path) as running:
+        terminal.url = running.url
+        flags = (
+            "--models",
+            "mini",
+            "--surfaces",
+            "chat, voice",
+            "--expires-in",
+            "90d",
+            "--set",
+            'limits={"concurrent": 2}',
+        )
+        done = await terminal("create-key", "app", "--tenant", "red", *flags)
+        secret = done.out.splitlines()[-1]
+        assert [match[1] for match in secrets_in(secret)] == [secret]
+        assert done.out.count(secret) == 1
+        key = running.administration.directory.identify({"x-api-key": secret})
+        assert (key.models, key.surfaces, key.limits.concurrent) == ((frozenset({"mini"}),), ("chat", "voice"), 2)
+        done = await terminal("rotate-key", key.key, "--overlap", "2h", "--json")
+        assert done.json["secret"] != secret
+        assert [each["expires_at"] is None for each in done.json["secrets"]] == [False, True]
+        done = await terminal("keys", "--tenant", "red")
+        assert done.out.splitlines()[0].split()[:4] == ["id", "name", "tenant", "status"]
+        assert secret[-4:] in done.out
+        assert secret not in done.out
+        done = await terminal("revoke-key", key.key, "--json")
+        assert done.json["status"] == "revoked"
+        assert (await terminal("revoke-key", "key_0")).error == "millrace: there is no key with this id"
+        assert (await terminal("rotate-key", key.key, "--overlap", "soon")).code == REFUSED
+        assert (await terminal("create-key", "app", "--tenant", "red", "--admin", "all")).code == REFUSED
+
+
+@asynchronous
+async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path, usage=Usage(), caches={"exact": Cache()}) as running:
+        terminal.url = running.url
+        assert (await terminal("fast", "on")).error == "millrace: say why with --reason: it is kept in the audit log"
+        done = await terminal("fast", "on", "--for", "10m", "--reason", "a storm", "--json")
+        assert (done.json["tenant"], done.json["seconds_left"]) == (None, 600)
+        assert (await terminal("fast", "off", "--tenant", "red", "--reason", "x")).code == 0
+        done = await terminal("fast")
+        assert "a storm" in done.out
+        assert len(done.out.splitlines()) == 3
+        assert (await terminal("fast", "clear", "--json")).json["deleted"] is True
+        assert (await terminal("fast", "clear")).code == REFUSED
+        done = await terminal("invalidate", "--tag", "docs", "--tag", "prices", "--json")
+        assert done.json["removed"] == {"exact": 2}
+        assert (await terminal("invalidate")).code == REFUSED
+        assert (await terminal("invalidate", "--all", "--tenant", "red", "--json")).json["removed"] == {"exact": 1}
+        done = await terminal(
+            "usage", "--tenant", "red", "--since", "2026-01-01", "--until", "2026-02-01", "--by", "key, day"
+        )
+        assert done.out == "csv red 2026-01-01 2026-02-01 key\n"
+        assert (await terminal("usage", "--json")).out == "json None 0000-00-00 9999-99-99 day\n"
+        done = await terminal("epoch", "--json")
+        assert (done.json["epoch"], done.json["applied_epoch"]) == (5, 5)
+
+
+@asynchronous
+async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path) as running:
+        terminal.url = running.url
+        assert "0 rows" in (await terminal("audit", "--verify")).out
+        for number in range(5):
+            await terminal("fast", "on", "--reason", f"storm [bold]{number}[/bold]")
+        for number in range(5):
+            await terminal("create-tenant", f"t{number}")
+        done = await terminal("audit", "--limit", "2")
+        assert [line.split()[0] for line in done.out.splitlines()] == ["seq", "10", "9"]
+        assert "storm [bold]0[/bold]" in (await terminal("audit", "--limit", "100")).out
+        done = await terminal("audit", "--verify")
+        assert done.code == 0
+        assert done.out.startswith("10 rows, and each is as it was written. Head: 10:")
+        head = done.out.split()[-1]
+        assert (await terminal("audit", "--head", head)).code == 0
+        assert (await terminal("audit", "--verify", "--json", "--head", head)).json["good"] is True
+        done = await terminal("audit", "--head", "10:" + "0" * 64)
+        assert (done.code, "made anew" in done.error) == (REFUSED, True)
+        assert (await terminal("audit", "--head", "ten")).code == REFUSED
+
+        def tamper(connection: sqlite3.Connection) -> None:
+            connection.execute("DROP TRIGGER audit_never_changes")
+            connection.execute("UPDATE audit SET body = replace(body, 'storm', 'sun') WHERE seq = 3")
+
+        await running.server.state._database.run(tamper)
+        done = await terminal("audit", "--verify", "--json")
+        assert (done.code, done.json["good"], done.json["broken_at"]) == (REFUSED, False, 3)
+        assert "tampered with: row 3" in done.error
+
+
+@asynchronous
+async def test_a_long_audit_log_is_verified_page_by_page(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.admin._PAGE", 3)
+    async with administered(tmp_path, admin=AdminConfig(audit_rows=20, poll_s=3600.0)) as running:
+        terminal.url = running.url
+        for number in range(30):
+            await running.did("POST", "tenants", {"name": f"t{number}"})
+        done = await terminal("audit", "--verify")
+        assert done.code == 0
+        assert int(done.out.split()[0]) <= 20
+
+
+@asynchronous
+async def test_by_the_socket_no_key_is_needed(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MILLRACE_ADMIN_KEY")
+    path = tmp_path / "admin.sock"
+    async with administered(tmp_path / "state", keys=(), admin=AdminConfig(socket=str(path), poll_s=3600.0)):
+        terminal.url = f"unix:{path}"
+        assert (await terminal("create-tenant", "red", "--json")).json["name"] == "red"
+        assert "local" in (await terminal("audit")).out
+
+
+@asynchronous
+async def test_what_goes_wrong_is_one_line(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with administered(tmp_path) as running:
+        terminal.url = running.url
+        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "reader-secret")
+        assert (await terminal("epoch")).code == 0
+        done = await terminal("create-tenant", "blue")
+        assert (done.code, done.error) == (REFUSED, "millrace: the API key may only read the admin API")
+        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "wrong")
+        assert (await terminal("epoch")).error == "millrace: the API key is not known"
+        monkeypatch.delenv("MILLRACE_ADMIN_KEY")
+        assert "an API key is needed" in (await terminal("epoch")).error
+        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "☃")
+        assert (await terminal("epoch")).code == REFUSED
+    monkeypatch.setenv("MILLRACE_ADMIN_KEY", ROOT)
+    done = await terminal("epoch")
+    assert done.code == FAILED
+    assert done.error.startswith(f"millrace: {terminal.url}: ")
+    for url in ("ftp://localhost", "http://", "http://localhost:port", f"unix:{tmp_path}/nothing"):
+        terminal.url = url
+        done = await terminal("epoch")
+        assert done.code == (FAILED if url.startswith("unix") else REFUSED)
+        assert len(done.error.splitlines()) == 1
+
+
+@asynchronous
+async def test_what_is_no_admin_api_is_said(terminal: Terminal) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\nhello")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        terminal.url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await terminal("epoch")
+        assert (done.code, done.error) == (FAILED, f"millrace: {terminal.url}: this is no admin API of Millrace")
+
+
+def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret, other = make_secret(), make_secret()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "code.py").write_text(f"a = 1\nKEY = '{secret}'\n")
+    # Across the parts in which a file is read, on one long line.
+    (tmp_path / "long").write_text("x" * (1024 * 1024 - 20) + other + "y" * 100)
+    (tmp_path / "fine").write_text("mr-" + "a" * 49 + "\n" + secret[:-1])
+    assert main(["admin", "scan", str(tmp_path)]) == REFUSED
+    captured = capsys.readouterr()
+    assert sorted(captured.out.splitlines()) == sorted(
+        [
+            f"{tmp_path}/deep/code.py:2: a key that ends in {secret[-4:]}",
+            f"{tmp_path}/long:1: a key that ends in {other[-4:]}",
+        ]
+    )
+    assert "2 secrets found" in captured.err
+    assert main(["admin", "scan", str(tmp_path / "fine")]) == 0
+    assert capsys.readouterr().out == "No secrets of keys found\n"
+
+
+def test_every_command_and_flag_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "admin.md").read_text(encoding="utf-8")
+    group = app["admin"]
+    names = [name for name in group if not name.startswith("-")]
+    assert len(names) > 12
+    for name in names:
+        assert f"`millrace admin {name}" in text
+        for argument in group[name].assemble_argument_collection():
+            for flag in argument.names:
+                assert not flag.startswith("-") or f"`{flag}" in text, (name, flag)
