@@ -44,6 +44,8 @@ def test_an_exchange_is_charged_what_it_took_and_only_once(tmp_path: Path) -> No
             await ledger.settle("two", used(), entry=entry("two"))
             assert (await opened.charges())["two"] == 30
             assert opened.counts["settled"] == 2
+            with pytest.raises(LedgerError):
+                await ledger.reserve(entry("one"), output_tokens=1)
         assert ledger.statistics().open == ledger.statistics().waiting == 0
 
     asynchronous(test)
@@ -295,8 +297,10 @@ def test_another_account_counts_what_runs_and_what_was_spent(tmp_path: Path) -> 
             assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), Refuse)
             assert ledger.standings("a")[0].spent == 60
             ledger.declare("a", None)
-            await admitted(opened, "again")
-            ledger.release("again")
+            await opened.exchange("uncounted")
+            ledger.declare("a", Account((Budget(limit=91, period="day"),)))
+            assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), Refuse)
+            assert ledger.standings("a")[0].spent == 90
 
     asynchronous(test)
 

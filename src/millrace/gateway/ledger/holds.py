@@ -264,8 +264,8 @@ class LocalHolds:
             async with self._writing:
                 found = await self._read(scopes)
                 for scope in scopes:
-                    sum = self._sum(scope)
-                    if sum.stored is None:
+                    sum = self._sums.get(scope)  # none where no budget counts it any more
+                    if sum is not None and sum.stored is None:
                         sum.stored = found.get(scope, 0)
             self._pause.answered()
         except Exception as error:

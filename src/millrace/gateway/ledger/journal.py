@@ -152,7 +152,11 @@ class Journal:
     def sync(self) -> None:
         """From then on, what was written before outlives a power cut."""
         self.changed = False
-        os.fdatasync(self._file)
+        try:
+            os.fdatasync(self._file)
+        except OSError:
+            self.changed = True
+            raise
 
     def close(self) -> None:
         os.close(self._file)

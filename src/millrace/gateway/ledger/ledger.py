@@ -65,6 +65,7 @@ _decode_reserved: Final = msgspec.msgpack.Decoder(Reserved).decode
 _decode_settled: Final = msgspec.msgpack.Decoder(Settled).decode
 
 _TEND_S: Final = 5.0  # between two rounds of the store's own work
+_COMPLAINT_S: Final = 10.0  # between two lines in the log about one disk
 _PRUNE_S: Final = 3600.0  # between two looks at what is too old
 
 
@@ -112,6 +113,7 @@ class Ledger:
         self._run = secrets.token_hex(16)
         self._journal_path = journal
         self._journal: Journal | None = None
+        self._complain_at = 0.0  # of the journal again
         self._open: dict[str, Open] = {}  # running, or not in the store yet
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # the last ones
         self._ended: set[Scope] = set()  # budgets that have refused something
@@ -196,10 +198,10 @@ class Ledger:
         machine_s: float = 0.0,  # that it is expected to take; as others of its variant did by default
     ) -> Verdict:
         """Whether it may be served. Admit: it is to be settled, or released. Everything else leaves nothing behind."""
+        if entry.id in self._receipts:
+            raise LedgerError("this exchange is settled already")
         earlier = self._open.get(entry.id)
         if earlier is not None:
-            if earlier.settled is not None:
-                raise LedgerError("this exchange is settled already")
             if earlier.reserved.entry.variant == entry.variant:
                 return Admit(earlier.held)
             self.release(entry.id)
@@ -229,14 +231,15 @@ class Ledger:
         if open is None or open.settled is not None:
             return True
         self._charging.advance(open, output_tokens, machine_s)
+        tokens = open.output_tokens
         if open.slot is not None and self._journal is not None:
             try:
-                self._journal.progress(open.slot, output_tokens, open.machine_us)
+                self._journal.progress(open.slot, tokens, open.machine_us)
             except OSError as error:
                 self._journal_failed(error)
         if not open.scopes:
             return True
-        ahead, chunk = output_tokens + self._bounds.ahead_tokens, self._bounds.extension_tokens
+        ahead, chunk = tokens + self._bounds.ahead_tokens, self._bounds.extension_tokens
         need = self._worth(open, ahead)
         if (self._worth(open, ahead + chunk // 2) if self._holds.early else need) <= open.held:
             return True
@@ -426,7 +429,10 @@ class Ledger:
 
     def _journal_failed(self, error: Exception) -> None:
         self._count("journal_failed", 1)
-        log.error("the ledger's journal cannot be written: %s", error)
+        now = self._monotonic()
+        if now >= self._complain_at:  # not once for every token
+            self._complain_at = now + _COMPLAINT_S
+            log.error("the ledger's journal cannot be written: %s", error)
 
     def _lose(self, open: Open) -> None:
         self._count("lost", 1)

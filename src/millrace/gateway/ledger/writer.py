@@ -135,12 +135,12 @@ class Writer:
         async with self._lock:
             settled = list(islice(self.waiting.values(), _BATCH))
             opened = list(islice(self._opened.values(), _BATCH))
-            found = self._found[:_BATCH]
+            found, moved = self._found[:_BATCH], self._moved
             batch = Batch(
                 charges=[Charge(open.reserved, open.settled) for open in settled if open.settled is not None],
                 alerts=self._alerts[:_BATCH],
                 opened=[open.reserved for open in opened],
-                moved=self._moved[:_BATCH],
+                moved=moved[:_BATCH],
                 released=list(islice(self._released, _BATCH)),
             )
             batch.charges += found
@@ -155,13 +155,14 @@ class Writer:
                 self._opened.pop(open.id, None)
                 if self._running.get(open.id) is not open:  # it was dropped meanwhile
                     self._released[open.id] = None
-            for moved in batch.moved:
-                if (open := self._running.get(moved.id)) is not None:
-                    open.told = moved.output_tokens
+            for each in batch.moved:
+                if (open := self._running.get(each.id)) is not None:
+                    open.told = each.output_tokens
+            if self._moved is moved:  # nobody knows better by now
+                self._moved = moved[_BATCH:]
             for id in batch.released:
                 self._released.pop(id, None)
             del self._found[: len(found)], self._alerts[: len(batch.alerts)]
-            self._moved = [moved for moved in self._moved if moved not in batch.moved]
         self._announce(written.alerts)
         return True
 
