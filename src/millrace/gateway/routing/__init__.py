@@ -1,0 +1,1 @@
+"""CHOOSE who answers: rules, splits, cascades, hedges, fallback chains, and the health of what they choose among."""

@@ -1,0 +1,379 @@
+"""Fallback chains: who goes on with an answer that broke, and that no text comes twice without a mark."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.gateway.asked import CallDelta, Choice, Piece, Usage
+from millrace.gateway.errors import ApiError, invalid
+from millrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
+from millrace.gateway.routing.joining import DivergedError, Joining, Said
+from millrace.gateway.routing.parts import itemised, summed
+from millrace.gateway.routing.shapes import Then
+from tests.gateway.edging import asynchronous
+from tests.gateway.routing.scripted import (
+    PROMPT,
+    Client,
+    Line,
+    Stage,
+    answer,
+    asked_for,
+    broken,
+    deliver,
+    ends,
+    exchange_of,
+    said,
+)
+
+
+def chain(stage: Stage, *steps: tuple[str, Sequence[Line], Then], **options: object) -> FallbackAnswering:
+    made = [Step(variant, stage.plays(variant, script), then) for variant, script, then in steps]
+    return FallbackAnswering(stage.exchange, made, **options)  # pyright: ignore[reportArgumentType]
+
+
+# Before anything was delivered
+
+
+@asynchronous
+async def test_what_the_first_refuses_the_next_one_answers_without_a_mark() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    steps = [Step("a", stage.plays("a", refuses=broken())), Step("b", stage.plays("b", answer("hello")))]
+    fallback = FallbackAnswering(stage.exchange, steps)
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "hello"}
+    assert client.restarts == []
+    assert stage.exchange.model == "b"
+    assert [(each.stage, each.chosen) for each in fallback.decisions] == [("fallback", "b")]
+    assert [(each.variant, each.charged) for each in fallback.charges] == [("b", True), ("a", False)]
+    stage.check_settled()
+
+
+@asynchronous
+async def test_what_breaks_before_its_first_token_goes_on_even_where_a_broken_stream_would_not() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [broken()], "error"), ("b", answer("hello"), "error"))
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "hello"}
+    assert client.restarts == []
+
+
+@asynchronous
+async def test_a_step_that_hangs_is_left_after_the_patience_and_the_last_one_is_not() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    go = asyncio.Event()
+    fallback = chain(stage, ("a", [asyncio.Event()], "error"), ("b", [go, *answer("late")], "error"), patience=0.01)
+    asyncio.get_running_loop().call_later(0.05, go.set)
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "late"}
+    assert "too_late" in fallback.decisions[0].why
+    assert stage.made["a"][0].settled == 1
+
+
+@asynchronous
+async def test_a_step_that_has_begun_is_waited_for() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    go = asyncio.Event()
+    fallback = chain(
+        stage, ("a", [said("one "), go, *answer("two")], "error"), ("b", answer("x"), "restart"), patience=0.01
+    )
+    asyncio.get_running_loop().call_later(0.05, go.set)
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "one two"}
+    assert "b" not in stage.made
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (broken(), True),
+        (ApiError("slow down", kind="rate_limit_error"), True),
+        (ApiError("oh", kind="server_error"), True),
+        (invalid("too long", "messages", code="context_length_exceeded"), True),
+        (invalid("no such thing", "tools"), False),
+        (ApiError("no", kind="permission_error"), False),
+    ],
+)
+@asynchronous
+async def test_only_what_another_variant_may_do_better_goes_on(error: ApiError, goes_on: bool) -> None:
+    stage, client = Stage(exchange_of()), Client()
+    steps = [Step("a", stage.plays("a", refuses=error)), Step("b", stage.plays("b", answer("hello")))]
+    told = await deliver(FallbackAnswering(stage.exchange, steps), client)
+    assert passes_on(error) == goes_on
+    assert (told is None) == goes_on
+    assert client.texts == ({0: "hello"} if goes_on else {})
+
+
+@asynchronous
+async def test_where_all_fail_the_last_error_is_told_and_nobody_is_charged() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [broken("first")], "error"), ("b", [broken("second")], "error"))
+    error = await deliver(fallback, client)
+    assert error is not None
+    assert error.code == "second"
+    assert stage.exchange.usage == Usage()
+    stage.check_settled()
+
+
+@asynchronous
+async def test_what_one_variant_took_is_not_wrong_because_another_refuses_it() -> None:
+    wrong = invalid("'b' knows no tools", "tools")
+    for last, told in ((answer("hello"), None), ([broken("c")], "c")):
+        stage, client = Stage(exchange_of()), Client()
+        steps = [
+            Step("a", stage.plays("a", [broken("a")])),
+            Step("b", stage.plays("b", refuses=wrong)),
+            Step("c", stage.plays("c", last)),
+        ]
+        error = await deliver(FallbackAnswering(stage.exchange, steps), client)
+        assert (None if error is None else error.code) == told
+
+
+@asynchronous
+async def test_what_breaks_after_its_end_is_whole() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [*answer("hello"), broken()], "error"), ("b", answer("x"), "restart"))
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "hello"}
+    assert "b" not in stage.made
+
+
+# After something was delivered
+
+
+@asynchronous
+async def test_a_broken_stream_is_continued_byte_for_byte() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(
+        stage,
+        ("a", [said("The capital "), said("of Fra"), broken()], "error"),
+        ("b", [said("The "), said("capital of France"), *answer(" is", " Paris")], "continue"),
+    )
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "The capital of France is Paris"}
+    assert client.restarts == []
+    assert [piece.content for piece in client.pieces] == ["The capital ", "of Fra", "nce", " is", " Paris", ""]
+    assert [(each.variant, each.charged) for each in fallback.charges] == [("b", True), ("a", False)]
+    assert stage.exchange.usage == client.told()
+
+
+@asynchronous
+async def test_a_broken_stream_begins_anew_with_a_mark() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), "restart"))
+    assert await deliver(fallback, client) is None
+    (mark,) = client.restarts
+    assert (mark.index, mark.variant, mark.why) == (0, "b", "engine_lost")
+    assert client.texts == {0: "Paris"}
+    assert stage.exchange.usage == client.told()
+    assert stage.exchange.model == "b"
+
+
+@asynchronous
+async def test_a_broken_stream_ends_with_an_error_where_that_is_declared() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), "error"))
+    error = await deliver(fallback, client)
+    assert error is not None
+    assert error.code == "engine_lost"
+    assert client.texts == {0: "The capi"}
+    assert "b" not in stage.made
+    assert stage.exchange.usage == Usage(prompt_tokens=PROMPT, output_tokens=1)
+
+
+@pytest.mark.parametrize("second", [answer("The town"), answer("The"), [ends()]])
+@asynchronous
+async def test_a_continuation_that_says_something_else_is_an_error(second: list[Line]) -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [said("The capital"), broken()], "error"), ("b", second, "continue"))
+    error = await deliver(fallback, client)
+    assert error is not None
+    assert error.code == "generation_failed"
+    assert client.texts == {0: "The capital"}
+    assert client.restarts == []
+
+
+@asynchronous
+async def test_a_continuation_that_says_something_else_is_marked_where_that_is_declared() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(
+        stage,
+        ("a", [said("The capital"), broken()], "error"),
+        ("b", answer("The ", "town ", "of"), "continue"),
+        diverged="restart",
+    )
+    assert await deliver(fallback, client) is None
+    assert len(client.restarts) == 1
+    assert client.texts == {0: "The town of"}
+    assert stage.exchange.usage == client.told()
+
+
+@asynchronous
+async def test_a_choice_that_is_whole_stays_and_only_the_others_go_on() -> None:
+    stage, client = Stage(exchange_of(asked_for(n=2))), Client()
+    first: list[Line] = [*answer("whole"), said("bro", 1), broken()]
+    second: list[Line] = [*answer("another"), *answer("x", "y", index=1)]
+    fallback = chain(stage, ("a", first, "error"), ("b", second, "restart"))
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "whole", 1: "xy"}
+    assert [mark.index for mark in client.restarts] == [1]
+    assert stage.exchange.usage == client.told(2)
+    paid = {each.variant: each.usage.output_tokens for each in fallback.charges if each.charged}
+    assert paid == {"a": 1, "b": 2}
+
+
+@asynchronous
+async def test_a_whole_answer_needs_no_mark() -> None:
+    for then in ("continue", "restart", "error"):
+        stage = Stage(exchange_of())
+        fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), then))
+        await fallback.begin()
+        (choice,) = await fallback.choices()
+        fallback.settle()
+        assert choice.content == "Paris"
+        assert choice.usage == stage.exchange.usage
+
+
+@asynchronous
+async def test_tool_calls_and_reasoning_are_continued_like_text() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    call = Piece(0, calls=[CallDelta(0, "call_1", "look_up", '{"wor')])
+    again = Piece(0, calls=[CallDelta(0, "call_9", "look_up", '{"word": ')])
+    first: list[Line] = [Piece(0, reasoning="I look"), call, broken()]
+    second: list[Line] = [
+        Piece(0, reasoning="I "),
+        Piece(0, reasoning="look"),
+        again,
+        Piece(0, calls=[CallDelta(0, arguments='"mill"}')]),
+        ends(finish="tool_calls", tokens=4),
+    ]
+    fallback = chain(stage, ("a", first, "error"), ("b", second, "continue"))
+    assert await deliver(fallback, client) is None
+    choice = Choice(0)
+    for piece in client.pieces:
+        choice.add(piece)
+    assert choice.reasoning == "I look"
+    assert [(each.id, each.name, each.arguments) for each in choice.calls] == [
+        ("call_1", "look_up", '{"word": "mill"}')
+    ]
+
+
+@asynchronous
+async def test_a_client_that_leaves_ends_the_chain() -> None:
+    stage, client = Stage(exchange_of()), Client()
+    fallback = chain(stage, ("a", [said("The "), asyncio.Event()], "error"), ("b", answer("x"), "restart"))
+    await fallback.begin()
+    running = asyncio.ensure_future(fallback.run(client.take))
+    await asyncio.sleep(0.01)
+    fallback.cancel()
+    assert await running
+    fallback.settle()
+    assert "b" not in stage.made
+    assert stage.exchange.usage == Usage(prompt_tokens=PROMPT, output_tokens=1)
+
+
+TEXT = "Water turns the wheel, and the wheel turns the stone."
+
+
+def cut(data: st.DataObject, text: str, index: int) -> list[Piece]:
+    """The text in pieces of any sizes."""
+    places = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
+    return [said(text[start:end], index) for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def woven(data: st.DataObject, answers: list[list[Piece]]) -> list[Piece]:
+    """Several choices' pieces, side by side."""
+    found: list[Piece] = []
+    left = [list(each) for each in answers]
+    while any(left):
+        found.append(data.draw(st.sampled_from([each for each in left if each])).pop(0))
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
+    """Steps of the same text may continue, others begin anew; each but the last breaks anywhere."""
+    n = data.draw(st.integers(1, 3))
+    count = data.draw(st.integers(2, 4))
+    diverged = data.draw(st.sampled_from(("restart", "error")))
+    steps: list[tuple[str, list[Line], Then]] = []
+    texts: dict[str, list[str]] = {}
+    for number in range(count):
+        same = data.draw(st.booleans())
+        name = f"v{number}"
+        texts[name] = [f"{TEXT}{index}" if same else f"{name}: {TEXT[number:]}{index}" for index in range(n)]
+        whole = [
+            [*cut(data, text, index), ends(index=index, tokens=len(text))] for index, text in enumerate(texts[name])
+        ]
+        script: list[Line] = [*woven(data, whole)]
+        if number < count - 1 or data.draw(st.booleans()):
+            script = [*script[: data.draw(st.integers(0, len(script) - 1))], broken(name)]
+        then: Then = data.draw(st.sampled_from(("continue", "restart", "error")))
+        steps.append((name, script, then))
+    rooms = data.draw(st.lists(st.booleans(), min_size=60, max_size=60))
+
+    async def main() -> None:
+        stage, client = Stage(exchange_of(asked_for(n=n))), Client(room=lambda: rooms.pop() if rooms else True)
+        fallback = chain(stage, *steps, diverged=diverged)
+        error = await deliver(fallback, client)
+        known = [text for each in texts.values() for text in each]
+        for index, text in client.texts.items():
+            # What a client has since the last mark is a beginning of one variant's own text, never of two.
+            assert any(each.startswith(text) for each in known if each.endswith(str(index))), text
+        if error is None:
+            assert set(client.usages) == set(range(n))
+            for index in range(n):
+                assert client.texts[index] in known
+            assert client.told(n) == stage.exchange.usage
+            assert summed(each.usage for each in fallback.charges if each.charged) == stage.exchange.usage
+        marked = {mark.index for mark in client.restarts}
+        for index in set(range(n)) - marked:
+            heard = "".join(piece.content for piece in client.pieces if piece.index == index)
+            assert heard == client.texts.get(index, "")
+        stage.check_settled()
+
+    asyncio.run(main())
+
+
+def test_a_joining_holds_everything_until_all_that_was_delivered_has_come_again() -> None:
+    delivered = Said()
+    for piece in (Piece(0, reasoning="why"), said("because")):
+        delivered.add(piece)
+    joining = Joining(delivered)
+    assert joining.read(Piece(0, reasoning="why not")) is None
+    assert joining.read(said("beca")) is None
+    joined = joining.read(said("use of"))
+    assert joined is not None
+    assert (joined.reasoning, joined.content) == (" not", " of")
+
+
+def test_a_joining_says_where_another_tool_is_called() -> None:
+    delivered = Said()
+    delivered.add(Piece(0, calls=[CallDelta(0, "call_1", "look_up", "{}")]))
+    with pytest.raises(DivergedError, match="another tool"):
+        Joining(delivered).read(Piece(0, calls=[CallDelta(0, "call_2", "weather", "{}")]))
+
+
+def test_log_probabilities_that_were_told_are_not_told_again() -> None:
+    delivered = Said()
+    delivered.add(said("a", logprob=-1.0))
+    joining = Joining(delivered)
+    joined = joining.read(
+        Piece(0, "ab", logprobs=[*(said("a", logprob=-1.0).logprobs or ()), *(said("b", logprob=-2.0).logprobs or ())])
+    )
+    assert joined is not None
+    assert [each.logprob for each in joined.logprobs or ()] == [-2.0]
+
+
+def test_itemised_usages_are_the_whole_whoever_served_which_choice() -> None:
+    usage = Usage(prompt_tokens=10, output_tokens=3, cached_tokens=4)
+    charges = itemised({0: ("a", usage), 1: ("b", usage), 2: ("a", usage), 3: ("b", usage)}, 2)
+    assert {each.variant: (each.usage.prompt_tokens, each.usage.output_tokens) for each in charges} == {
+        "a": (20, 6),
+        "b": (0, 6),
+    }

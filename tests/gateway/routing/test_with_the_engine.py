@@ -1,0 +1,119 @@
+"""Cascades, hedges and chains of the flow's own answerings, over streams of an engine that a test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from millrace.engine.client import WorkerLostError
+from millrace.engine.request import Finish, Request
+from millrace.engine.sampling import Chosen
+from millrace.engine.stream import Stream
+from millrace.engine.wire import Ending, Output, Usage
+from millrace.gateway.asked import Asked
+from millrace.gateway.exchange import Caller, Exchange
+from millrace.gateway.fleet import Served
+from millrace.gateway.flow import Answering
+from millrace.gateway.routing.cascade import Cascade, CascadeAnswering
+from millrace.gateway.routing.fallback import FallbackAnswering, Step
+from millrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
+from millrace.gateway.routing.parts import Answers, Factory, part_of
+from millrace.gateway.routing.shapes import HedgeConfig
+from tests.gateway.edging import FakeEngine, asynchronous, tokenizer, until
+from tests.gateway.routing.scripted import Client, asked_for, deliver
+
+
+class Variant:
+    def __init__(self, name: str) -> None:
+        self.engine = FakeEngine()
+        self.served = Served(name=name, engine=self.engine, tokenizer=tokenizer(), context=2048, fingerprint=name)
+
+    def part(self, exchange: Exchange) -> Factory:
+        def make(asked: Asked) -> Answers:
+            return Answering(part_of(exchange, self.served, asked))
+
+        return make
+
+    @property
+    def requests(self) -> list[Request]:
+        return [stream.request for stream in self.engine.streams]
+
+
+def exchange_for(variant: Variant, asked: Asked | None = None) -> Exchange:
+    return Exchange(caller=Caller(tenant="acme"), asked=asked or asked_for(), served=variant.served)
+
+
+def says(*words: str, probability: float | None = None, breaks: bool = False) -> Callable[[Stream], None]:
+    """A token for each word; log-probabilities only where the request asks for them."""
+
+    def answer(stream: Stream) -> None:
+        for word in words:
+            token = tokenizer().encode(word, add_special_tokens=False)[0]
+            chosen = None
+            if stream.request.sampling.logprobs is not None and probability is not None:
+                chosen = [Chosen(token, math.log(probability), ((token, math.log(probability)),))]
+            stream.push(Output("", 0, [token], tokenizer().decode([token]), chosen=chosen))
+        if breaks:
+            stream.end(WorkerLostError("it is gone"))
+            return
+        usage = Usage(len(stream.request.prompt), len(words), 0, 0, 0, 0.001, 0.002, 0.003)
+        stream.push(Output("", 0, [], "", ending=Ending(Finish.STOP, usage)))
+
+    return answer
+
+
+@asynchronous
+async def test_a_cascade_asks_the_engine_for_log_probabilities_and_goes_by_them() -> None:
+    for probability, chosen in ((0.9, "draft"), (0.2, "mini")):
+        draft, mini = Variant("draft"), Variant("mini")
+        draft.engine.answer = says("small", probability=probability)
+        mini.engine.answer = says("large", "words")
+        exchange, client = exchange_for(mini), Client()
+        cascade = CascadeAnswering(exchange, draft.part(exchange), mini.part(exchange), Cascade(threshold=0.5))
+        assert await deliver(cascade, client) is None
+        assert exchange.model == chosen
+        assert client.told() == exchange.usage
+        assert exchange.usage.prompt_tokens == sum(len(each.prompt) for each in draft.requests + mini.requests)
+        assert draft.requests[0].sampling.logprobs is not None
+        assert all(each.sampling.logprobs is None for each in mini.requests)
+        assert not draft.engine.open
+        assert not mini.engine.open
+
+
+@asynchronous
+async def test_a_stream_whose_engine_is_lost_goes_on_with_another_byte_for_byte() -> None:
+    first, second = Variant("first"), Variant("second")
+    words = ("the", "wheel", "turns", "the", "stone")
+    first.engine.answer = says(*words[:3], breaks=True)
+    second.engine.answer = says(*words)
+    whole, alone = Client(), exchange_for(second)
+    await deliver(FallbackAnswering(alone, [Step("second", second.part(alone))]), whole)
+    exchange, client = exchange_for(first), Client()
+    steps = [Step("first", first.part(exchange)), Step("second", second.part(exchange), "continue")]
+    assert await deliver(FallbackAnswering(exchange, steps), client) is None
+    assert client.texts == whole.texts
+    assert client.restarts == []
+    assert "".join(piece.content for piece in client.pieces) == whole.texts[0]
+    assert exchange.usage.output_tokens == len(words)
+    assert exchange.usage == client.told()
+
+
+@asynchronous
+async def test_a_hedge_that_loses_is_cancelled_in_the_engine() -> None:
+    variant = Variant("mini")
+    hedging = Hedging(HedgeConfig(least_ms=5.0, most_ms=10.0), lambda: True)
+    for _ in range(LEAST_SAMPLES):
+        hedging.answered(0.001)
+        hedging.asked()
+    exchange, client = exchange_for(variant), Client()
+    hedged = HedgedAnswering(exchange, variant.part(exchange), variant.part(exchange), hedging)
+    delivering = asyncio.ensure_future(deliver(hedged, client))
+    await until(lambda: len(variant.engine.streams) == 2)
+    first, second = variant.engine.streams
+    says("quick", "words")(second)
+    assert await delivering is None
+    assert variant.engine.dropped == [first]
+    assert exchange.usage.output_tokens == 2
+    assert exchange.usage == client.told()
+    assert first.request.sampling.seed == second.request.sampling.seed

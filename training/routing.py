@@ -1,0 +1,265 @@
+"""What routing learns from the finished models: both answer held-out questions, and a classifier learns who is needed.
+
+Owns the answers with their log-probabilities and the fit of complexity.json's weights. A question is simple where the
+draft's answer is right, and complex where it is not. The fit sees one half of the questions, and what it prints is of
+the other: how often a complex question scores above a simple one, among all, and among those where mini is needed
+(where neither is right, a larger model would be). Learning from all ranks both better than learning from the second.
+
+    python -m training.routing [--models FOLDER] [--sample N] [--answers FILE] [--out FILE]
+
+FOLDER holds `mini` and `draft`; the package's own by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.offline import Runner
+from millrace.engine.offline import Sequence as Running
+from millrace.gateway.asked import Asked, Tool
+from millrace.gateway.routing.complexity import FEATURES, WEIGHTS, Classifier, features
+from millrace.gateway.routing.confidence import FIRST, TOP, Confidence
+from millrace.models.loading import BUNDLED, open_model
+from training.corpus.conversation import Question
+from training.corpus.scoring import is_right
+from training.evaluate import MOST_TOKENS, SIDE_BY_SIDE, chosen_questions, load, prompts_of
+from training.rows import load_tasks
+from training.tokenizer import messages_of, write_text
+
+Floats = NDArray[np.float64]
+MODELS: Final = ("draft", "mini")
+RIDGE: Final = 3.0  # against weights that a few questions would make large
+ROUNDS: Final = 50  # of Newton's method; it takes about ten
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One model's answer to a question."""
+
+    right: bool
+    prompt_tokens: int
+    output_tokens: int
+    logprobs: tuple[float, ...]  # of its tokens, without special ones
+    tops: tuple[tuple[float, ...], ...]  # of the likeliest in the place of the first few
+
+    def confidence(self, tokens: int | None = None) -> Confidence:
+        """After so many tokens, or after all."""
+        found = Confidence()
+        for place, logprob in enumerate(self.logprobs[:tokens]):
+            found.add(logprob, self.tops[place] if place < len(self.tops) else ())
+        return found
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """What both models made of a question."""
+
+    task: str
+    group: str  # questions of one group are in the same half
+    messages: list[dict[str, str]]
+    tools: tuple[str, ...]
+    draft: Answered
+    mini: Answered
+
+    def features(self) -> list[float]:
+        tools = tuple(map(Tool, self.tools))
+        return features(Asked(model="", messages=list[dict[str, Any]](self.messages), tools=tools))
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    models: dict[str, str]  # digests of their weights: another model answers otherwise
+    pairs: list[Pair]
+    weight_bytes: dict[str, int]  # of both models
+    isa: str
+    weights: str
+
+    def half(self, *, other: bool = False) -> list[Pair]:
+        return [each for each in self.pairs if _is_second(each.group) == other]
+
+
+def _is_second(group: str) -> bool:
+    return blake2b(group.encode(), digest_size=1).digest()[0] % 2 == 1
+
+
+def group_of(question: Question) -> str:
+    """All questions after one fact together, so that no half knows the other's answers."""
+    return f"{question.task}/{question.expected if question.metric == 'fact' else question.key}"
+
+
+def pair_of(question: Question, draft: Answered, mini: Answered) -> Pair:
+    messages = [{"role": each["role"], "content": each["content"]} for each in messages_of(question.turns)]
+    tools = tuple(cast("dict[str, Any]", each)["function"]["name"] for each in question.tools)
+    return Pair(question.task, group_of(question), messages, tools, draft, mini)
+
+
+def answers_of(folder: Path, questions: Sequence[Question], weights: str, threads: int | None) -> list[Answered]:
+    """Greedy answers, side by side; see evaluate.greedy_answers."""
+    model = open_model(folder)
+    tokenizer = model.tokenizer
+    executor = load(model, weights, "bf16", threads)
+    runner, context = Runner(executor), executor.capacity.context
+    prompts = prompts_of(model, questions)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    measured: list[tuple[list[float], list[tuple[float, ...]]]] = [([], []) for _ in prompts]
+    waiting = [place for place in reversed(range(len(prompts))) if len(prompts[place]) < context]
+    active: list[tuple[int, Running]] = []
+    while waiting or active:
+        while waiting and len(active) < SIDE_BY_SIDE:
+            place = waiting.pop()
+            prompt = prompts[place]
+            active.append((place, runner.open(prompt, total=min(len(prompt) + MOST_TOKENS, context))))
+        rows = runner.prefill([sequence for _, sequence in active])
+        going: list[tuple[int, Running]] = []
+        for (place, sequence), row in zip(active, rows, strict=True):
+            token = int(row.argmax())
+            outputs[place].append(token)
+            sequence.tokens.append(token)
+            if not tokenizer.is_special(token):
+                _measure(row, token, *measured[place])
+            done = token in tokenizer.eos_ids or len(outputs[place]) == MOST_TOKENS or len(sequence.tokens) == context
+            if done:
+                runner.close(sequence)
+            else:
+                going.append((place, sequence))
+        active = going
+    executor.close()
+    texts = [tokenizer.decode(output).strip() for output in outputs]
+    return [
+        Answered(is_right(question, text), len(prompt), len(output), tuple(logprobs), tuple(tops))
+        for question, text, prompt, output, (logprobs, tops) in zip(
+            questions, texts, prompts, outputs, measured, strict=True
+        )
+    ]
+
+
+def _measure(row: NDArray[np.float32], token: int, logprobs: list[float], tops: list[tuple[float, ...]]) -> None:
+    likely = row.astype(np.float64)
+    total = float(likely.max() + np.log(np.exp(likely - likely.max()).sum()))
+    logprobs.append(round(float(likely[token]) - total, 5))
+    if len(tops) < FIRST:
+        likeliest = np.sort(np.partition(likely, -TOP)[-TOP:])[::-1]
+        tops.append(tuple(round(float(each) - total, 5) for each in likeliest))
+
+
+def answer_all(models: Path, sample: int | None, *, weights: str = "bf16", threads: int | None = None) -> Pairs:
+    """`sample`: questions of each task; all by default."""
+    questions = chosen_questions(load_tasks(), sample)
+    found = {name: answers_of(models / name, questions, weights, threads) for name in MODELS}
+    pairs = [
+        pair_of(question, draft, mini)
+        for question, draft, mini in zip(questions, found["draft"], found["mini"], strict=True)
+    ]
+    sizes: dict[str, int] = {}
+    isa = ""
+    for name in found:
+        executor = load(open_model(models / name), weights, "bf16", threads)
+        sizes[name], isa = executor.load_report.weight_bytes, executor.isa
+        executor.close()
+    return Pairs(digests(models), pairs, sizes, isa, weights)
+
+
+def digests(models: Path) -> dict[str, str]:
+    return {
+        name: blake2b((models / name / "model.safetensors").read_bytes(), digest_size=8).hexdigest() for name in MODELS
+    }
+
+
+def answers_from(file: Path | None, models: Path, sample: int | None, **options: Any) -> Pairs:
+    """From the file where it has these models' answers; else made, and kept there."""
+    if file is not None and file.exists():
+        kept = msgspec.json.decode(file.read_bytes(), type=Pairs)
+        if kept.models == digests(models):
+            return kept
+    pairs = answer_all(models, sample, **options)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, msgspec.json.encode(pairs).decode())
+    return pairs
+
+
+def fitted(values: Floats, labels: Floats, counts: Floats, ridge: float = RIDGE) -> Floats:
+    """Weights of a logistic regression, the last of them the bias. `counts`: how much each row weighs."""
+    scale = np.maximum(values.std(axis=0), 1e-9)
+    middle = values.mean(axis=0)
+    rows = np.column_stack([(values - middle) / scale, np.ones(len(values))])
+    penalty = np.full(rows.shape[1], ridge)
+    penalty[-1] = 1e-6
+    weights = np.zeros(rows.shape[1])
+    for _ in range(ROUNDS):
+        likely = 1.0 / (1.0 + np.exp(-np.clip(rows @ weights, -30.0, 30.0)))
+        slope = rows.T @ (counts * (labels - likely)) - penalty * weights
+        bend = (rows * (counts * likely * (1.0 - likely))[:, None]).T @ rows + np.diag(penalty)
+        step = np.linalg.solve(bend, slope)
+        weights += step
+        if float(np.abs(step).max()) < 1e-10:
+            break
+    plain = weights[:-1] / scale
+    return np.append(plain, weights[-1] - float(plain @ middle))
+
+
+def labelled(pairs: Sequence[Pair]) -> tuple[Floats, Floats, Floats]:
+    """Features, labels (1: complex), and counts that make both labels weigh the same."""
+    values = np.array([each.features() for each in pairs], dtype=np.float64).reshape(len(pairs), len(FEATURES))
+    labels = np.array([0.0 if each.draft.right else 1.0 for each in pairs])
+    complex_ones = max(float(labels.sum()), 1.0)
+    simple_ones = max(len(pairs) - float(labels.sum()), 1.0)
+    counts = np.where(labels > 0, len(pairs) / (2 * complex_ones), len(pairs) / (2 * simple_ones))
+    return values, labels, counts
+
+
+def ranked(scores: Floats, labels: Floats) -> float:
+    """How often a complex question scores above a simple one; ties count half."""
+    above, below = scores[labels > 0], scores[labels == 0]
+    if not len(above) or not len(below):
+        return 0.5
+    difference = above[:, None] - below[None, :]
+    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+
+
+def train(pairs: Pairs) -> Classifier:
+    values, labels, counts = labelled(pairs.half())
+    *weights, bias = (round(float(each), 5) for each in fitted(values, labels, counts))
+    classifier = Classifier(dict(zip(FEATURES, weights, strict=True)), bias)
+    other = pairs.half(other=True)
+    needed = [each for each in other if each.draft.right or each.mini.right]
+    made = {
+        "by": "python -m training.routing",
+        "models": pairs.models,
+        "questions": len(pairs.pairs),
+        "draft right": sum(each.draft.right for each in pairs.pairs),
+        "only mini right": sum(each.mini.right and not each.draft.right for each in pairs.pairs),
+        "other half, ranked right": round(_ranked_by(classifier, other), 3),
+        "other half, where mini is needed": round(_ranked_by(classifier, needed), 3),
+    }
+    return msgspec.structs.replace(classifier, made=made)
+
+
+def _ranked_by(classifier: Classifier, pairs: Sequence[Pair]) -> float:
+    values, labels, _ = labelled(pairs)
+    return ranked(np.array([classifier.score(list(each)) for each in values]), labels)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.routing", description="Fit the complexity score.")
+    parser.add_argument("--models", type=Path, default=BUNDLED, help="holds mini and draft")
+    parser.add_argument("--sample", type=int, help="questions of each task; all by default")
+    parser.add_argument("--answers", type=Path, help="keeps the models' answers, and takes them from there")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, default=WEIGHTS)
+    options = parser.parse_args(arguments)
+    classifier = train(answers_from(options.answers, options.models, options.sample, threads=options.threads))
+    write_text(options.out, msgspec.json.format(msgspec.json.encode(classifier), indent=2).decode() + "\n")
+    for name, value in classifier.made.items():
+        print(f"{name}: {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
