@@ -212,9 +212,9 @@ def _split(texts: Sequence[str], wanted: set[str]) -> list[_Sentence]:
 
 def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tuple[str, Span]]:
     """The words whose stems are wanted, in order. In plain ASCII only those are looked at that begin like one."""
-    marks = likely.finditer(text.lower()) if text.isascii() else ANY_WORD.finditer(text)
-    for mark in marks:
-        key = stem(folded(mark[0]))
+    plain = text.isascii()
+    for mark in likely.finditer(text.lower()) if plain else ANY_WORD.finditer(text):
+        key = stem(mark[0] if plain else folded(mark[0]))
         if key in wanted:
             yield key, mark.span()
 
@@ -251,17 +251,18 @@ def _weigh_one(question: Question, split: Sequence[_Sentence], texts: Sequence[s
     named = [term for term in terms if term.named]
     asks = [term for term in terms if not term.named]
     found: list[Weighed] = []
-    silent: dict[int, tuple[float, ...]] = {}  # what sentences that say nothing of it have in common, by source
+    silent: dict[int, list[_Sentence]] = {}  # sentences that say nothing of it, by source: all of one score alike
     for each in split:
         around = inside[each.source]
-        if not around:
-            continue
-        features = None if each.places or each.carried else silent.get(each.source)
-        if features is None:
+        if each.places or each.carried:
             features = _features(each, around, named, asks, rarity, mean)
-            if not (each.places or each.carried):
-                silent[each.source] = features
-        found.append(Weighed(each, features, score(features, weights)))
+            found.append(Weighed(each, features, score(features, weights)))
+        elif around:
+            silent.setdefault(each.source, []).append(each)
+    for source, several in silent.items():
+        features = _features(several[0], inside[source], named, asks, rarity, mean)
+        points = score(features, weights)
+        found.extend(Weighed(each, features, points) for each in several[:_LOOKED_AT])
     found.sort(key=_likeliest)
     del found[_LOOKED_AT:]
     for one in found:

@@ -11,12 +11,13 @@ from typing import Final
 
 Span = tuple[int, int]
 
-# A full stop and the like before a space; those of scripts without spaces before anything; the end of a line.
-_END: Final = re.compile(
-    r"""[.!?\u2026\u061f\u0964]+["'\u201d\u2019\u00bb)\]]*(?=\s|$)"""
-    r"""|[\u3002\uff01\uff1f\uff61]+[\u300d\u300f\u201d\u2019\uff09]*"""
-    r"""|\n[ \t]*\n|\n"""
+# The end of a line, or marks with what closes after them. One set of characters first, so that the search is for those.
+_MARK: Final = re.compile(
+    r"""[\n.!?\u2026\u061f\u0964\u3002\uff01\uff1f\uff61][.!?\u2026\u061f\u0964\u3002\uff01\uff1f\uff61]*"""
+    r"""["'\u201d\u2019\u00bb)\]\u300d\u300f\uff09]*"""
 )
+_SPACELESS: Final = "\u3002\uff01\uff1f\uff61"  # of scripts in which no space follows
+_BLANK: Final = re.compile(r"[ \t]*\n")
 _LISTED: Final = re.compile(
     r"[ \t]*(?:[-*\u2022\u2023\u2013|>]+|#{1,6}|\d{1,3}[.)])[ \t]"
 )  # a line of a list, a heading
@@ -33,23 +34,31 @@ _LONGEST: Final = 8  # characters of an abbreviation, and what may stand before 
 def sentences(text: str, most: int = 480) -> list[Span]:
     """Places into the text, in order, none empty and none longer than `most` characters."""
     found: list[Span] = []
-    start = 0
-    for mark in _END.finditer(text):
-        end = mark.end()
-        if mark[0][0] == "\n":
-            if len(mark[0]) == 1 and not _line_ends(text, start, mark.start(), end):
-                continue
-        elif mark[0] == "." and not _full_stop(text, start, mark.start(), end):
-            continue
-        _add(found, text, start, end, most)
-        start = end
-    _add(found, text, start, len(text), most)
+    start, length = 0, len(text)
+    for mark in _MARK.finditer(text):
+        at, end = mark.span()
+        char = text[at]
+        if char == "\n":
+            end = at + 1
+            ends = _line_ends(text, start, at, end)
+        elif char in _SPACELESS:
+            ends = True
+        elif end < length and not text[end].isspace():
+            ends = False
+        else:
+            ends = end > at + 1 or char != "." or _full_stop(text, start, at, end)
+        if ends:
+            _add(found, text, start, end, most)
+            start = end
+    _add(found, text, start, length, most)
     return found
 
 
 def _line_ends(text: str, start: int, at: int, end: int) -> bool:
     begins = max(text.rfind("\n", start, at) + 1, start)
-    return at - begins < _SHORT_LINE or _LISTED.match(text, end) is not None
+    if at - begins < _SHORT_LINE:
+        return True
+    return _BLANK.match(text, end) is not None or _LISTED.match(text, end) is not None
 
 
 def _full_stop(text: str, start: int, at: int, end: int) -> bool:
