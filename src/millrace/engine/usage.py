@@ -17,7 +17,8 @@ LEAST_PART: Final = 0.2  # of everything that was served of late
 MOST_PART: Final = 0.75
 _LEAST_TOKENS: Final = 4096.0  # that must have been served before anyone is over its share
 _EVERY: Final = 0.25  # seconds between two looks
-_MOST_SCALE: Final = 1e12
+_MOST_AGE: Final = 27.0  # times LATE that the scale grows, up to about 5e11, before it begins again
+_GONE: Final = 600.0  # times LATE after which nothing is left
 
 
 class Account:
@@ -67,12 +68,14 @@ class Usage:
     def tick(self, now: float) -> list[Account]:
         """Looks at who is over its share; returns those who are no longer."""
         self._now = now
-        self._scale = math.exp((now - self._since) / LATE)
+        age = (now - self._since) / LATE
+        if age > _MOST_AGE:  # however long nothing ran: a clock may begin anywhere, and an engine may stand for days
+            self._rescale(now, math.exp(-min(age, _GONE)))
+            age = 0.0
+        self._scale = math.exp(age)
         if now - self._looked < _EVERY:
             return []
         self._looked = now
-        if self._scale > _MOST_SCALE:
-            self._rescale(now)
         recent = self._recent
         while recent:
             account, (served, weight) = next(iter(recent.items()))
@@ -114,9 +117,8 @@ class Usage:
         self._over = over
         return ended
 
-    def _rescale(self, now: float) -> None:
+    def _rescale(self, now: float, faded: float) -> None:
         for account in self._recent:
-            account.used /= self._scale
-        self._total /= self._scale
-        self._scale = 1.0
+            account.used *= faded
+        self._total *= faded
         self._since = now
