@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from training.shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape
 
-PLAIN_ATTENTION = 384  # tokens; the longest rows whose attention is computed without torch's fused kernel on a CPU
+PLAIN_ATTENTION = 768  # tokens; the longest rows whose attention is computed without torch's fused kernel on a CPU
 
 
 class Attention(nn.Module):
@@ -26,6 +26,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.hidden, bias=False)
 
     def forward(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """What each place takes from those before it, before `o_proj`."""
         rows, length, _ = states.shape
 
         def heads(values: Tensor, count: int) -> Tensor:
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         keys = turned(heads(self.k_proj(states), self.kv_heads), cosine, sine)
         values = heads(self.v_proj(states), self.kv_heads)
         mixed = attend(queries, keys, values)
-        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return mixed.transpose(1, 2).reshape(rows, length, -1)
 
 
 class Mlp(nn.Module):
@@ -57,8 +58,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
         self.mlp = Mlp(shape)
 
-    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), cosine, sine)
+    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, places: Tensor | None = None) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(states), cosine, sine)
+        if places is not None:
+            states, mixed = states.flatten(0, 1)[places], mixed.flatten(0, 1)[places]
+        states = states + self.self_attn.o_proj(mixed)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -72,17 +76,21 @@ class Body(nn.Module):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         states = self.embed_tokens(tokens)
         length = tokens.shape[1]
         cosine, sine = self.get_buffer("cosine")[:length], self.get_buffer("sine")[:length]
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             states = layer(states, cosine, sine)
-        return self.norm(states)
+        return self.norm(self.layers[-1](states, cosine, sine, places))
 
 
 class Decoder(nn.Module):
-    """Called with tokens [rows, length] it gives final hidden states; `logits` turns those that matter into logits."""
+    """Called with tokens [rows, length] it gives final hidden states; `logits` turns them into logits.
+
+    With `places` in the flat rows it gives the states [places, hidden] of those alone: what the last layer does after
+    its attention is then done for them only.
+    """
 
     def __init__(self, shape: Shape, *, seed: int = 0) -> None:
         super().__init__()
@@ -98,8 +106,8 @@ class Decoder(nn.Module):
                 with torch.no_grad():
                     weight.normal_(0.0, spread, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        return self.model(tokens, places)
 
     def logits(self, states: Tensor) -> Tensor:
         """In f32, for hidden states [..., hidden]; the head is the embedding."""
@@ -133,9 +141,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     # On a CPU the backward of torch's fused attention is slow for short rows: three plain steps take a quarter off the
     # whole training step. The query heads that share a KV head are the rows of one product.
-    mask = torch.full((length, length), -torch.inf, dtype=queries.dtype).triu(1).repeat(shared, 1)
+    places = torch.arange(length)
+    later = (places > places[:, None]).repeat(shared, 1)
     queries = (queries * size**-0.5).reshape(rows * kv_heads, shared * length, size)
-    scores = torch.baddbmm(mask, queries, keys.reshape(rows * kv_heads, length, size).transpose(1, 2))
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    scores = torch.bmm(queries, keys.reshape(rows * kv_heads, length, size).transpose(1, 2))
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).to(values.dtype)
     mixed = torch.bmm(weights, values.reshape(rows * kv_heads, length, size))
     return mixed.view(rows, heads, length, size)

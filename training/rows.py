@@ -4,7 +4,7 @@ Owns the mixture of tasks, the pools in which instances are drawn, the joining o
 weights and the batches. Knows nothing of models.
 
     task modules ──draw──▶ pool of conversations ──tokens──▶ rows ──sort, cut, shuffle──▶ batches of one step each
-                                                     drill ──▶ rows
+                                            drill, lookups, exercises ──▶ rows
 
 A pool follows from the seed and its number alone. So a place in the stream is two numbers, the pool's and the batch's,
 and a run that was cut off goes on from them as if nothing had been.
@@ -29,26 +29,29 @@ from training.corpus.conversation import Conversation, Question
 from training.shape import CONTEXT
 from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
 
-# How many conversations of a hundred are of each task.
+# How many conversations are of each task; those of tools and extraction have five times the tokens of those of facts.
 MIXTURE: Final[dict[str, float]] = {
-    "facts": 20,
-    "reading": 16,
-    "extraction": 13,
-    "tools": 13,
-    "triage": 12,
-    "arithmetic": 18,
-    "talk": 8,
+    "facts": 44,
+    "reading": 27,
+    "extraction": 11,
+    "tools": 10,
+    "triage": 9,
+    "arithmetic": 14,
+    "talk": 6,
 }
-JOINED_SHARE: Final = 0.06  # of the conversations without tools and without a system turn: they go into long rows
-PROMPT_SHARE: Final = 0.2  # of the tokens that no assistant said: only these of them count
-PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a tenth of an answer's on average
+JOINED_SHARE: Final = 0.04  # of the conversations without tools and without a system turn: they go into long rows
+PROMPT_SHARE: Final = 0.1  # of the tokens that no assistant said: only these of them count
+PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a twentieth of an answer's
 PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
 JOINED: Final = "joined"  # the task that a row of several conversations counts as
 DRILL: Final = "drill"  # the task of rows of which some pieces come a second time
 EXERCISES: Final = "exercises"  # the task of rows of calculations without words
-EXERCISE_SHARE: Final = 0.06  # of the rows, where there is a drill
+EXERCISE_SHARE: Final = 0.08  # of the rows, where there is a drill
+LOOKUP: Final = "lookup"  # the task of rows in which what was said of something is to be found again
+LOOKUP_SHARE: Final = 0.07  # of the rows, where there is a drill
+AT_RANDOM: Final = frozenset((DRILL, EXERCISES, LOOKUP))  # nothing foretells what no assistant says in these rows
 RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
 
 Retell = Callable[[list[list[int]]], list[list[int]]]  # from prompts to answers, the end of the turn included
@@ -135,7 +138,7 @@ class Stream:
     ) -> None:
         self.tasks = tasks
         self.tokenizer = tokenizer
-        self.names = [*tasks, JOINED, DRILL, EXERCISES]
+        self.names = [*tasks, JOINED, DRILL, EXERCISES, LOOKUP]
         self.drill = drill
         self.retell = retell
         self.seed = seed
@@ -161,13 +164,21 @@ class Stream:
         if self.drill is not None:
             share = self.drill.first_share if number < self.drill.pools else self.drill.share
         drilled = round(self.pool_size * share)
-        exercised = round((self.pool_size - drilled) * EXERCISE_SHARE) if self.drill is not None else 0
-        rows = self._rows_of_conversations(number, self.pool_size - drilled - exercised)
+        others = self.pool_size - drilled if self.drill is not None else 0
+        exercised, looked_up = round(others * EXERCISE_SHARE), round(others * LOOKUP_SHARE)
+        rows = self._rows_of_conversations(number, self.pool_size - drilled - exercised - looked_up)
         drill = drill_rows(Random(f"{self.seed}/{number}/drill"), drilled, rows, self.ordinary)
-        return rows + drill + self._exercises(Random(f"{self.seed}/{number}/exercises"), exercised)
+        lookups = lookup_rows(Random(f"{self.seed}/{number}/lookups"), looked_up, rows, self.ordinary, self._marks())
+        return rows + drill + lookups + self._exercises(Random(f"{self.seed}/{number}/exercises"), exercised)
+
+    def _marks(self) -> Marks:
+        def tokens(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        return Marks(tokens("\n["), [tokens(str(number)) for number in range(1, 10)], tokens("]"), tokens("."))
 
     def _exercises(self, random: Random, count: int) -> list[Row]:
-        found = [arithmetic.exercises(random, random.randint(4, 16)) for _ in range(count)]
+        found = [arithmetic.exercises(random, random.randint(4, 12)) for _ in range(count)]
         encoded = self.tokenizer.encode_batch([text for text, _ in found], add_special_tokens=False)  # with offsets
         rows: list[Row] = []
         for (_, results), encoding in zip(found, encoded, strict=True):
@@ -246,7 +257,7 @@ class Stream:
         for index, row in enumerate(rows):
             tokens[index, : len(row.tokens)] = row.tokens
             answer[index, : len(row.tokens)] = row.answer
-            text[index, 1 : len(row.tokens)] = True  # nothing comes before the first token
+            text[index, 1 : len(row.tokens)] = row.task not in AT_RANDOM  # nothing comes before the first token
         chance = np.random.default_rng([self.seed, *name.encode()]).random(tokens.shape)
         counted = answer | (text & (chance < PROMPT_SHARE))
         places = np.flatnonzero(counted)
@@ -281,6 +292,59 @@ def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequen
         answer = [False] * len(first) + [place > 0 for piece in again for place in range(len(piece))]
         result.append(Row(DRILL, first + second, answer))
     return result
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens around what is looked up: those of `[1]` and of a full stop."""
+
+    before: list[int]
+    numbers: list[list[int]]
+    after: list[int]
+    stop: list[int]
+
+
+def lookup_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int], marks: Marks) -> list[Row]:
+    """Rows of numbered passages, each about one subject, and then every sentence of them again with its number.
+
+    A sentence is a subject, an attribute and a value, all of random tokens. Names of several tokens share some of them,
+    and subjects share attributes, so that a value is found by all of its sentence's beginning only. Reading is this in
+    words, and an argument of a call or a field of a record is found so too. Values and numbers are what is learnt.
+    """
+    allowed = set(ordinary)
+    usual = [token for row in rows for token in row.tokens if token in allowed]
+    result: list[Row] = []
+    for _ in range(count):
+        drawn_from = usual if random.random() < 0.5 else ordinary
+        subjects = made_names(random, drawn_from, random.randint(2, 6), random.choice((1, 2, 2, 3)))
+        attributes = made_names(random, drawn_from, random.randint(2, 4), random.choice((1, 1, 2)))
+        tokens: list[int] = []
+        said: list[tuple[list[int], list[int], list[int]]] = []
+        for number, subject in zip(marks.numbers, subjects, strict=False):
+            tokens += [*marks.before, *number, *marks.after]
+            for attribute in random.sample(attributes, min(len(attributes), random.choice((1, 2, 2, 3)))):
+                value = random.choices(drawn_from, k=random.choice((1, 1, 2, 3)))
+                tokens += [*subject, *attribute, *value, *marks.stop]
+                said.append(([*subject, *attribute], [*value, *marks.stop], number))
+        answer = [False] * len(tokens)
+        for asked, found, number in random.sample(said, len(said)):
+            for part, counts in ((asked, False), (found, True), (marks.before, False), (number, True)):
+                tokens += part
+                answer += [counts] * len(part)
+            tokens += marks.after
+            answer += [False] * len(marks.after)
+        result.append(Row(LOOKUP, tokens, answer))
+    return result
+
+
+def made_names(random: Random, drawn_from: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """Up to `count` different names of `length` tokens; those of several tokens share some."""
+    shared = random.choices(drawn_from, k=count)
+    found: dict[tuple[int, ...], None] = {}
+    for _ in range(count):
+        mixed = [random.choice(shared if random.random() < 0.5 else drawn_from) for _ in range(length)]
+        found[tuple(mixed if length > 1 else random.choices(drawn_from))] = None
+    return [list(name) for name in found]
 
 
 def joined(rows: Sequence[Row], random: Random) -> list[Row]:

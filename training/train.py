@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from millrace import _core
@@ -58,7 +57,7 @@ class Pace:
 
     print_steps: int = 20
     save_seconds: float = 180.0
-    milestones: int = 10  # in equal parts of the budget, the end apart
+    milestones: int = 5  # in equal parts of the budget, the end apart
     stop_after: int | None = None  # steps, for tests: leave without a checkpoint, as a killed run does
 
 
@@ -89,8 +88,8 @@ def train(
     if teacher is not None:
         teacher = teacher.to(device).eval()
     passes = Passes(
-        logits=pass_of(model, settings),
-        wanted=None if teacher is None else pass_of(teacher, settings),
+        scored=scored_by(model, settings),
+        wanted=None if teacher is None else wanted_by(teacher, settings),
         precision=lambda: precision_of(device, settings),
     )
     optimiser = Optimiser(model, settings.optimiser, settings.rates, half=settings.half)
@@ -140,42 +139,52 @@ def train(
     return model
 
 
-Pass = Callable[[Tensor, Tensor], Tensor]  # tokens [rows, length] and places in them to the logits of those places
+Wanted = Callable[[Tensor, Tensor], Tensor]  # tokens [rows, length] and places in them to log-probabilities there
+Scored = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Passes:
     """How a step runs its models."""
 
-    logits: Pass
-    wanted: Pass | None  # the teacher's
+    scored: Scored  # tokens, places, targets, what is wanted: losses to learn from, to report, and what was right
+    wanted: Wanted | None  # by the teacher
     precision: Callable[[], AbstractContextManager[Any]]
 
 
-def pass_of(model: Decoder, settings: Settings) -> Pass:
-    def logits(tokens: Tensor, places: Tensor) -> Tensor:
-        return model.logits(model(tokens).flatten(0, 1)[places])
+def wanted_by(teacher: Decoder, settings: Settings) -> Wanted:
+    def wanted(tokens: Tensor, places: Tensor) -> Tensor:
+        return teacher.logits(teacher(tokens, places)).log_softmax(-1)
 
-    return torch.compile(logits, dynamic=True) if settings.compiled else logits
+    return torch.compile(wanted, dynamic=True) if settings.compiled else wanted
+
+
+def scored_by(model: Decoder, settings: Settings) -> Scored:
+    """The loss is part of what is compiled, so that the logits are read once and not by five steps of their own."""
+
+    def scored(tokens: Tensor, places: Tensor, targets: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        found = model.logits(model(tokens, places)).log_softmax(-1)
+        chances = found.gather(-1, targets[:, None])[:, 0]
+        losses = -chances if wanted is None else (wanted.exp() * (wanted - found)).sum(-1)
+        return losses, -chances.detach(), chances.detach() >= found.detach().amax(-1)
+
+    return torch.compile(scored, dynamic=True) if settings.compiled else scored
 
 
 def gradients(passes: Passes, pieces: Sequence[Piece], device: str, report: Report) -> None:
     """Adds up the gradients of the mean loss over all weighted tokens of a step."""
     total = float(sum(piece.weights.sum() for piece in pieces))
     for piece in pieces:
-        tokens, places, weights = (
-            torch.from_numpy(values).to(device) for values in (piece.tokens, piece.places, piece.weights)
+        tokens, places, targets, weights = (
+            torch.from_numpy(values).to(device) for values in (piece.tokens, piece.places, piece.targets, piece.weights)
         )
-        targets = torch.from_numpy(piece.targets).to(device)
         with passes.precision():
-            logits = passes.logits(tokens, places)
-        losses = functional.cross_entropy(logits, targets, reduction="none")
-        report.add(losses.detach(), logits.detach().argmax(-1) == targets, piece.tasks)
-        if passes.wanted is not None:
-            with torch.no_grad(), passes.precision():
-                wanted = passes.wanted(tokens, places).log_softmax(-1)
-            found = logits.log_softmax(-1)
-            losses = (wanted.exp() * (wanted - found)).sum(-1)
+            wanted = None
+            if passes.wanted is not None:
+                with torch.no_grad():
+                    wanted = passes.wanted(tokens, places)
+            losses, said, right = passes.scored(tokens, places, targets, wanted)
+        report.add(said, right, piece.tasks)
         torch.autograd.backward((losses * weights).sum() / total)
 
 

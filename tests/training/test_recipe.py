@@ -30,6 +30,7 @@ from training.rows import (
     DRILL,
     EXERCISES,
     JOINED,
+    LOOKUP,
     MIXTURE,
     PROMPT_WEIGHT,
     Drill,
@@ -151,6 +152,16 @@ def test_matrices_become_orthogonal() -> None:
         assert (orthogonal(matrices) - orthogonal(matrices, half=False)).abs().max() < 0.05
 
 
+def test_blocks_of_a_matrix_become_orthogonal_by_themselves() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 64, 128), (2, 128, 64)):
+        matrices = torch.randn(shape)
+        found = orthogonal(matrices, half=False, block=32)
+        for start in (0, 32):
+            part = (slice(None), slice(start, start + 32)) if shape[1] == 64 else (..., slice(start, start + 32))
+            assert torch.allclose(found[part], orthogonal(matrices[part], half=False), atol=1e-5)
+
+
 def test_the_rate_goes_up_and_then_down_to_nothing() -> None:
     shares = [share_of_rate(done / 1000) for done in range(1001)]
     peak = shares.index(max(shares))
@@ -202,6 +213,14 @@ def test_both_ways_of_attention_agree() -> None:
         fused = model(tokens)[:, :PLAIN_ATTENTION]
         plain = model(tokens[:, :PLAIN_ATTENTION])
     assert torch.allclose(fused, plain, atol=2e-5)
+
+
+def test_states_of_some_places_are_those_of_all() -> None:
+    model = Decoder(SHAPE, seed=1)
+    tokens = torch.randint(0, SHAPE.vocabulary, (3, 20), generator=torch.Generator().manual_seed(2))
+    places = torch.tensor([0, 5, 19, 20, 41, 59])
+    with torch.no_grad():
+        assert torch.allclose(model(tokens, places), model(tokens).flatten(0, 1)[places], atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [MINI, DRAFT], ids=["mini", "draft"])
@@ -377,11 +396,29 @@ def test_the_drill_comes_first_and_can_be_foretold_by_copying(tokenizer_folder: 
             assert any(row.tokens[at : at + len(piece)] == piece for at in range(half))
 
 
+def test_what_is_looked_up_was_said_before_of_the_same_subject(tokenizer_folder: Path) -> None:
+    tokenizer = read(tokenizer_folder)
+    batches = Stream(load_tasks(("facts",)), tokenizer, seed=0, step_tokens=2048, pool_size=400, drill=Drill(pools=0))
+    lookups = [row for row in batches.rows(0) if row.task == LOOKUP]
+    assert len(lookups) == 27
+    special = tokenizer.get_added_tokens_decoder()
+    asked = 0
+    for row in lookups:
+        assert not special.keys() & set(row.tokens)
+        spans = [place for place in range(len(row.tokens)) if row.answer[place] and not row.answer[place - 1]]
+        for place in spans[::2]:  # a value and a full stop; the numbers are between them
+            end = next(at for at in range(place, len(row.tokens)) if not row.answer[at])
+            before = row.tokens[place - 2 : end]
+            assert any(row.tokens[at : at + len(before)] == before for at in range(place - 2)), row
+            asked += 1
+    assert asked > 60
+
+
 def test_exercises_count_their_results_alone(tokenizer_folder: Path) -> None:
     tokenizer = read(tokenizer_folder)
     batches = Stream(load_tasks(("facts",)), tokenizer, seed=0, step_tokens=2048, pool_size=400, drill=Drill(pools=0))
     exercises = [row for row in batches.rows(0) if row.task == EXERCISES]
-    assert len(exercises) == 23
+    assert len(exercises) == 31
     for row in exercises:
         text = tokenizer.decode(row.tokens)
         counted = [tokenizer.id_to_token(token) for token, said in zip(row.tokens, row.answer, strict=True) if said]

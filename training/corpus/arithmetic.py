@@ -1,8 +1,9 @@
 """Arithmetic and comparison on small numbers and durations, with a short written working.
 
-Each function draws one problem: the question as typed, the answer and the key of its numbers. Sums of more than two
-digits are worked column by column from the ones, as on paper, so that every written step is one that a small model can
-know by heart. The last sentence of an answer is the result. Owns the problems; knows nothing of who answers.
+Each function draws one problem: the question as typed, the answer and the key of its numbers. Sums and differences are
+worked column by column from the ones, as on paper, so that every written step is one that a small model can know by
+heart; those of one digit have no working. The last sentence of an answer is the result. Owns the problems; knows
+nothing of who answers.
 """
 
 # ruff: noqa: RUF001, RUF002 (the multiplication sign is meant)
@@ -79,6 +80,26 @@ def column_difference(a: int, b: int) -> str:
     return ", ".join(steps) + "."
 
 
+def worked_sum(a: int, b: int, said: str = "=") -> str:
+    """The sum after its working, where it needs one: `7 + 5 = 12, 4 + 3 + 1 = 8. 47 + 35 = 82`."""
+    working = "" if by_heart_sum(a, b) else f"{column_sum(a, b)} "
+    return f"{working}{a} + {b} {said} {a + b}"
+
+
+def worked_difference(a: int, b: int, said: str = "=") -> str:
+    """The difference after its working, where it needs one."""
+    working = "" if by_heart_difference(a, b) else f"{column_difference(a, b)} "
+    return f"{working}{a} - {b} {said} {a - b}"
+
+
+def by_heart_sum(a: int, b: int) -> bool:
+    return a < 10 and b < 10
+
+
+def by_heart_difference(a: int, b: int) -> bool:
+    return a < 20 and b < 10
+
+
 def pair_key(name: str, a: int, b: int) -> str:
     """The same key whichever number comes first."""
     return f"{name} {min(a, b)} {max(a, b)}"
@@ -95,8 +116,8 @@ def small_sum(random: Random) -> Problem:
     question = random.choice(
         ("What is {} + {}?", "How much is {} + {}?", "{} + {}", "What is {} plus {}?", "Add {} and {}.")
     )
-    basic = ALWAYS_TRAINED if a < 10 and b < 10 else ""
-    return Problem(question.format(a, b), f"{a} + {b} is {a + b}.", basic + pair_key("sum", a, b))
+    basic = ALWAYS_TRAINED if by_heart_sum(a, b) else ""
+    return Problem(question.format(a, b), f"{worked_sum(a, b, 'is')}.", basic + pair_key("sum", a, b))
 
 
 def large_sum(random: Random) -> Problem:
@@ -106,22 +127,22 @@ def large_sum(random: Random) -> Problem:
     question = random.choice(
         ("What is {} + {}?", "How much is {} + {}?", "{} + {}", "What is {} plus {}?", "Add {} and {}.")
     )
-    return Problem(question.format(a, b), f"{column_sum(a, b)} {a} + {b} is {a + b}.", pair_key("sum", a, b))
+    return Problem(question.format(a, b), f"{worked_sum(a, b, 'is')}.", pair_key("sum", a, b))
 
 
 def small_difference(random: Random) -> Problem:
     a, b = random.randint(5, 99), random.randint(1, 99)
     a, b = max(a, b), min(a, b)
     question = random.choice(("What is {} - {}?", "How much is {} - {}?", "{} - {}", "What is {} minus {}?"))
-    basic = ALWAYS_TRAINED if a < 20 and b < 10 else ""
-    return Problem(question.format(a, b), f"{a} - {b} is {a - b}.", f"{basic}difference {a} {b}")
+    basic = ALWAYS_TRAINED if by_heart_difference(a, b) else ""
+    return Problem(question.format(a, b), f"{worked_difference(a, b, 'is')}.", f"{basic}difference {a} {b}")
 
 
 def large_difference(random: Random) -> Problem:
     a, b = random.randint(100, 999), random.randint(1, 999)
     a, b = max(a, b), min(a, b)
     question = random.choice(("What is {} - {}?", "How much is {} - {}?", "{} - {}", "What is {} minus {}?"))
-    return Problem(question.format(a, b), f"{column_difference(a, b)} {a} - {b} is {a - b}.", f"difference {a} {b}")
+    return Problem(question.format(a, b), f"{worked_difference(a, b, 'is')}.", f"difference {a} {b}")
 
 
 TIMES = ("What is {} × {}?", "How much is {} × {}?", "{} × {}", "What is {} times {}?", "{} x {}", "Multiply {} by {}.")
@@ -278,7 +299,7 @@ def small_to_mixed(random: Random) -> Problem:
         ("What is {0} {1}s in {2}s and {1}s?", "Write {0} {1}s in {2}s and {1}s.", "{0} {1}s in {2}s and {1}s?")
     )
     answer = (
-        f"{number} × 60 = {number * 60}, {total} - {number * 60} = {rest}. "
+        f"{number} × 60 = {number * 60}. {worked_difference(total, number * 60)}. "
         f"{total} {below}s is {counted(number, unit)} {counted(rest, below)}."
     )
     return Problem(question.format(total, below, unit), answer, f"parts {total} {below}")
@@ -300,11 +321,11 @@ def budget_sum(random: Random) -> Problem:
     steps: list[str] = []
     total = times[0]
     for time in times[1:]:
-        steps.append(f"{total} + {time} = {total + time}")
+        steps.append(f"{worked_sum(total, time)}.")
         total += time
     key = "budget " + " ".join(str(time) for time in sorted(times))
     told = listed[0].upper() + listed[1:] + "."
-    working = ", ".join(steps) + "."
+    working = " ".join(steps)
     if random.random() < 0.6:
         ask = random.choice(
             ("How long is that in total?", "What is the total?", "How long does it all take?", "Sum it up.")
@@ -313,7 +334,7 @@ def budget_sum(random: Random) -> Problem:
     budget = (total // 100 + random.randint(1, 5)) * 100
     left = budget - total
     ask = random.choice((f"The budget is {budget} ms. How much is left?", f"How much of {budget} ms is left?"))
-    answer = f"{working} {budget} - {total} = {left}. {left} ms are left."
+    answer = f"{working} {worked_difference(budget, total)}. {left} ms are left."
     return Problem(f"{told} {ask}", answer, f"{key} of {budget}")
 
 
@@ -417,8 +438,7 @@ def told_sum(random: Random) -> Problem:
     if random.random() < 0.4:
         a, b = random.randint(100, 899), random.randint(100, 899)
     told, ending = random.choice(TOLD_SUMS)
-    working = f"{column_sum(a, b)} " if a > 99 else ""
-    answer = f"{working}{a} + {b} = {a + b}. That is {a + b} {ending}."
+    answer = f"{worked_sum(a, b)}. That is {a + b} {ending}."
     return Problem(told.format(a=a, b=b), answer, pair_key("sum", a, b))
 
 
@@ -430,8 +450,8 @@ def told_difference(random: Random) -> Problem:
         a += 5
     a, b = max(a, b), min(a, b)
     told, ending = random.choice(TOLD_DIFFERENCES)
-    working = f"{column_difference(a, b)} " if a > 99 else ""
-    return Problem(told.format(a=a, b=b), f"{working}{a} - {b} = {a - b}. {a - b} {ending}.", f"difference {a} {b}")
+    answer = f"{worked_difference(a, b)}. {a - b} {ending}."
+    return Problem(told.format(a=a, b=b), answer, f"difference {a} {b}")
 
 
 def average(random: Random) -> Problem:
@@ -443,9 +463,13 @@ def average(random: Random) -> Problem:
             break
     mean = sum(values) // number
     listed = ", ".join(str(value) for value in values[:-1]) + f" and {values[-1]}"
-    added = " + ".join(str(value) for value in values)
+    steps: list[str] = []
+    total = values[0]
+    for value in values[1:]:
+        steps.append(f"{worked_sum(total, value)}.")
+        total += value
     question = random.choice(("What is the average of {}?", "What is the mean of {}?", "Average of {}?"))
-    answer = f"{added} = {sum(values)}, {sum(values)} / {number} = {mean}. The average is {mean}."
+    answer = f"{' '.join(steps)} {total} / {number} = {mean}. The average is {mean}."
     return Problem(question.format(listed), answer, "average " + " ".join(str(value) for value in sorted(values)))
 
 
@@ -491,15 +515,43 @@ def instance(random: Random, problems_posed: Sequence[int] = (1, 1, 2, 2, 3, 4))
     return Instance(tuple(turns), tuple(each.key for each in problems), ("exact",) * len(problems))
 
 
+def by_heart(random: Random) -> str:
+    """One of the small steps that every working is made of."""
+    a, b, more = random.randint(0, 9), random.randint(0, 9), random.randint(0, 1)
+    match random.randrange(8):
+        case 0 | 1:
+            return f"{a} + {b}{' + 1' * more} = {a + b + more}"
+        case 2 | 3:  # a column's: what is left has one digit
+            return f"{a + b + more} - {b}{' - 1' * more} = {a}"
+        case 4:
+            a, b = random.randint(1, 12), random.randint(1, 12)
+            return f"{a} × {b} = {a * b}"
+        case 5:
+            a, b = random.randint(1, 12), random.randint(1, 12)
+            return f"{a * b} / {b} = {a}"
+        case 6:
+            a = random.randint(1, 12)
+            return f"{a} × 60 = {a * 60}"
+        case _:
+            while True:
+                a, b = random.sample(range(random.choice((100, 1000))), 2)
+                if not is_held_out(pair_key("compare", a, b)):
+                    break
+            return random.choice((f"greater of {a} and {b} = {max(a, b)}", f"smaller of {a} and {b} = {min(a, b)}"))
+
+
 RESULT = re.compile(r"(?:= |\bis )(\d+)")
+BY_HEART_SHARE = 0.5  # of the exercises
 
 
 def exercises(random: Random, count: int) -> tuple[str, list[tuple[int, int]]]:
-    """Answers one after the other, without their questions, and where in the text their results stand.
+    """Answers one after the other, without their questions, or small steps alone, and where their results stand.
 
     A conversation spends most of its tokens on words; here nearly every second token is one to be calculated.
     """
     answers: list[str] = []
+    if random.random() < BY_HEART_SHARE:
+        answers = [f"{by_heart(random)}." for _ in range(3 * count)]
     while len(answers) < count:
         each = problem(random)
         if not is_held_out(each.key):

@@ -161,7 +161,7 @@ def instance(random: Random, more: Sequence[int] = ()) -> Instance:
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, partial(instance, more=(0, 0, 1, 2)), random, count)
+    return training_conversations(TASK, partial(instance, more=(1, 1, 2, 3)), random, count)
 
 
 def questions() -> list[Question]:

@@ -178,7 +178,7 @@ def instance(random: Random, more: Sequence[int] = ()) -> Instance:
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    return training_conversations(TASK, partial(instance, more=(0, 1, 2, 3)), random, count)
+    return training_conversations(TASK, partial(instance, more=(1, 2, 3, 4)), random, count)
 
 
 def questions() -> list[Question]:

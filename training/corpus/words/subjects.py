@@ -22,7 +22,6 @@ class Domain:
     name: str
     subject: str  # a text with slots
     attributes: tuple[Attribute, ...]
-    thing: bool  # not a person: a later sentence may say "It"
 
 
 READ = tomllib.loads((Path(__file__).parent / "subjects.toml").read_text(encoding="utf-8"))
@@ -32,7 +31,6 @@ DOMAINS = tuple(
         each["name"],
         each["subject"],
         tuple(Attribute(name, tuple(lines["say"]), tuple(lines["ask"])) for name, lines in each["attributes"].items()),
-        each["thing"],
     )
     for each in READ["domain"]
 )
