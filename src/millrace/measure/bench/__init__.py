@@ -1,0 +1,1 @@
+"""Measure any OpenAI-compatible server over HTTP: load, workloads, a light client, figures, results."""
