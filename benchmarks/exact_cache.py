@@ -1,25 +1,40 @@
-"""How long the exact cache takes: the key of a request, a hit from memory, a hit from sqlite.
+"""How long the exact cache takes: the key of a request, a hit from memory, a hit from sqlite, a hit that is served.
 
     python benchmarks/exact_cache.py [--prompt 2000] [--answer 200] [--entries 1000] [--seconds 2]
+    python benchmarks/exact_cache.py --served [--rounds 5] [--requests 400]
 
 A hit is counted from the prompt's tokens to the last chunk written for the client: the key, the look, and the answer's
 chunks as a chat streams them. Prints one JSON object; times are in microseconds. Each of the measurements takes
 `--seconds` at most.
+
+`--served` starts `millrace serve` with the bundled model, once with each store, and the bare echo server of
+benchmarks/edge beside them. A client on a connection that is kept asks one after the other, in turns of a round each:
+its times are from the request's first byte sent to the answer's last byte read.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "edge"))
+from client import Connection
 
 from millrace.engine.request import Request
 from millrace.engine.stream import Stream
@@ -37,6 +52,9 @@ from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
 from millrace.models.loading import BUNDLED, open_model
 
+EDGE: Final = Path(__file__).resolve().parent / "edge"
+CHATS: Final = 32  # different ones, each answered before anything is timed
+TOKENS: Final = 16  # of an answer
 ASKED = Asked(model="mini", messages=[{"role": "user", "content": "Hello"}], stream=True, include_usage=True)
 
 
@@ -59,6 +77,9 @@ class Said:
 
     def cancel(self) -> None:
         pass
+
+    def keeps(self) -> bool:
+        return True
 
 
 def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
@@ -131,14 +152,132 @@ async def measured(store: Store, served: Served, asked: list[Any], answer: list[
     return {**found, "entries": size.entries, "bytes_per_entry": size.bytes // size.entries}
 
 
+# Served
+
+
+def body(number: int, *, stream: bool) -> bytes:
+    """A chat, as it goes over the wire."""
+    asked = {
+        "model": "mini",
+        "messages": [{"role": "user", "content": f"What turns the wheel of mill number {number}, and where is it?"}],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    data = json.dumps(asked).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, path: str, *, seconds: float = 120.0) -> Generator[int, None, None]:
+    """A server that answers on `path`; its port. It ends with the block."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        end = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
+                break
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"it does not start: {' '.join(command)}")
+            time.sleep(0.1)
+        yield port
+    finally:
+        for kind in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+                break
+
+
+@contextlib.contextmanager
+def millrace(folder: Path, store: str) -> Generator[int, None, None]:
+    port = free_port()
+    folder.mkdir()
+    config = folder / "millrace.toml"
+    config.write_text(
+        f'[server]\nport = {port}\n[storage]\nfolder = "{folder}"\n[models.mini.options]\nweights = "int8"\n'
+        f'[cache.exact]\nmode = "on"\nstore = "{store}"\nwait_ms = 2000.0\n'
+    )
+    command = [sys.executable, "-m", "millrace", "serve", "--config", str(config)]
+    with running(command, port, "/health/ready"):
+        yield port
+
+
+@contextlib.contextmanager
+def echo() -> Generator[int, None, None]:
+    port = free_port()
+    command = [sys.executable, str(EDGE / "echo.py"), "--port", str(port), "--tokens-per-s", "100"]
+    with running(command, port, "/"):
+        yield port
+
+
+async def asked_of(port: int, *, stream: bool, requests: int) -> list[float]:
+    """Seconds that each answer took."""
+    connection = await Connection.open(port)
+    source = random.Random(3)
+    try:
+        found: list[float] = []
+        for _ in range(requests):
+            answer = await connection.ask(body(source.randrange(CHATS), stream=stream))
+            found.append(answer.seconds)
+        return found
+    finally:
+        connection.close()
+
+
+async def through_servers(ports: Mapping[str, int], *, rounds: int, requests: int) -> dict[str, Any]:
+    for port in ports.values():
+        connection = await Connection.open(port)
+        for number in range(CHATS):
+            await connection.ask(body(number, stream=False))
+        connection.close()
+    times: dict[tuple[str, bool], list[float]] = {}
+    for turn in range(rounds):
+        names = list(ports)[turn % len(ports) :] + list(ports)[: turn % len(ports)]
+        for name in names:
+            for stream in (False, True):
+                await asked_of(ports[name], stream=stream, requests=requests // 10)
+                times.setdefault((name, stream), []).extend(
+                    await asked_of(ports[name], stream=stream, requests=requests)
+                )
+    found: dict[str, Any] = {"load_average": os.getloadavg()[0], "answer_tokens": TOKENS, "rounds": rounds}
+    for (name, stream), seconds in times.items():
+        found[f"{name}, {'streamed' if stream else 'whole'}"] = summary(sorted(1e6 * each for each in seconds))
+    return found
+
+
+async def main_served(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        ports = {
+            f"{store} hit": stack.enter_context(millrace(Path(folder) / store, store)) for store in ("memory", "sqlite")
+        }
+        ports["bare echo"] = stack.enter_context(echo())
+        print(json.dumps(await through_servers(ports, rounds=options.rounds, requests=options.requests), indent=2))
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=200, help="pieces of an answer")
     parser.add_argument("--entries", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=2.0, help="most, of each measurement")
+    parser.add_argument("--served", action="store_true", help="through a server and a socket, beside an echo server")
+    parser.add_argument("--rounds", type=int, default=5, help="of --served")
+    parser.add_argument("--requests", type=int, default=400, help="of each kind in a round")
     options = parser.parse_args()
-    served = Served(
+    if options.served:
+        await main_served(options)
+        return
+    variant = Served(
         name="mini@int4",
         engine=NoEngine(),
         tokenizer=open_model(BUNDLED / "mini").tokenizer,
@@ -153,16 +292,16 @@ async def main() -> None:
     ]
 
     async def key(prompt: tuple[int, ...]) -> None:
-        key_of(served, prompt)
+        key_of(variant, prompt)
 
     found: dict[str, Any] = {"prompt_tokens": options.prompt, "answer_pieces": options.answer}
     found["key"] = summary(await timed(key, asked, options.seconds))
-    found["memory_hit"] = await measured(MemoryStore(), served, asked, answer, options.seconds)
+    found["memory_hit"] = await measured(MemoryStore(), variant, asked, answer, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         database = Database(Path(folder))
         try:
             found["sqlite_hit"] = await measured(
-                SqliteStore(database, bound_s=5.0), served, asked, answer, options.seconds
+                SqliteStore(database, bound_s=5.0), variant, asked, answer, options.seconds
             )
         finally:
             await database.close()

@@ -31,12 +31,12 @@ from typing import Any
 
 import uvloop
 
+from millrace.config.upstreams import HealthConfig, UpstreamConfig
 from millrace.gateway.asked import Asked, Piece
 from millrace.gateway.chat import ChatStream
 from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
 from millrace.gateway.upstreams.answering import UpstreamAnswering
-from millrace.gateway.upstreams.shapes import HealthConfig, UpstreamConfig
 from millrace.gateway.upstreams.upstream import Upstream
 from millrace.models.loading import BUNDLED, open_model
 

@@ -1,12 +1,11 @@
-"""The configuration: what comes before what, mistakes that name their place, secrets hidden, every key documented."""
+"""Reading the configuration: what comes before what, mistakes that name their place, secrets hidden."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,28 +22,17 @@ from millrace.config import (
     digest_of,
     variants_of,
 )
-from millrace.config_file import OPTIONS, load, variable_of
-from millrace.config_text import shown, toml_value
-from millrace.engine.policy import SURFACES
+from millrace.config.file import load, variable_of
+from millrace.config.limits import LimitSet
+from millrace.config.tenants import BudgetConfig
+from millrace.config.text import shown
 from millrace.engine.variant import Variant
-
-ROOT = Path(__file__).parent.parent
+from tests.config.reading import mistakes, read
 
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def read(text: str, flags: dict[str, Any] | None = None, **environ: str) -> Config:
-    Path("millrace.toml").write_text(text, encoding="utf-8")
-    return load(environ=environ, flags=flags)
-
-
-def mistakes(text: str, **environ: str) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        read(text, **environ)
-    return [str(mistake) for mistake in raised.value.mistakes]
 
 
 def test_without_a_file_everything_has_its_default() -> None:
@@ -97,12 +85,75 @@ def test_the_environment_sets_every_kind_of_key() -> None:
 def test_every_plain_key_has_a_variable() -> None:
     config = Config()
     environ: dict[str, str] = {}
+    none: list[tuple[str, str]] = []
     for section, kind in PLAIN_SECTIONS.items():
         for field in msgspec.structs.fields(kind):
             value = getattr(getattr(config, section), field.name)
-            environ[variable_of(section, field.name)] = "" if value == () else str(value)
+            if value is None:
+                none.append((section, field.name))
+            else:
+                environ[variable_of(section, field.name)] = "" if value == () else str(value)
     assert load(environ=environ) == config
     assert "MILLRACE_SERVER_PORT" in environ
+    # What is none by default has no spelling in the environment, but it can be set there.
+    config = load(environ={variable_of(section, name): "SOME_NAME" for section, name in none})
+    assert ("limiting", "redis_env") in none
+    assert {getattr(getattr(config, section), name) for section, name in none} == {"SOME_NAME"}
+
+
+def test_a_variable_that_a_key_points_to_may_have_any_name() -> None:
+    assert load(environ={"MILLRACE_LEDGER_DSN": "postgres://x"}) == Config()
+    pointing = {"MILLRACE_LEDGER_WEBHOOK_URL_ENV": "MILLRACE_LOG_WEBHOOK", "MILLRACE_LOG_WEBHOOK": "https://x.example"}
+    assert load(environ=pointing).ledger.webhook_url_env == "MILLRACE_LOG_WEBHOOK"
+    config = read("keys = [{name = 'a', key_env = 'MILLRACE_SERVER_KEY'}]", MILLRACE_SERVER_KEY="sk-1")
+    assert config.keys[0].key_env == "MILLRACE_SERVER_KEY"
+    assert mistakes("", MILLRACE_SERVER_KEY="sk-1")[0].startswith("MILLRACE_SERVER_KEY: there is no such variable")
+
+
+def test_tables_within_tables_are_read() -> None:
+    config = read(
+        """
+        [tenants.acme]
+        weight = 2
+        models = ["mini"]
+        limits.concurrent = 3
+        model_limits."mini" = {context = 4096}
+        surface_limits = {voice = {requests_per_s = "${RATE}"}}
+        caches.exact = "record"
+        [[tenants.acme.budgets]]
+        limit_micros = 5
+        period = "day"
+        alerts = [10, 20]
+        [[tenants.acme.budgets]]
+        limit_micros = 6
+        period = "month"
+        [models.mini]
+        [models.far.upstream]
+        url = "http://127.0.0.1:1/v1"
+        timeouts.first_s = 3
+        takes.grammars = ["regex"]
+        [models.far.upstreams.spare]
+        url = "http://127.0.0.1:2/v1"
+        [surfaces.voice.ladder]
+        steps = [{step = "trim", queue_ms = [300, 150.5]}]
+        """,
+        RATE="9",
+    )
+    acme = config.tenants["acme"]
+    assert (acme.weight, acme.models, acme.surfaces, acme.caches.exact) == (2.0, ("mini",), None, "record")
+    assert (acme.limits, acme.model_limits) == (LimitSet(concurrent=3), {"mini": LimitSet(context=4096)})
+    assert acme.surface_limits == {"voice": LimitSet(requests_per_s=9)}
+    assert acme.budgets == (
+        BudgetConfig(limit_micros=5, period="day", alerts=(10, 20)),
+        BudgetConfig(limit_micros=6, period="month"),
+    )
+    assert config.models["mini"].upstream is None
+    far = config.models["far"].upstream
+    assert far is not None
+    assert (far.timeouts.first_s, far.timeouts.chunk_s, far.takes.grammars) == (3.0, 20.0, ("regex",))
+    assert config.models["far"].upstreams["spare"].url == "http://127.0.0.1:2/v1"
+    (step,) = config.surfaces["voice"].ladder.steps
+    assert (step.queue_ms, step.slack_ms) == ((300.0, 150.5), None)
 
 
 def test_names_within_texts_come_from_the_environment() -> None:
@@ -111,7 +162,7 @@ def test_names_within_texts_come_from_the_environment() -> None:
         default_model = "${M}"
         server.port = "${PORT:-9}"
         server.docs = "${DOCS}"
-        storage.folder = "/${A}/${B:-b}/${EMPTY:-c}/$${A}"
+        storage.folder = "/${A}/${B:-b}/${EMPTY:-c}/$${A}$${A${A}"
         [models.m]
         options = {threads = "${THREADS:-3}", keep = ["${K}=bf16"]}
         """,
@@ -123,7 +174,7 @@ def test_names_within_texts_come_from_the_environment() -> None:
     )
     assert config.default_model == "m"
     assert (config.server.port, config.server.docs) == (9, False)
-    assert config.storage.folder == "/a/b/c/${A}"
+    assert config.storage.folder == "/a/b/c/${A}${Aa"
     assert config.models["m"].options == {"threads": 3, "keep": ("head=bf16",)}
 
 
@@ -163,57 +214,60 @@ def test_names_within_texts_come_from_the_environment() -> None:
         ),
         ("models.mini.options.threads = 'x'", 'models.mini.options.threads: expected an integer, found "x"'),
         ("models.mini.variants.a.threads = 1.5", "models.mini.variants.a.threads: expected an integer, found 1.5"),
+        ("models.mini.options.group = []", "models.mini.options.group: expected a text or an integer, found a list"),
+        (
+            "cache.exact.ttl = '5x'",
+            'cache.exact.ttl: expected a time span such as 90s, 5m, 1h or 7d, found "5x"',
+        ),
+        (
+            "cache.semantic.tags.'a b' = 5",
+            'cache.semantic.tags."a b": expected a time span such as 90s, 5m, 1h or 7d, found 5',
+        ),
+        ("cache.exact.stale = ''", 'cache.exact.stale: expected a time span such as 90s, 5m, 1h or 7d, found ""'),
+        ("cache.semantic.delta = 1", "cache.semantic.delta: expected a finite number above 0 and below 1, found 1"),
+        ("cache.semantic.floor = -2", "cache.semantic.floor: expected a finite number from -1 to 1, found -2"),
+        ("profiles.fast.top_p = 0", "profiles.fast.top_p: expected a finite number above 0 and at most 1, found 0"),
+        ("cache.exact.events.e = 'tag'", 'cache.exact.events.e: expected a list, found "tag"'),
+        ("tenants = []", "tenants: expected a table, found a list"),
+        ("tenants.a.fail = 'shut'", 'tenants.a.fail: expected one of "open", "closed", found "shut"'),
+        ("tenants.a.limit = {}", "tenants.a.limit: there is no such key; did you mean limits?"),
+        (
+            "tenants.a.model_limits.mini.concurrent = 0",
+            "tenants.a.model_limits.mini.concurrent: expected an integer of at least 1, found 0",
+        ),
+        ("tenants.a.budgets = [{period='day'}]", "tenants.a.budgets[0]: limit_micros is missing"),
+        (
+            "tenants.a.budgets = [{period='day', limit_micros=1, alerts=[50, 0]}]",
+            "tenants.a.budgets[0].alerts[1]: expected an integer from 1 to 1000, found 0",
+        ),
+        ("prices.mini.input = 1e7", "prices.mini.input: expected a finite number from 0 to 1000000, found 10000000.0"),
+        (
+            "surfaces.chat.ladder.steps = [{step='trim', queue_ms=[1, 'a']}]",
+            'surfaces.chat.ladder.steps[0].queue_ms[1]: expected a finite number, found "a"',
+        ),
+        (
+            "surfaces.chat.ladder.steps = [{step='trim', memory_free=0.1}]",
+            "surfaces.chat.ladder.steps[0].memory_free: expected a list, found 0.1",
+        ),
+        ("routing.rules = [{name='a', when={days=['xyz']}}]", 'routing.rules[0].when.days[0]: expected one of "mon"'),
+        ("models.a.upstream = 'http://x'", "models.a.upstream: expected a table, found a text"),
+        ("models.a.upstream = {}", "models.a.upstream: url is missing"),
+        ("models.a.upstreams.b = {}", "models.a.upstreams.b: url is missing"),
+        (
+            "models.a.upstream = {url='http://x', headers={h=12345}}",
+            "models.a.upstream.headers.h: expected a text, found an integer",
+        ),
+        ("ledger.exchanges = 123456789012345678901", "ledger.exchanges: expected an integer from 16 to 1000000, found"),
+        ("ledger.keep_days = 0x8000000000000000", "found an integer that is too large"),
+        ('storage.folder = "a\\u0000b"', "storage.folder: expected a text without null characters"),
+        (f"server.port = {'9' * 5000}", "millrace.toml: an integer has too many digits"),
+        (f"{'.'.join('a' * 3000)} = 1", "millrace.toml: tables or lists are nested too deeply"),
     ],
 )
 def test_a_mistake_says_where_what_was_expected_and_what_was_found(text: str, said: str) -> None:
     (mistake,) = mistakes(text)
     assert mistake.startswith("millrace.toml: ")
     assert said in mistake
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[models]", "models: expected at least one model"),
-        ("default_model = 'x'", 'default_model: expected one of the models, "mini", found "x"'),
-        ("[models.'a@b']", 'models."a@b": expected a model\'s name'),
-        ("models.mini.aliases = ['a', 'a']", 'models.mini.aliases[1]: "a" is an alias of "mini" already'),
-        ("models.a.aliases = ['b']\nmodels.b = {}", 'models.a.aliases[0]: "b" is the model "b" already'),
-        (
-            "models.a = {aliases = ['a@x'], variants.x = {}}",
-            'models.a.aliases[0]: "a@x" is a variant of the model "a" already',
-        ),
-        ("models.a.aliases = ['a b']", "models.a.aliases[0]: expected a name"),
-        ("models.a.variants.'x y' = {}", 'models.a.variants."x y": expected a name'),
-        ("models.a.surface = 'phone'", 'models.a.surface: there is no surface "phone"; there are chat, voice'),
-        ("surfaces.phone = {}", 'surfaces.phone: there is no surface "phone"'),
-        ("models.a.options.weights = 'int3'", "models.a.options.weights: unknown precision 'int3'"),
-        ("models.a.variants.x.kv = 'f8'", "models.a.variants.x.kv: unknown KV type 'f8'"),
-        ("models.a.options.speculation = 'x'", "models.a.options.speculation: speculation is one of"),
-        ("models.a = {options.kv = 'f8', variants.x = {}}", "models.a.options.kv: unknown KV type 'f8'"),
-        ("models.a.options.max_rows = 0", "models.a.options.max_rows: max_rows must be at least 1, not 0"),
-        ("keys = [{name='a', key='x'}, {name='a', key='y'}]", 'keys[1].name: "a" is the name of keys[0] already'),
-        ("keys = [{name='a', key='x'}, {name='b', key='x'}]", "keys[1]: this is the same secret as that of keys[0]"),
-        ("keys = [{name='a'}]", "keys[0]: expected exactly one of key, key_env and key_sha256, found none"),
-        (
-            "keys = [{name='a', key='x', key_env='X'}]",
-            "keys[0]: expected exactly one of key, key_env and key_sha256, found key and key_env",
-        ),
-        ("keys = [{name='a', key_env='X'}]", "keys[0].key_env: the environment variable X is not set, or empty"),
-        ("keys = [{name='a', key_sha256='12'}]", "keys[0].key_sha256: expected 64 hexadecimal digits"),
-        ("keys = [{name='a', key='x y'}]", "keys[0].key: expected ASCII characters without spaces"),
-        ("keys = [{name='a', key='***'}]", 'keys[0].key: "***" is what is shown in place of a secret'),
-        ("keys = [{name='a', key='x', surface='s'}]", 'keys[0].surface: there is no surface "s"'),
-        (
-            "storage.files_bytes = 5\nstorage.file_bytes = 6",
-            "storage.files_bytes: expected at least storage.file_bytes, 6, found 5",
-        ),
-        ("server.cors_origins = ['https://a.example/']", "server.cors_origins[0]: expected"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
-    (mistake,) = mistakes(text)
-    assert mistake.startswith(f"millrace.toml: {said}")
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -233,9 +287,24 @@ def test_a_mistake_of_the_environment_names_the_variable() -> None:
     assert mistakes("", MILLRACE_STORAGE_FILES_BYTES="1")[0].startswith("MILLRACE_STORAGE_FILES_BYTES: storage.")
 
 
-def test_a_mistake_of_a_flag_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"^flag: server\.port: expected an integer"):
-        load(environ={}, flags={"server.port": 70_000})
+def test_a_mistake_within_a_list_of_the_environment_names_the_variable() -> None:
+    assert mistakes("", MILLRACE_SERVER_CORS_ORIGINS="*,nowhere")[0].startswith(
+        "MILLRACE_SERVER_CORS_ORIGINS: server.cors_origins[1]: expected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"server.port": 70_000}, r"^flag: server\.port: expected an integer"),
+        ({"models": {"a.b": {"options": {"threads": "x"}}}}, r'^flag: models\."a\.b"\.options\.threads: expected'),
+        ({"models": {"m": {"options": {"kv": "f8"}}}}, r"^flag: models\.m\.options\.kv: unknown KV type"),
+        ({"keys": [{"name": "a", "key": "a b"}]}, r"^flag: keys\[0\]\.key: expected ASCII characters"),
+    ],
+)
+def test_a_mistake_of_a_flag_says_so(flags: Mapping[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(environ={}, flags=flags)
 
 
 def test_an_error_knows_its_file_and_its_place() -> None:
@@ -278,6 +347,28 @@ def test_no_secret_is_shown() -> None:
     assert (keys[0]["key"], keys[1]["key_sha256"], keys[2]["key_env"]) == ("***", "***", "C")
 
 
+def test_no_secret_of_an_upstream_is_shown_or_told() -> None:
+    config = read(
+        """
+        [models.a.upstream]
+        url = "http://127.0.0.1:1/v1"
+        key = "sk-1"
+        headers = {x-org = "org-2", authorization = "Bearer ${TOKEN}"}
+        """,
+        TOKEN="sk-3",
+    )
+    text = shown(config)
+    assert not any(secret in text for secret in ("sk-1", "org-2", "sk-3"))
+    upstream = tomllib.loads(text)["models"]["a"]["upstream"]
+    assert (upstream["key"], upstream["headers"]) == ("***", {"x-org": "***", "authorization": "***"})
+    hidden = '"***" is what is shown in place of a secret, and no secret'
+    assert mistakes(text) == [
+        f"millrace.toml: models.a.upstream.key: {hidden}",
+        f"millrace.toml: models.a.upstream.headers.x-org: {hidden}",
+        f"millrace.toml: models.a.upstream.headers.authorization: {hidden}",
+    ]
+
+
 def test_what_is_shown_reads_back_the_same() -> None:
     config = read(
         r"""
@@ -293,6 +384,33 @@ def test_what_is_shown_reads_back_the_same() -> None:
         aliases = ["gpt-4o"]
         max_tokens = 5
         options = {cache = false, group = 64, weights = "int8", keep = ["a=bf16"]}
+        [models.far.upstream]
+        url = "http://127.0.0.1:1/v1"
+        takes = {stops = 4, grammars = []}
+        [models.far.upstreams."x.y"]
+        url = "http://127.0.0.1:2/v1"
+        health.path = ""
+        [tenants.acme]
+        models = []
+        model_limits."b.c/d".concurrent = 1
+        metadata = {"a b" = "$${X$${Y"}
+        budgets = [{limit_micros = 5, period = "day"}, {limit_micros = 6, period = "day", endpoint = "/v1/é"}]
+        [prices.a]
+        input = 0.000001
+        [cache.exact]
+        stale = "1.5h"
+        tags = {"a.b" = "5m"}
+        events = {e = [], f = ["a.b"]}
+        [routing]
+        rules = [
+            {name = "r", when = {tags = {t = "*"}, tools = false, days = ["mon"]}, chain = "c"},
+            {name = "s", variant = "a@x"},
+        ]
+        chains.c.steps = [{variant = "a"}, {variant = "far", then = "restart"}]
+        splits.s.percent = {a = 99.5, "a@x" = 0.5}
+        hedges."a@x" = {}
+        [surfaces.chat.ladder]
+        steps = [{step = "trim", queue_ms = [3, 1], slack_ms = [-5, 0]}, {step = "refuse", queue_ms = [4, 2]}]
         """,
         K="k",
     )
@@ -318,65 +436,3 @@ def test_a_key_is_known_by_its_digest_wherever_its_secret_is() -> None:
     assert digest_of(KeyConfig(name="a", key="sk-1"), {}) == digest
     assert digest_of(KeyConfig(name="a", key_env="K"), {"K": "sk-1"}) == digest
     assert digest_of(KeyConfig(name="a", key_sha256=digest.upper()), {}) == digest
-
-
-# The documentation
-
-ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
-DOCUMENTED: dict[str, type[msgspec.Struct]] = {
-    "Top level": Config,
-    "`[models.NAME]`": ModelConfig,
-    "`[models.NAME.options]`": Variant,
-    "`[surfaces.NAME]`": SurfaceConfig,
-    "`[[keys]]`": KeyConfig,
-    **{f"`[{name}]`": kind for name, kind in PLAIN_SECTIONS.items()},
-}
-
-
-def documented(heading: str) -> dict[str, str]:
-    """Each key of a section of docs/configuration.md with what stands for its default."""
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    _, found, after = text.partition(f"# {heading}\n")
-    assert found
-    return dict(ROW.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0]))
-
-
-@pytest.mark.parametrize("heading", DOCUMENTED)
-def test_every_key_is_documented_with_its_default(heading: str) -> None:
-    kind = DOCUMENTED[heading]
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    if kind is Variant:
-        fields = {name: field for name, field in fields.items() if name in OPTIONS}
-    rows = documented(heading)
-    assert list(rows) == list(fields)
-    for name, field in fields.items():
-        if field.default in (None, msgspec.NODEFAULT) or isinstance(field.default, msgspec.Struct):
-            assert not rows[name].startswith("`") or name in ("models", "keys")
-        else:
-            assert rows[name].startswith(f"`{toml_value(field.default)}`"), name
-
-
-def test_every_section_is_documented() -> None:
-    assert set(Config.__struct_fields__) - {"default_model"} <= {
-        re.sub(r"\W|NAME.*", "", heading) for heading in DOCUMENTED
-    }
-
-
-def test_the_documented_surfaces_have_the_engines_numbers() -> None:
-    rows = documented("`[surfaces.NAME]`")
-    order = [SURFACES[name] for name in ("chat", "voice", "agent", "embedded", "batch")]
-
-    def spelled(values: list[float], scale: float) -> str:
-        return ", ".join("none" if value == float("inf") else f"{value * scale:g}" for value in values)
-
-    assert rows["ttft_ms"] == spelled([surface.ttft for surface in order], 1e3)
-    assert rows["itl_ms"] == spelled([surface.itl for surface in order], 1e3)
-    assert rows["weight"] == spelled([surface.weight for surface in order], 1)
-    assert rows["patience_s"] == spelled([surface.patience for surface in order], 1)
-
-
-def test_the_example_of_the_documentation_is_fine() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    config = read(example, MOBILE_KEY="sk-1")
-    assert config.models["assistant"].path == "/srv/models/assistant"

@@ -99,9 +99,9 @@ def main() -> int:
                 "millrace": ours("millrace-streams", "serve_mock.py", sizes.tokens_per_s),
             },
         }
+        upstream = ours("upstream", "echo.py", CHUNK_PACE, client_core)
         if peers:
             try:
-                upstream = ours("upstream", "echo.py", CHUNK_PACE, client_core)
                 entrants["chunks"]["litellm"] = keep(servers.start_litellm(upstream, core=server_core))
             except ServerError as error:
                 fail("litellm", str(error))
@@ -117,6 +117,9 @@ def main() -> int:
                 for place in range(len(names)):
                     name = names[(place + number - 1) % len(names)]
                     print(f"round {number} of {options.repeat}: {kind}, {name}", flush=True)
+                    if name == "litellm" and (code := there[name].ended()) is not None:
+                        fail(name, f"its process had ended with {code} by round {number}; it was started again")
+                        there[name] = keep(servers.start_litellm(upstream, core=server_core))
                     try:
                         values = _turn(MEASURES[kind](there[name], sizes, number))
                     except (FailedError, OSError, TimeoutError) as error:

@@ -39,6 +39,10 @@ class Running:
         self.port = port
         self._process = process
 
+    def ended(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def cpu(self) -> float:
         """Seconds of CPU that the process has used, all its threads together, to the nanosecond."""
         return time.clock_gettime((~self._process.pid << 3) | 2)  # the kernel's clock of another process

@@ -17,10 +17,10 @@ import pytest
 
 from millrace.cli import FAILED, REFUSED, app, main
 from millrace.config import Log
+from millrace.config.tenants import AdminConfig
 from millrace.gateway.admin.contracts import UsageFilters
 from millrace.gateway.log import configure_log
 from millrace.gateway.tenants.key_secrets import make_secret, secrets_in
-from millrace.gateway.tenants.settings import AdminConfig
 from tests.gateway.admin.administering import ROOT, administered
 from tests.gateway.edging import asynchronous
 
@@ -82,6 +82,12 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert "gold" in done.out
         done = await terminal("change-tenant", "blue", "--set", "suspended=true", "--unset", "weight", "--json")
         assert (done.json["suspended"], done.json["weight"]) == (True, 1.0)
+        assert (
+            await terminal("change-tenant", "blue")
+        ).error == "millrace: say what is to change with --set or --unset"
+        done = await terminal("change-tenant", "blue", "--set", 'limits={"concurrent": 2}')
+        assert re.search(r'^limits +{"concurrent": 2}$', done.out, re.MULTILINE)
+        assert re.search(r"^caches +-$", done.out, re.MULTILINE)
         done = await terminal("tenants")
         assert [line.split()[0] for line in done.out.splitlines()] == ["name", "blue", "reader", "red", "root"]
         done = await terminal("tenants", "--limit", "1", "--after", "blue")
@@ -120,6 +126,8 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
         done = await terminal("rotate-key", key.key, "--overlap", "2h", "--json")
         assert done.json["secret"] != secret
         assert [each["expires_at"] is None for each in done.json["secrets"]] == [False, True]
+        done = await terminal("rotate-key", key.key)
+        assert re.search(rf"^secrets +…{secret[-4:]} of [-0-9]+ [:0-9]+ until .*, …\w{{4}} of ", done.out, re.MULTILINE)
         done = await terminal("keys", "--tenant", "red")
         assert done.out.splitlines()[0].split()[:4] == ["id", "name", "tenant", "status"]
         assert secret[-4:] in done.out
@@ -141,7 +149,7 @@ async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Pa
         assert (await terminal("fast", "off", "--tenant", "red", "--reason", "x")).code == 0
         done = await terminal("fast")
         assert "a storm" in done.out
-        assert len(done.out.splitlines()) == 3
+        assert [line.split()[:2] for line in done.out.splitlines()] == [["tenant", "on"], ["*", "yes"], ["red", "no"]]
         assert (await terminal("fast", "clear", "--json")).json["deleted"] is True
         assert (await terminal("fast", "clear")).code == REFUSED
         done = await terminal("invalidate", "--tag", "docs", "--tag", "prices", "--json")
@@ -166,6 +174,9 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
             await terminal("fast", "on", "--reason", f"storm [bold]{number}[/bold]")
         for number in range(5):
             await terminal("create-tenant", f"t{number}")
+        done = await terminal("audit", "--limit", "2", "--after", "9")
+        assert [line.split()[0] for line in done.out.splitlines()] == ["seq", "8", "7"]
+        assert (await terminal("audit", "--verify", "--after", "9")).code == REFUSED
         done = await terminal("audit", "--limit", "2")
         assert [line.split()[0] for line in done.out.splitlines()] == ["seq", "10", "9"]
         assert "storm [bold]0[/bold]" in (await terminal("audit", "--limit", "100")).out
@@ -183,7 +194,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
             connection.execute("DROP TRIGGER audit_never_changes")
             connection.execute("UPDATE audit SET body = replace(body, 'storm', 'sun') WHERE seq = 3")
 
-        await running.server.state._database.run(tamper)
+        await running.server.database.run(tamper)
         done = await terminal("audit", "--verify", "--json")
         assert (done.code, done.json["good"], done.json["broken_at"]) == (REFUSED, False, 3)
         assert "tampered with: row 3" in done.error

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from millrace.cli import REFUSED, main
 from millrace.cli.config import TEMPLATE
-from millrace.config import Config, KeyConfig, ModelConfig, SurfaceConfig
-from millrace.config_file import OPTIONS, load
+from millrace.config import Config
+from millrace.config.file import OPTIONS, load
 from millrace.engine.variant import Variant
+from tests.config.reading import ROOT, sections_in, tables_in, without_default
+
+EXAMPLE = ROOT / "examples" / "gateway.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -74,42 +76,68 @@ def test_a_new_file_changes_nothing_and_is_not_overwritten(capsys: pytest.Captur
     assert load(Path("b.toml"), environ={}) == Config()
 
 
-def uncommented() -> dict[str, Any]:
-    """The new file with every `#` before a key or a heading taken away."""
-    return tomllib.loads(re.sub(r"^#(?=[a-z\[])", "", TEMPLATE.read_text(encoding="utf-8"), flags=re.MULTILINE))
+def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for name in re.findall(r'^key_env = "(\w+)"', text, re.MULTILINE):
+        monkeypatch.setenv(name, f"sk-{name}")
+    assert main(["config", "check", str(EXAMPLE)]) == 0
+    assert capsys.readouterr().out == f"{EXAMPLE} is fine\n"
+    assert main(["config", "show", str(EXAMPLE)]) == 0
+    out = capsys.readouterr().out
+    assert "sk-" not in out
+    Path("shown.toml").write_text(out, encoding="utf-8")
+    assert main(["config", "show", "shown.toml"]) == 0
+    assert capsys.readouterr().out == out
 
 
-def test_a_new_file_has_every_key_with_its_default_and_its_meaning() -> None:
-    table = uncommented()
-    assert set(table) | {"models", "surfaces", "keys"} == set(Config.__struct_fields__)
-    sections: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
-        (ModelConfig, table["models"]["mini"]),
-        (Variant, {"model": "", "surfaces": {}} | table["models"]["mini"]["options"]),
-        (SurfaceConfig, table["surfaces"]["chat"]),
-        (KeyConfig, table["keys"][0]),
-        *((type(value), table[name]) for name, value in msgspec.structs.asdict(Config()).items() if name in PLAIN),
+def test_all_that_is_wrong_with_such_a_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace("cascade = ", "casade = ").replace('"15m"', '"15 minutes"')
+    Path("millrace.toml").write_text(text, encoding="utf-8")
+    assert main(["config", "check"]) == REFUSED
+    captured = capsys.readouterr()
+    span = 'expected a time span such as 90s, 5m, 1h or 7d, found "15 minutes"'
+    assert captured.out.splitlines() == [
+        f"millrace.toml: cache.exact.tags.timetable: {span}",
+        "millrace.toml: routing.rules[1].casade: there is no such key; did you mean cascade?",
     ]
-    assert len(sections) == 8
-    for kind, given in sections:
-        fields = {field.name: field for field in msgspec.structs.fields(kind)}
-        assert set(given) == set(fields)
-        for name, field in fields.items():
-            if field.default not in (None, msgspec.NODEFAULT) and not isinstance(given[name], dict):
-                assert msgspec.convert(given[name], field.type) == field.default, name
+    assert captured.err == "millrace: millrace.toml: 2 mistakes\n"
+
+
+def uncommented() -> str:
+    """The new file with every `#` before a key or a heading taken away."""
+    return re.sub(r"^#(?=[a-z\[])", "", TEMPLATE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_a_new_file_has_every_key() -> None:
+    table = tomllib.loads(uncommented())
+    found: dict[type[msgspec.Struct], set[str]] = {}
+    for kind, given in tables_in(Config, table):
+        found.setdefault(kind, set()).update(given)
+    assert found == {kind: set(kind.__struct_fields__) for kind in sections_in(Config)}
+    assert set(table["models"]["mini"]["options"]) == set(OPTIONS)
+
+
+def test_each_key_of_a_new_file_has_its_default_and_its_meaning() -> None:
+    table = tomllib.loads(uncommented())
+    options = {"model": "", "surfaces": {}} | table["models"]["mini"]["options"]
+    for kind, given in [*tables_in(Config, table), (Variant, options)]:
+        for field in msgspec.structs.fields(kind):
+            if field.name not in given or without_default(field) or list(tables_in(field.type, given[field.name])):
+                continue
+            assert msgspec.convert(given[field.name], field.type) == field.default, (kind, field.name)
     for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
-        if re.match(r"#\w+ = ", line) and "variants" not in line and line != '#weights = "int4"':
+        if re.match(r"#\w+ = ", line):
             assert re.search(r"  # \S", line), line
 
 
-PLAIN = ("server", "limits", "storage", "log")
-
-
 def test_what_a_new_file_gives_as_examples_is_fine() -> None:
-    text = re.sub(r"^#(?=[a-z\[])", "", TEMPLATE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     # Of these one is to be chosen, and those that are empty stand for nothing.
-    chosen = [
-        line for line in text.splitlines() if not re.match(r'\w*_format = ""|key(_sha256)? =|draft_model|group', line)
-    ]
+    left_out = re.compile(r'\w*_format = ""|key(_sha256)? =|draft_model|group|(split|cascade|chain|calibration) =')
+    chosen = [line for line in uncommented().splitlines() if not left_out.match(line)]
     Path("all.toml").write_text("\n".join(chosen), encoding="utf-8")
-    config = load(Path("all.toml"), environ={"TEAM_KEY": "sk-1"})
+    config = load(Path("all.toml"), environ={"TEAM_KEY": "sk-1", "UPSTREAM_KEY": "sk-2"})
     assert set(config.models["mini"].options) == set(OPTIONS) - {"draft_model", "group"}
+    assert config.tenants["acme"].model_limits["mini"].concurrent == 10
+    assert config.routing.rules[0].variant == "mini@int4"

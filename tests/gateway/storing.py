@@ -18,7 +18,7 @@ from millrace.gateway.database import Database
 from millrace.gateway.errors import ApiError
 from millrace.gateway.files import FileRecord, Files
 
-PATIENCE = 30.0  # seconds, of a whole test
+PATIENCE = 120.0  # seconds, after which a whole test has failed; on a busy machine it may take long
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millrace.gateway.batches import ENDPOINTS, Batches
+from millrace.gateway.batches import ENDPOINTS, Batches, Owner
 from millrace.gateway.errors import ApiError
 from tests.gateway.storing import (
     Limits,
@@ -35,15 +35,17 @@ class Engine:
 
     def __init__(self) -> None:
         self.ran: list[tuple[str, str]] = []  # tenant, custom id
+        self.keys: set[str] = set()
         self.running = 0
         self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def run(self, url: str, body: dict[str, Any], tenant: str, batch_id: str, custom_id: str) -> Answer:
+    async def run(self, url: str, body: dict[str, Any], owner: Owner, batch_id: str, custom_id: str) -> Answer:
         assert url in ENDPOINTS
         assert batch_id.startswith("batch_")
-        self.ran.append((tenant, custom_id))
+        self.ran.append((owner.tenant, custom_id))
+        self.keys.add(owner.key)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -237,7 +239,7 @@ def test_tenants_are_walls(tmp_path: Path) -> None:
     async def test() -> None:
         engine = Engine()
         async with storing(tmp_path, engine.run) as store:
-            batch = await store.batch(requests(1))
+            batch = await store.batch(requests(1), key="app")
             for act in (store.batches.retrieve, store.batches.cancel):
                 for id in (batch.id, "batch_" + "0" * 32, "batch_\ud800", ""):
                     error = await refused(act(id, "b"))
@@ -247,7 +249,7 @@ def test_tenants_are_walls(tmp_path: Path) -> None:
             done = await store.ended(batch.id)
             assert done.output_file_id is not None
             assert (await refused(store.files.get(done.output_file_id, "b"))).status == 404
-            assert engine.ran == [("a", "r0")]
+            assert (engine.ran, engine.keys) == ([("a", "r0")], {"app"})
 
     asynchronous(test)
 
@@ -404,11 +406,12 @@ def test_tries_are_bounded_and_others_run_meanwhile(tmp_path: Path) -> None:
     others_have_run = asyncio.Event()
 
     class NoBudget(Engine):
-        async def run(self, url: str, body: dict[str, Any], tenant: str, batch_id: str, custom_id: str) -> Answer:
-            status, answer = await super().run(url, body, tenant, batch_id, custom_id)
-            if tenant == "poor" and len(self.ran) > 4:
+        async def run(self, url: str, body: dict[str, Any], owner: Owner, batch_id: str, custom_id: str) -> Answer:
+            status, answer = await super().run(url, body, owner, batch_id, custom_id)
+            poor = owner.tenant == "poor"
+            if poor and len(self.ran) > 4:
                 await others_have_run.wait()  # however fast the tries follow each other
-            return (429, {"error": {"code": "budget"}}) if tenant == "poor" else (status, answer)
+            return (429, {"error": {"code": "budget"}}) if poor else (status, answer)
 
     async def test() -> None:
         engine = NoBudget()
@@ -496,14 +499,14 @@ import asyncio, sys
 from pathlib import Path
 from tests.gateway.storing import open_store, requests
 
-async def run(url, body, tenant, batch_id, custom_id):
+async def run(url, body, owner, batch_id, custom_id):
     await asyncio.sleep(0.002)
     print(custom_id, flush=True)
     return 200, {"by": "first"}
 
 async def main():
     store = open_store(Path(sys.argv[1]), run)
-    print((await store.batch(requests(100))).id, flush=True)
+    print((await store.batch(requests(100), key="app")).id, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -530,6 +533,7 @@ def test_a_killed_server_loses_at_most_what_was_running(tmp_path: Path) -> None:
             kept = [line["custom_id"] for line in lines if line["response"]["body"] == {"by": "first"}]
             assert set(kept) | set(engine.counts()) == set(numbered(*range(100)))
             assert not set(kept) & set(engine.counts())
+            assert engine.keys <= {"app"}
             assert len(kept) >= len(told) - 4  # `running`
 
     asynchronous(test)

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from millrace.config import Limits
 from millrace.gateway import parameters
+from millrace.gateway.answering import Answering
 from millrace.gateway.asked import Asked, CallDelta, Piece, Usage
 from millrace.gateway.errors import ApiError
-from millrace.gateway.flow import Answering
 from millrace.gateway.messages import (
     COUNT_TABLE,
     TABLE,

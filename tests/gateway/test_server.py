@@ -294,7 +294,7 @@ def test_the_url_names_a_host_that_a_client_can_use() -> None:
 async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_is_an_error(tmp_path: Path) -> None:
     config = Config(server=ServerConfig(port=0, drain_s=5.0), storage=Storage(folder=str(tmp_path)))
     server = Server(config)
-    (engine,) = server.fleet._engines
+    (engine,) = server.fleet._runs.values()
     assert isinstance(engine, AsyncLLM)
     task = asyncio.create_task(server.run(signals=False))
     await until(lambda: server.app.ready or task.done(), 200.0)
@@ -324,7 +324,7 @@ async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_i
         undisturbed = await answer(kill=False)
         assert await answer(kill=True) == undisturbed
 
-        async def no_more(*_: object) -> Any:
+        async def no_more(worker: object) -> Any:
             raise StartError("none is left")
 
         engine.supervisor._spawn = no_more

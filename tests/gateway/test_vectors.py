@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,24 @@ from millrace.errors import RequestError
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Caller
 from millrace.gateway.fleet import Served
-from millrace.gateway.vectors import embeddings, rerank, score
+from millrace.gateway.vectors import Prepared, prepared_embeddings, prepared_rerank, prepared_score
 
 from .answering import tokenizer
 
 CALLER = Caller("key", "tenant", 2.0)
 WIDTH = 4
+
+
+def whole(prepare: Callable[..., Awaitable[Prepared]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Prepared and run at once."""
+
+    async def it(*arguments: Any) -> dict[str, Any]:
+        return await (await prepare(*arguments)).run()
+
+    return it
+
+
+embeddings, rerank, score = map(whole, (prepared_embeddings, prepared_rerank, prepared_score))
 
 
 class Stream:
@@ -176,3 +188,58 @@ def test_a_score_is_of_the_continuation_s_tokens_alone() -> None:
 def test_an_encoder_scores_nothing() -> None:
     given = {"prompt": "a", "continuations": ["b"]}
     assert error_of(score(served(Engine(), kind="encoder"), CALLER, given, Limits())).parameter == "model"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "given"),
+    [
+        (prepared_embeddings, {"input": [[1, 2], [1, 2, 3]]}),
+        (prepared_rerank, {"query": "a", "documents": ["b c", "d"]}),
+        (prepared_score, {"prompt": "The first", "continuations": [" token", " wheel here"]}),
+    ],
+)
+def test_a_call_is_counted_before_the_engine_hears_of_it(prepare: Any, given: dict[str, Any]) -> None:
+    engine = Engine()
+
+    async def it() -> tuple[Prepared, int, dict[str, Any]]:
+        prepared = await prepare(served(engine), CALLER, given, Limits())
+        return prepared, len(engine.asked), await prepared.run()
+
+    prepared, before, found = asyncio.run(it())
+    assert before == 0
+    assert prepared.input_tokens == sum(len(request.prompt) for request in engine.asked) > 0
+    assert prepared.usage.prompt_tokens == found["usage"]["prompt_tokens"] == prepared.input_tokens
+    assert prepared.usage.cached_tokens == len(engine.asked)
+
+
+def test_what_was_computed_is_known_where_the_rest_failed() -> None:
+    async def it() -> Prepared:
+        prepared = await prepared_embeddings(served(Engine(fails_at=80)), CALLER, {"input": [[1]] * 100}, Limits())
+        with pytest.raises(ApiError):
+            await prepared.run()
+        return prepared
+
+    prepared = asyncio.run(it())
+    assert prepared.input_tokens == 100
+    assert 0 < prepared.usage.prompt_tokens < 100
+
+
+def test_the_surface_is_the_request_s_or_the_caller_s_or_the_background() -> None:
+    def surface(caller: Caller, **given: Any) -> str:
+        return asyncio.run(prepared_embeddings(served(Engine()), caller, {"input": "a"} | given, Limits())).surface
+
+    assert surface(CALLER) == "batch"
+    assert surface(Caller("key", "tenant", 1.0, "voice")) == "voice"
+    assert surface(Caller("key", "tenant", 1.0, "voice"), surface="agent") == "agent"
+
+
+def test_a_call_may_be_moved_to_another_surface_before_it_runs() -> None:
+    engine = Engine()
+
+    async def it() -> None:
+        prepared = await prepared_embeddings(served(engine), CALLER, {"input": ["a", "b"]}, Limits())
+        prepared.work.on("voice")
+        await prepared.run()
+
+    asyncio.run(it())
+    assert {request.surface for request in engine.asked} == {"voice"}

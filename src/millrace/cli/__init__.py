@@ -22,8 +22,10 @@ REFUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
+    "admin": "Look after tenants, keys, fast mode, caches and usage of a server that runs.",
     "chat": "Talk to a model in the terminal.",
     "config": "Check the server's configuration, show the one in force, or write one to begin with.",
+    "drill": "Hold a playbook's drill on a server of its own, and see whether its promises hold.",
     "generate": "Continue a prompt with a model and stream the text.",
     "inspect": "Say what a model is, what it takes, and how fast this machine can be.",
     "make-model": "Make a model with random weights in the shape of a public one.",

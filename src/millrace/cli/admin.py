@@ -72,7 +72,8 @@ def _cell(value: Any) -> str:
         case list():
             return ", ".join(map(_cell, cast("list[Any]", value))) or "none"
         case dict():
-            return printable(json.dumps(value, ensure_ascii=False)) if value else "-"
+            said = {name: each for name, each in cast("dict[str, Any]", value).items() if each is not None}
+            return printable(json.dumps(said, ensure_ascii=False)) if said else "-"
         case float():
             return f"{value:g}"
         case _:
@@ -89,12 +90,21 @@ def _time(seconds: Any) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
+    if name == "secrets":
+        return ", ".join(
+            f"…{_cell(each['last_four'])} of {_time(each['created_at'])}"
+            + ("" if each["expires_at"] is None else f" until {_time(each['expires_at'])}")
+            for each in value
+        )
     return _time(value) if name.endswith("_at") or name in ("at", "since", "until") else _cell(value)
 
 
-def _console() -> Console:
-    terminal = sys.stdout.isatty()
-    return Console(highlight=False, width=None if terminal else 200)
+def _print_table(table: Table) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    with console.capture() as written:
+        console.print(table)
+    for line in written.get().splitlines():
+        print(line.rstrip())
 
 
 def _print_json(value: Any) -> None:
@@ -108,7 +118,7 @@ def _print_list(to: To, answer: Mapping[str, Any], columns: Sequence[str]) -> No
     table = Table(*(column.removesuffix("_at").replace("_", " ") for column in columns), box=None, pad_edge=False)
     for item in answer["data"]:
         table.add_row(*(_shown(column, item.get(column)).replace("[", r"\[") for column in columns))
-    _console().print(table)
+    _print_table(table)
     if answer.get("has_more"):
         print("There is more: --limit, or --after with the last of these.", file=sys.stderr)
 
@@ -121,7 +131,7 @@ def _print_one(to: To, answer: Mapping[str, Any]) -> None:
     for name, value in answer.items():
         if name not in ("object", "secret"):
             table.add_row(name.replace("_", " "), _shown(name, value).replace("[", r"\["))
-    _console().print(table)
+    _print_table(table)
     if "secret" in answer:
         print("\nThe secret, which is shown this once:", file=sys.stderr)
         print(answer["secret"])
@@ -220,6 +230,8 @@ def change_tenant(
         A setting that goes back to its default.
     """
     body = {**_given(values), **({"unset": unset} if unset else {})}
+    if not body:
+        raise RequestError("say what is to change with --set or --unset")
     _print_one(to, asked(to.url, "PATCH", f"tenants/{in_path(name)}", body))
 
 
@@ -404,20 +416,29 @@ def fast(
     """
     path = "fast" if tenant is None else f"fast/{in_path(tenant)}"
     if state == "show":
-        _print_list(
-            to, asked(to.url, "GET", "fast"), ("tenant", "on", "seconds_left", "since", "until", "by", "reason")
-        )
-    elif state == "clear":
-        _print_one(to, asked(to.url, "DELETE", path))
+        answer = asked(to.url, "GET", "fast")
+        shown = {**answer, "data": [_of_all(each) for each in answer["data"]]}
+        columns = ("tenant", "on", "seconds_left", "since", "until", "by", "reason")
+        _print_list(to, answer if to.json else shown, columns)
+        return
+    if state == "clear":
+        answer = asked(to.url, "DELETE", path)
     elif reason is None:
         raise RequestError("say why with --reason: it is kept in the audit log")
     else:
-        _print_one(to, asked(to.url, "PUT", path, {"on": state == "on", "ttl_s": _seconds(ttl), "reason": reason}))
+        answer = asked(to.url, "PUT", path, {"on": state == "on", "ttl_s": _seconds(ttl), "reason": reason})
+    _print_one(to, answer if to.json else _of_all(answer))
+
+
+def _of_all(switch: Mapping[str, Any]) -> dict[str, Any]:
+    """With a `*`, which no tenant is called, where it is of all of them."""
+    return {**switch, "tenant": "*" if switch.get("tenant") is None else switch["tenant"]}
 
 
 @admin.command
 def audit(
     *,
+    after: int | None = None,
     limit: int = 50,
     verify: Annotated[bool, Parameter(negative=())] = False,
     head: str | None = None,
@@ -427,6 +448,8 @@ def audit(
 
     Parameters
     ----------
+    after
+        The number of the last row of the list before.
     limit
         Most rows to show.
     verify
@@ -435,9 +458,11 @@ def audit(
         Head of an earlier time, as --verify printed it; verify that the chain still holds it.
     """
     if not verify and head is None:
-        answer = asked(to.url, "GET", "audit", limit=limit)
+        answer = asked(to.url, "GET", "audit", limit=limit, after=after)
         _print_list(to, answer, ("seq", "at", "who", "what", "target", "reason"))
         return
+    if after is not None:
+        raise RequestError("the log is verified as a whole: without --after")
     from millrace.gateway.admin.audit import Mark, Verification, row_of
 
     try:

@@ -1,6 +1,6 @@
 """`millrace config`: check a configuration, show the one in force, write one to begin with.
 
-Owns the three commands and their words. Reading is millrace.config_file's, writing down millrace.config_text's; the
+Owns the three commands and their words. Reading is millrace.config.file's, writing down millrace.config.text's; the
 file that `init` writes lies beside this one.
 """
 
@@ -13,8 +13,8 @@ from typing import Final
 from cyclopts import App
 
 from millrace.config import ConfigError, Mistake
-from millrace.config_file import FILE, find, load
-from millrace.config_text import shown
+from millrace.config.file import FILE, find, load
+from millrace.config.text import shown
 
 TEMPLATE: Final = Path(__file__).with_name("config_template.toml")
 

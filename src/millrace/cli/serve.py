@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from millrace.config_file import find, load
+from millrace.config.file import find, load
 from millrace.errors import RequestError
 from millrace.models.loading import BUNDLED_NAMES, DEFAULT_MODEL
 

@@ -154,6 +154,11 @@ class Client:
         for timer in self._retries:
             timer.cancel()
 
+    @property
+    def idle(self) -> bool:
+        """Whether a replica has nothing to do for this client."""
+        return any(replica.usable and not replica.jobs for replica in self._replicas)
+
     # Requests
 
     def stream(self, request: Request) -> Stream:

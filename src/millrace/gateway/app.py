@@ -21,23 +21,34 @@ import structlog
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.gateway import openapi
+from millrace.gateway.answering import prompts_of
+from millrace.gateway.asked import Asked
 from millrace.gateway.call import Call, GoneError, Receive, Reply, Scope, Send, error_reply
 from millrace.gateway.chat import TABLE as CHAT
 from millrace.gateway.chat import ChatStream, read_chat, whole_chat
 from millrace.gateway.completions import TABLE as COMPLETIONS
 from millrace.gateway.completions import CompletionStream, read_completion, whole_completion
 from millrace.gateway.errors import ApiError, as_api_error
-from millrace.gateway.exchange import Exchange
+from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Fleet, Served
-from millrace.gateway.flow import shape
-from millrace.gateway.keys import Keys
+from millrace.gateway.measured import measured
 from millrace.gateway.messages import COUNT_TABLE, MessageStream, read_count, read_message, whole_message
 from millrace.gateway.messages import TABLE as MESSAGES
 from millrace.gateway.parameters import Table, read
+from millrace.gateway.parts import Parts
 from millrace.gateway.shared_parameters import with_headers
+from millrace.gateway.tenants.access import find_model, visible_models
 from millrace.gateway.text import Dialect, deliver
 from millrace.gateway.tokens import DETOKENIZE, TOKENIZE, detokenize, tokenize
-from millrace.gateway.vectors import EMBEDDINGS, RERANK, SCORE, embeddings, rerank, score
+from millrace.gateway.vectors import (
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    Prepared,
+    prepared_embeddings,
+    prepared_rerank,
+    prepared_score,
+)
 from millrace.observe import metrics
 
 log: Final = structlog.stdlib.get_logger("millrace.requests")
@@ -60,8 +71,10 @@ class Route:
     listed: bool = True  # in the OpenAPI document
 
 
-CHAT_DIALECT: Final = Dialect("chat", CHAT, read_chat, whole_chat, ChatStream)
-COMPLETION_DIALECT: Final = Dialect("completion", COMPLETIONS, read_completion, whole_completion, CompletionStream)
+CHAT_DIALECT: Final = Dialect("chat", CHAT, read_chat, whole_chat, ChatStream, relays=True)
+COMPLETION_DIALECT: Final = Dialect(
+    "completion", COMPLETIONS, read_completion, whole_completion, CompletionStream, relays=True
+)
 
 
 MESSAGES_DIALECT: Final = Dialect("messages", MESSAGES, read_message, whole_message, MessageStream, errors=ANTHROPIC)
@@ -76,15 +89,15 @@ class _MethodError(ApiError):
 
 
 class App:
-    def __init__(self, config: Config, fleet: Fleet, keys: Keys, *, routes: tuple[Route, ...] = ()) -> None:
+    def __init__(self, config: Config, fleet: Fleet, parts: Parts, *, routes: tuple[Route, ...] = ()) -> None:
         """`routes`: further ones, of parts of the server that have a state of their own."""
         self.config = config
         self.fleet = fleet
-        self.keys = keys
+        self.parts = parts
         self.ready = False  # every engine is up
         self.draining = False  # nothing new is taken
         self.running = 0  # requests under way that an engine works for
-        self.routes = (*self._own_routes(), *routes)
+        self.routes = (*self._own_routes(), *parts.administration.routes(), *routes)
         if config.server.docs:
             self.routes += self._pages()
         self._fixed = {(route.method, route.path): route for route in self.routes if "{" not in route.path}
@@ -93,9 +106,20 @@ class App:
     def _own_routes(self) -> tuple[Route, ...]:
         return (
             Route("POST", "/v1/chat/completions", self._text(CHAT_DIALECT), "Answer a chat.", CHAT),
-            Route("POST", "/v1/completions", self._text(COMPLETION_DIALECT), "Go on with a text.", COMPLETIONS),
             Route(
-                "POST", "/v1/messages", self._text(MESSAGES_DIALECT), "Anthropic's chat.", MESSAGES, errors=ANTHROPIC
+                "POST",
+                "/v1/completions",
+                self._text(COMPLETION_DIALECT),
+                "Go on with a text.",
+                COMPLETIONS,
+            ),
+            Route(
+                "POST",
+                "/v1/messages",
+                self._text(MESSAGES_DIALECT),
+                "Anthropic's chat.",
+                MESSAGES,
+                errors=ANTHROPIC,
             ),
             Route(
                 "POST",
@@ -105,9 +129,23 @@ class App:
                 COUNT_TABLE,
                 errors=ANTHROPIC,
             ),
-            Route("POST", "/v1/embeddings", self._vectors(EMBEDDINGS, embeddings), "Texts as vectors.", EMBEDDINGS),
-            Route("POST", "/v1/rerank", self._vectors(RERANK, rerank), "Put documents in order for a query.", RERANK),
-            Route("POST", "/v1/score", self._vectors(SCORE, score), "How likely a text is after another.", SCORE),
+            Route(
+                "POST",
+                "/v1/embeddings",
+                self._vectors(EMBEDDINGS, prepared_embeddings),
+                "Texts as vectors.",
+                EMBEDDINGS,
+            ),
+            Route(
+                "POST",
+                "/v1/rerank",
+                self._vectors(RERANK, prepared_rerank),
+                "Put documents in order for a query.",
+                RERANK,
+            ),
+            Route(
+                "POST", "/v1/score", self._vectors(SCORE, prepared_score), "How likely a text is after another.", SCORE
+            ),
             Route("POST", "/tokenize", self._plain(TOKENIZE, tokenize), "A text's tokens.", TOKENIZE),
             Route("POST", "/detokenize", self._plain(DETOKENIZE, detokenize), "Tokens' text.", DETOKENIZE),
             Route("GET", "/v1/models", self._models, "The models that are served."),
@@ -118,7 +156,7 @@ class App:
         )
 
     def _pages(self) -> tuple[Route, ...]:
-        described = msgspec.json.encode(openapi.document(self.routes, keys=self.keys.needed))
+        described = msgspec.json.encode(openapi.document(self.routes, keys=self.parts.directory.needed))
         shown = openapi.page(self.routes)
 
         async def document(call: Call) -> None:
@@ -138,13 +176,14 @@ class App:
         began = time.monotonic()
         call = Call(scope, receive, send, "")
         asked_id = call.headers.get("x-request-id", "")
-        call.id = asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+        own = _REQUEST_ID.fullmatch(asked_id) and not self.parts.directory.is_secret(asked_id)
+        call.id = asked_id if own else f"req_{secrets.token_hex(12)}"
         route: Route | None = None
         error: ApiError | None = None
         try:
             route = self._route(call)
             if not route.open:
-                call.caller = self.keys.identify(call.headers)
+                call.caller = self.parts.directory.identify(call.headers)
             await route.handler(call)
         except GoneError:
             pass
@@ -182,6 +221,9 @@ class App:
             known |= {"error": error.code or error.kind, "parameter": error.parameter}
         if call.noted:
             known |= call.noted
+        for name in ("parameter", "user"):  # a client's own words
+            if known.get(name):
+                known[name] = self.parts.directory.hidden(known[name])
         log.info("request", **known)
 
     def _route(self, call: Call) -> Route:
@@ -202,8 +244,9 @@ class App:
         if allowed and method == "OPTIONS":
             return replace(allowed[0], handler=self._preflight, open=True)
         if allowed:
-            raise _MethodError(path, {each.method for each in allowed})
-        raise ApiError(f"there is no {path[:200]}", kind="not_found_error", code="unknown_url")
+            raise _MethodError(self.parts.directory.hidden(path), {each.method for each in allowed})
+        shown = self.parts.directory.hidden(path)[:200]
+        raise ApiError(f"there is no {shown}", kind="not_found_error", code="unknown_url")
 
     def cors(self, call: Call) -> dict[str, str]:
         origin = call.headers.get("origin")
@@ -245,45 +288,54 @@ class App:
         self.running += 1
         metrics.running.set(self.running)
         try:
-            await deliver(call, exchange, dialect, self.cors(call))
+            await deliver(call, exchange, dialect, self.cors(call), self.parts)
         finally:
             self.running -= 1
             metrics.running.set(self.running)
             call.noted = exchange.noted()
 
+    def exchange(self, caller: Caller, asked: Asked, endpoint: str) -> Exchange:
+        """With the variant that is asked for, among those that the caller may use."""
+        served = find_model(caller, self.fleet, asked.model, asked.profile)
+        return Exchange(caller=caller, asked=asked, served=served, endpoint=endpoint)
+
     def _text(self, dialect: Dialect) -> Handler:
         async def handler(call: Call) -> None:
             self.admit()
             asked = dialect.read(await self.body(call), call.headers, self.config.limits)
-            exchange = Exchange(caller=call.caller, asked=asked, served=self.fleet.find(asked.model, asked.profile))
-            await self.answer(call, exchange, dialect)
+            await self.answer(call, self.exchange(call.caller, asked, call.scope["path"]), dialect)
 
         return handler
 
     async def _count(self, call: Call) -> None:
         asked = read_count(await self.body(call), call.headers, self.config.limits)
-        exchange = Exchange(caller=call.caller, asked=asked, served=self.fleet.find(asked.model, asked.profile))
-        ((tokens, _),) = await shape(exchange)
-        await self.reply(call, Reply.json({"input_tokens": len(tokens)}))
+        exchange = self.exchange(call.caller, asked, "/v1/messages/count_tokens")
+        if exchange.served.upstream is not None:
+            count = await self.parts.prompt_tokens(exchange)
+        else:
+            count = sum(len(prompt.tokens) for prompt in await prompts_of(exchange))
+        await self.reply(call, Reply.json({"input_tokens": count}))
 
-    def _vectors(self, table: Table, work: Callable[..., Coroutine[Any, Any, dict[str, Any]]]) -> Handler:
+    def _vectors(self, table: Table, prepare: Callable[..., Coroutine[Any, Any, Prepared]]) -> Handler:
         async def handler(call: Call) -> None:
             self.admit()
             given = with_headers(read(await self.body(call), table), call.headers, table)
-            served = self.fleet.find(given.get("model", ""))
+            served = find_model(call.caller, self.fleet, given.get("model", ""))
             self.running += 1
             try:
-                result = await call.unless_gone(work(served, call.caller, given, self.config.limits))
+                prepared = await prepare(served, call.caller, given, self.config.limits)
+                work = measured(self.parts, call.caller, prepared, call.scope["path"], model=given.get("model", ""))
+                result, headers = await call.unless_gone(work)
             finally:
                 self.running -= 1
-            await self.reply(call, Reply.json(result))
+            await self.reply(call, Reply.json(result, headers=headers))
 
         return handler
 
     def _plain(self, table: Table, work: Callable[[Served, Mapping[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
         async def handler(call: Call) -> None:
             given = read(await self.body(call), table)
-            served = self.fleet.find(given.get("model", ""))
+            served = find_model(call.caller, self.fleet, given.get("model", ""))
             await self.reply(call, Reply.json(await work(served, given)))
 
         return handler
@@ -295,11 +347,11 @@ class App:
     # Endpoints without a module of their own
 
     async def _models(self, call: Call) -> None:
-        data = [_described(served) for served in self.fleet.served.values()]
+        data = [served.described() for served in visible_models(call.caller, self.fleet)]
         await self.reply(call, Reply.json({"object": "list", "data": data}))
 
     async def _model(self, call: Call) -> None:
-        await self.reply(call, Reply.json(_described(self.fleet.find(call.params["model"]))))
+        await self.reply(call, Reply.json(find_model(call.caller, self.fleet, call.params["model"]).described()))
 
     async def _live(self, call: Call) -> None:
         await self.reply(call, Reply.json({"status": "live"}))
@@ -313,22 +365,14 @@ class App:
 
     async def _metrics(self, call: Call) -> None:
         for name, served in self.fleet.served.items():
+            if served.upstream is not None:
+                metrics.upstream(name, served.upstream.state())
             with contextlib.suppress(TimeoutError, MillraceError):  # what is not there says nothing
                 async with asyncio.timeout(_STATISTICS_SECONDS):
                     for replica, statistics in enumerate(await served.engine.stats()):
                         metrics.engine(name, replica, statistics)
+        await self.parts.measure()
         await self.reply(call, Reply(metrics.exposition(), type=metrics.CONTENT_TYPE.encode()))
-
-
-def _described(served: Served) -> dict[str, Any]:
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "millrace",
-        "max_model_len": served.context,
-        "kind": served.kind,
-    }
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.engine.grammar_source import Grammar
 from millrace.engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from millrace.gateway.ladder.options import Degrade
+    from millrace.gateway.shaping.sources import Source
 
 Finish = Literal["stop", "length", "tool_calls", "deadline"]
 Choosing = Literal["auto", "none", "required"]
@@ -44,8 +48,11 @@ class Asked:
     grammar_of: str = "grammar"  # the parameter that asks for it, for errors
     template: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further values for the chat template
     think: bool | None = None  # whether the model is to reason first; None: as it likes
+    sources: tuple[Source, ...] = ()  # that the answer is to be made from
+    overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 
     sampling: Sampling = field(default_factory=Sampling)
+    seeded: bool = False  # the client chose the seed
     max_tokens: int | None = None  # None: as many as the context has room for, or the endpoint's own default
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -63,6 +70,7 @@ class Asked:
     profile: str = "standard"
     priority: int = 0
     cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
+    degrade: Degrade | None = None  # what may become of the answer under pressure; None: all that is declared
     user: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -113,6 +121,15 @@ class Piece:
     finish: Finish | None = None
     stop: str | None = None  # the stop string that ended it
     usage: Usage | None = None  # with `finish`
+    tokens: int = 0  # of the answer, that came with it
+
+
+@dataclass(slots=True)
+class Restart(Piece):
+    """Marks that a choice begins anew, by another variant: what came of it before does not count."""
+
+    variant: str = ""
+    why: str = ""
 
 
 @dataclass(slots=True)

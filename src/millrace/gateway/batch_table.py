@@ -86,6 +86,7 @@ class Request:
 class NewBatch:
     id: str
     tenant: str
+    key: str  # that asked for it
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -147,11 +148,12 @@ def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlit
         (kept,),
     )
     connection.execute(
-        "INSERT INTO batches (id, tenant, endpoint, input_file_id, completion_window, status, metadata, "
-        "output_seconds, created_at, expires_at) VALUES (?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+        "INSERT INTO batches (id, tenant, key, endpoint, input_file_id, completion_window, status, metadata, "
+        "output_seconds, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
         (
             new.id,
             new.tenant,
+            new.key,
             new.endpoint,
             new.input_file_id,
             new.completion_window,

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from millrace.gateway import batch_lines
 from millrace.gateway import batch_table as table
@@ -41,8 +41,14 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# url, body, tenant, batch id, custom id → HTTP's status, body. What it raises becomes the answer that a client gets.
-Run = Callable[[str, dict[str, Any], str, str, str], Awaitable[tuple[int, dict[str, Any]]]]
+
+class Owner(NamedTuple):
+    tenant: str
+    key: str  # the one that asked for the batch, by its name or id
+
+
+# url, body, owner, batch id, custom id → HTTP's status, body. What it raises becomes the answer that a client gets.
+Run = Callable[[str, dict[str, Any], Owner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOWS: Final = {"24h": 24 * 3600}  # seconds
@@ -78,6 +84,7 @@ class _Live:
     seq: int
     id: str
     tenant: str
+    key: str
     endpoint: str
     input_file_id: str
     expires_at: int
@@ -129,6 +136,7 @@ class Batches:
         endpoint: str,
         completion_window: str,
         tenant: str,
+        key: str = "",
         metadata: Mapping[str, str] | None = None,
         output_expires_after: int | None = None,  # seconds
     ) -> BatchRecord:
@@ -146,6 +154,7 @@ class Batches:
         new = table.NewBatch(
             id="batch_" + secrets.token_hex(16),
             tenant=tenant,
+            key=key,
             endpoint=endpoint,
             input_file_id=input_file_id,
             completion_window=completion_window,
@@ -222,7 +231,7 @@ class Batches:
 
     def _begin(self, row: sqlite3.Row) -> None:
         if not self._closed and row["id"] not in self._live:
-            names = "seq", "id", "tenant", "endpoint", "input_file_id", "expires_at", "output_seconds"
+            names = "seq", "id", "tenant", "key", "endpoint", "input_file_id", "expires_at", "output_seconds"
             live = self._live[row["id"]] = _Live(**{name: row[name] for name in names})
             self._spawn(self._live_through(live))
 
@@ -332,7 +341,9 @@ class Batches:
         try:
             raw = await on_disk(lambda: self._files.read(live.input_file_id, request.start, request.length))
             body = batch_lines.body_of(raw)
-            status, answer = await self._run(live.endpoint, body, live.tenant, live.id, request.custom_id)
+            status, answer = await self._run(
+                live.endpoint, body, Owner(live.tenant, live.key), live.id, request.custom_id
+            )
             line = batch_lines.result(request.custom_id, status, answer)
         except asyncio.CancelledError:
             task = asyncio.current_task()

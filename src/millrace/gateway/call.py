@@ -201,11 +201,12 @@ def _too_large(most: int) -> ApiError:
 
 def error_reply(error: ApiError, dialect: str) -> Reply:
     body = error.anthropic() if dialect == "anthropic" else error.openai()
-    headers: dict[str, str] = {}
+    headers = dict(error.headers)
     if error.retry_after is not None:
-        # Whole seconds are what every client can read; never less than was meant.
-        headers["retry-after"] = str(max(1, -int(-error.retry_after // 1)))
-        headers["retry-after-ms"] = str(max(1, round(error.retry_after * 1000)))
+        # Never less than was meant, and what a sum of floats has too much is none.
+        millis = max(1, -(-round(error.retry_after * 1e6) // 1000))
+        headers["retry-after"] = str(-(-millis // 1000))  # whole seconds are what every client can read
+        headers["retry-after-ms"] = str(millis)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Reply.json(body, status=error.status, headers=headers)

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from millrace.config import Limits
 from millrace.engine.grammar_source import Grammar
 from millrace.engine.sampling import Sampling
-from millrace.gateway.asked import Asked, CallDelta, Choice, Choosing, Piece, TokenLogprob, Tool, Usage, total
+from millrace.gateway.asked import Asked, CallDelta, Choice, Choosing, Piece, Restart, TokenLogprob, Tool, Usage, total
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.parameters import Parameter, Table, read
@@ -395,6 +395,11 @@ class Chunks:
             }
             last = b"data: " + self._encode(chunk) + b"\n\n"
         return last + b"data: [DONE]\n\n"
+
+    def restart(self, piece: Restart) -> bytes:
+        """A chunk without choices, for clients that know of it: what came of this choice before does not count."""
+        told = {"restart": {"index": piece.index, "model": piece.variant, "why": piece.why}}
+        return b"data: " + self._encode({**self._head, "choices": [], "millrace": told}) + b"\n\n"
 
     def error(self, error: ApiError) -> bytes:
         return b"data: " + self._encode(error.openai()) + b"\n\n"

@@ -42,7 +42,7 @@ TABLE: Final[Table] = {
     "echo": Parameter("The prompt's text before the answer's.", bool),
     "stream": STREAM["stream"],
     "stream_options": Parameter("include_usage: a last chunk with the usage.", StreamOptions),
-    **{name: each for name, each in EXTRAS.items() if name != "chat_template_kwargs"},
+    **{name: each for name, each in EXTRAS.items() if name not in ("chat_template_kwargs", "sources", "overflow")},
     "best_of": Parameter("", refused="ask for n answers and choose", harmless=(1,)),
     "suffix": Parameter("", refused="the models served here do not fill in the middle", harmless=("",)),
 }

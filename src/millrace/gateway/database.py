@@ -110,6 +110,7 @@ _STEPS = (
     CREATE INDEX responses_of_tenant ON responses (tenant, seq, bytes);
     CREATE INDEX responses_that_expire ON responses (expires_at);
     """,
+    "ALTER TABLE batches ADD COLUMN key TEXT NOT NULL DEFAULT ''",  # that asked for it
 )
 
 

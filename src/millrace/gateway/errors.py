@@ -6,6 +6,7 @@ show to a stranger: it names the offending parameter and never a path, a key or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from millrace.engine.client import OverloadedError, WorkerLostError
@@ -18,10 +19,13 @@ STATUS: Final = {
     "permission_error": 403,
     "not_found_error": 404,
     "rate_limit_error": 429,
+    "insufficient_quota": 429,
     "server_error": 500,
     "overloaded_error": 503,
 }
-_ANTHROPIC: Final = {"server_error": "api_error"}
+_ANTHROPIC: Final = {"server_error": "api_error", "insufficient_quota": "rate_limit_error"}
+# The official clients ask again by themselves unless they are told not to.
+NO_RETRY: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 
 
 class ApiError(Exception):
@@ -34,6 +38,7 @@ class ApiError(Exception):
         code: str | None = None,
         status: int | None = None,  # the kind's by default
         retry_after: float | None = None,  # seconds
+        headers: Mapping[str, str] | None = None,  # of the reply
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -42,6 +47,7 @@ class ApiError(Exception):
         self.code = code
         self.status = STATUS[kind] if status is None else status
         self.retry_after = retry_after
+        self.headers: Mapping[str, str] = headers or {}
 
     def openai(self) -> dict[str, Any]:
         return {

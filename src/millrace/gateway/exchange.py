@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millrace.gateway.asked import Asked, Usage, total
 
@@ -28,6 +28,13 @@ class Caller:
     surface: str | None = None
 
 
+class Prompt(NamedTuple):
+    """One prompt of a request, cut for a variant."""
+
+    tokens: tuple[int, ...]
+    tail: str  # the end of its text
+
+
 @dataclass(slots=True, kw_only=True)
 class Exchange:
     caller: Caller
@@ -42,6 +49,14 @@ class Exchange:
     last: float = 0.0  # when its last came
     usage: Usage = field(default_factory=Usage)
     finish: str = ""  # of the choices, for the log
+    endpoint: str = ""  # the route's path
+    surface: str = ""  # that it runs on, once it is known whose it is
+    prompts: dict[str, list[Prompt]] = field(default_factory=dict[str, list["Prompt"]])  # by variant, once cut
+    by: str = ""  # what answered in the place of an engine: exact, stale, shared, semantic, extract
+    cut: str = ""  # what ended the answer early: limit, budget
+    headers: dict[str, str] = field(default_factory=dict[str, str])  # of the answer, from the stages
+    logged: dict[str, Any] = field(default_factory=dict[str, Any])  # for the log alone; parts share it
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])  # what the answer's own field says beside the times
 
     @property
     def model(self) -> str:
@@ -62,6 +77,7 @@ class Exchange:
             "total_ms": _ms(time.monotonic() - self.arrival),
             "cached_tokens": usage.cached_tokens,
             "draft_acceptance": round(usage.accepted / usage.drafted, 4) if usage.drafted else None,
+            **self.notes,
         }
 
     def noted(self) -> dict[str, Any]:
@@ -79,6 +95,13 @@ class Exchange:
             "decode_ms": _ms(usage.decode_s),
             "ttft_ms": _ms(self.first - self.arrival) if self.first else None,
         }
+        if self.by:
+            found["by"] = self.by
+        if self.cut:
+            found["cut"] = self.cut
+        if "degraded" in self.notes:
+            found["degraded"] = ",".join(self.notes["degraded"])
+        found |= self.logged
         if asked.user is not None:
             found["user"] = asked.user
         return found

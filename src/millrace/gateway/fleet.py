@@ -1,34 +1,39 @@
-"""The models that a server serves: each variant with its engine's processes, its tokenizer, and how it speaks.
+"""The models that a server serves: each variant with its engine or its upstream, its tokenizer, and how it speaks.
 
 Owns Served (one variant, ready for requests) and Fleet (all of them, by the names that clients may use). Starting and
-watching processes is the engine's; this only says which there are.
+watching processes is the engine's, connections are the upstream's; this only says which there are.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
-from millrace.config import Config, ModelConfig, Server, variants_of
+from millrace.config import Config, ModelConfig, Server, names_of, upstreams_of, variants_of
 from millrace.engine.client import Waits
 from millrace.engine.request import Request
 from millrace.engine.stream import Stream
 from millrace.engine.variant import Variant
+from millrace.gateway import fingerprint
 from millrace.gateway.errors import ApiError
 from millrace.gateway.reasoning import ReasoningFormat, reasoning_format_named, reasoning_format_of
 from millrace.gateway.tool_formats import ToolFormat, tool_format_named, tool_format_of
+from millrace.gateway.upstreams.upstream import Upstream
 from millrace.llm import AsyncLLM
 from millrace.models.loading import find_model, open_model
 from millrace.models.tokenizer import Tokenizer
 
 # Hears, while weights are packed, of which variant how many bytes are, and of how many.
 Loading = Callable[[str, int, int], None]
+
+_NO_BOUND: Final = 2**31 - 1  # tokens, where the upstream alone knows its context
 
 
 class Engine(Protocol):
@@ -39,23 +44,108 @@ class Engine(Protocol):
     async def stats(self) -> list[dict[str, Any]]: ...
 
 
+@runtime_checkable
+class _Idles(Protocol):
+    """An engine that knows whether a replica of it has nothing to do."""
+
+    @property
+    def idle(self) -> bool: ...
+
+
+class _Runs(Protocol):
+    """An engine's processes, or an upstream."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """One variant."""
+    """One variant. Where an upstream answers, `engine` and perhaps `tokenizer` are there in name only: each use of them
+    is an ApiError that says so, so that what only engines can do needs no question of its own."""
 
     name: str  # as clients may name it: `mini`, `mini@int4`
     engine: Engine
     tokenizer: Tokenizer
     context: int  # tokens, prompt and answer together
     kind: str = "decoder"
-    width: int = 0  # of an embedding
-    fingerprint: str = ""  # changes with the weights' precision and with the files
+    width: int = 0  # of an embedding; an upstream's is not known before its first one
+    fingerprint: str = ""  # changes with the weights, their precision and all else that answers follow from
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     max_tokens: int | None = None  # of an answer that asks for no limit
     surface: str = "chat"
     deadlines: Mapping[str, float] = field(default_factory=dict[str, float])  # seconds, by surface
+    upstream: Upstream | None = None  # who answers, in the place of an engine
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def own_tokenizer(self) -> Tokenizer | None:
+        """None where nobody here knows what its tokens are."""
+        return None if isinstance(self.tokenizer, _NoTokenizer) else self.tokenizer
+
+    @property
+    def known_context(self) -> int | None:
+        """None where the upstream alone knows."""
+        return self.context if self.context < _NO_BOUND else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether a request more would take nobody's place."""
+        if self.upstream is not None:
+            return self.upstream.idle
+        return isinstance(self.engine, _Idles) and self.engine.idle
+
+    def described(self) -> dict[str, Any]:
+        """For /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "millrace",
+            "max_model_len": self.known_context,
+            "kind": self.kind,
+            "served_by": "engine" if self.upstream is None else "upstream",
+        }
+
+
+def no_tokens(name: str) -> ApiError:
+    return ApiError(
+        f"the tokens of '{name}' are not known here: an upstream serves it, and its configuration names no tokenizer",
+        parameter="model",
+        code="unsupported_parameter",
+    )
+
+
+class _NoEngine:
+    """In an engine's place, where an upstream answers."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def stream(self, request: Request) -> Stream:
+        raise ApiError(
+            f"'{self._name}' is served by an upstream, which cannot do this",
+            parameter="model",
+            code="unsupported_parameter",
+        )
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []  # there is no replica
+
+
+class _NoTokenizer(Tokenizer):
+    """In a tokenizer's place, where there is none: it has nothing that a tokenizer works with, and says so when it is
+    looked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):  # Python asks for these by itself, and goes on without
+            raise AttributeError(attribute)
+        raise no_tokens(self._name)
 
 
 class Fleet:
@@ -65,46 +155,55 @@ class Fleet:
         self.served = dict(served)
         self.aliases = dict(aliases)
         self.default = default
-        self._engines: list[AsyncLLM] = []
+        self._runs: dict[str, _Runs] = {}  # by the variant's name
 
     @classmethod
-    def of(cls, config: Config, loading: Loading | None = None) -> Fleet:
-        """Opens the models' folders; nothing runs yet. ModelError or RequestError for what cannot be served."""
-        served: dict[str, Served] = {}
+    def of(cls, config: Config, loading: Loading | None = None, *, environ: Mapping[str, str] | None = None) -> Fleet:
+        """Opens the models' folders; nothing runs yet. MillraceError for what cannot be served. `environ`: where the
+        upstreams' keys are, this process's by default."""
+        made: dict[str, tuple[Served, _Runs]] = {}
         aliases: dict[str, str] = {}
-        engines: list[AsyncLLM] = []
+        keys = os.environ if environ is None else environ
         for name, model in config.models.items():
-            for alias in model.aliases:
-                aliases[alias] = name
+            aliases |= dict.fromkeys(model.aliases, name)
             for full, variant in variants_of(name, model, config.surfaces).items():
                 progress = None if loading is None else partial(loading, full)
                 engine = _engine(variant, model, config.server, progress)
-                engines.append(engine)
-                served[full] = _served(full, model, engine, config)
-        fleet = cls(served, aliases, config.default_model or next(iter(config.models)))
-        fleet._engines = engines
+                made[full] = _served(full, model, engine, config), engine
+            for full, configured in upstreams_of(name, model).items():
+                upstream = Upstream.of(full, configured, keys)
+                made[full] = served_by(upstream, model, config), upstream
+        order = names_of(config)
+        default = config.default_model or next(iter(config.models))
+        fleet = cls({full: made[full][0] for full in order}, aliases, default)
+        fleet._runs = {full: made[full][1] for full in order}
         return fleet
 
     async def start(self, progress: Callable[[str], None] | None = None) -> None:
-        """Returns when every variant can take requests; `progress` hears the name of each that is begun."""
-        for name, engine in zip(self.served, self._engines, strict=True):
+        """Returns when every variant can take requests; `progress` hears the name of each that is begun. For upstreams
+        nobody waits: whether they can be reached is asked while the server runs."""
+        for name, each in self._runs.items():
             if progress is not None:
                 progress(name)
-            await engine.start()
+            await each.start()
 
     async def close(self) -> None:
-        for engine in self._engines:
-            await engine.close()
+        """Ends all of them, also where one cannot be ended."""
+        async with AsyncExitStack() as ending:
+            for each in self._runs.values():
+                ending.push_async_callback(each.close)
 
     def find(self, name: str, profile: str = "standard") -> Served:
         """By a model's name, an alias, or MODEL@VARIANT; the default for no name. A profile other than the standard one
-        is the variant of that name."""
+        is the variant of that name; where there is none, the fast one is the model itself."""
         wanted = name or self.default
         base, at, variant = wanted.partition("@")
         if profile != "standard" and not at:
             found = self.served.get(f"{self.aliases.get(base, base)}@{profile}")
-            if found is not None or self.aliases.get(base, base) in self.served:
-                return found or self._no_profile(wanted, profile)
+            if found is not None:
+                return found
+            if profile != "fast" and self.aliases.get(base, base) in self.served:
+                self._no_profile(wanted, profile)
         found = self.served.get(self.aliases.get(base, base) + at + variant)
         if found is None:
             there = ", ".join(sorted(self.served))
@@ -147,7 +246,6 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
         if model.reasoning_format
         else reasoning_format_of(template, tokenizer)
     )
-    digest = hashlib.sha256(f"{folder.path.name}/{engine.variant.name}".encode()).hexdigest()[:10]
     return Served(
         name=name,
         engine=engine.client,
@@ -155,14 +253,34 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
         context=engine.context,
         kind=folder.spec.kind,
         width=folder.spec.hidden_size,
-        fingerprint=f"fp_{digest}",
+        fingerprint=fingerprint.of_model(folder, engine.variant),
         tools=tools,
         reasoning=reasoning,
         max_tokens=model.max_tokens,
         surface=model.surface,
-        deadlines={
-            surface: each.deadline_ms / 1000.0
-            for surface, each in config.surfaces.items()
-            if each.deadline_ms is not None
-        },
+        deadlines=_deadlines(config),
     )
+
+
+def served_by(upstream: Upstream, model: ModelConfig, config: Config) -> Served:
+    """A variant that an upstream answers for."""
+    takes, context = upstream.takes, upstream.config.context
+    return Served(
+        name=upstream.name,
+        engine=_NoEngine(upstream.name),
+        tokenizer=upstream.tokenizer or _NoTokenizer(upstream.name),
+        context=_NO_BOUND if context is None else context,
+        kind="decoder" if takes.chat or takes.completions else "encoder",
+        fingerprint=fingerprint.of_upstream(upstream.config),
+        max_tokens=model.max_tokens,
+        surface=model.surface,
+        deadlines=_deadlines(config),
+        upstream=upstream,
+    )
+
+
+def _deadlines(config: Config) -> dict[str, float]:
+    """Seconds, by surface."""
+    return {
+        surface: each.deadline_ms / 1000.0 for surface, each in config.surfaces.items() if each.deadline_ms is not None
+    }

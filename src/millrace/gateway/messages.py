@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from millrace.config import Limits
 from millrace.engine.grammar_source import Grammar
-from millrace.gateway.asked import Asked, CallDelta, Choice, Choosing, Finish, Piece, Tool, Usage
+from millrace.gateway.asked import Asked, CallDelta, Choice, Choosing, Finish, Piece, Restart, Tool, Usage
 from millrace.gateway.chat import Name, check_named
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Exchange
@@ -463,7 +463,7 @@ def _stop_reason(exchange: Exchange, finish: Finish, stop: str | None, called: b
         case "deadline":
             return "deadline"
         case "length":
-            full = most is not None and usage.output_tokens < most
+            full = most is not None and usage.output_tokens < most and not exchange.cut
             return "model_context_window_exceeded" if full else "max_tokens"
         case _:
             return "tool_use" if called else "end_turn"
@@ -501,6 +501,10 @@ class MessageStream:
             "usage": usage,
         }
         return self._event("message_start", message=head)
+
+    def restart(self, piece: Restart) -> bytes:
+        """This dialect has no word for it, and a client that goes on as before would have two answers in one."""
+        raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
 
     def piece(self, piece: Piece) -> bytes:
         self._called = self._called or bool(piece.calls)

@@ -63,8 +63,9 @@ class Reader:
 
     def read(self, output: wire.Output) -> Piece:
         if self._plain and output.ending is None:
-            return Piece(self.index, output.text)  # nearly every token of nearly every answer
-        piece = Piece(self.index)
+            # Nearly every token of nearly every answer.
+            return Piece(self.index, output.text, tokens=len(output.tokens))
+        piece = Piece(self.index, tokens=len(output.tokens))
         text = output.text
         if self._echo is not None:
             self._measured += output.prompt or ()

@@ -90,9 +90,7 @@ def routes(app_of: Callable[[], App], store: ResponseStore) -> tuple[Route, ...]
         app.admit()
         tenant = call.caller.tenant
         found = await read(await app.body(call), call.headers, app.config.limits, store, tenant)
-        exchange = Exchange(
-            caller=call.caller, asked=found.asked, served=app.fleet.find(found.asked.model, found.asked.profile)
-        )
+        exchange = app.exchange(call.caller, found.asked, "/v1/responses")
         answered = Answered(found, store, tenant)
         await app.answer(call, exchange, answered.dialect())
 

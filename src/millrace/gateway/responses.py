@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from millrace.config import Limits
 from millrace.engine.grammar_source import Grammar
-from millrace.gateway.asked import Asked, Choice, Choosing, Finish, Piece, TokenLogprob, Tool, Usage
+from millrace.gateway.asked import Asked, Choice, Choosing, Finish, Piece, Restart, TokenLogprob, Tool, Usage
 from millrace.gateway.chat import Name, check_named
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Exchange
@@ -405,6 +405,10 @@ class ResponseStream:
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def restart(self, piece: Restart) -> bytes:
+        """This dialect has no word for it, and a client that goes on as before would have two answers in one."""
+        raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
 
     def piece(self, piece: Piece) -> bytes:
         if piece.finish is not None:

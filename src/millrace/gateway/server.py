@@ -21,10 +21,11 @@ import structlog
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.gateway.app import App
+from millrace.gateway.database import Database
 from millrace.gateway.edge import BACKLOG, Bounds, Edge
 from millrace.gateway.fleet import Fleet, Loading
-from millrace.gateway.keys import Keys
 from millrace.gateway.log import configure_log
+from millrace.gateway.parts import Parts
 from millrace.gateway.state import State
 
 log: Final = structlog.stdlib.get_logger("millrace")
@@ -81,14 +82,15 @@ class Server:
         self.listening = listen(config)
         try:
             # What is wrong with a model or a key is said before anything is started.
-            keys = Keys(config.keys, os.environ)
             self.fleet = Fleet.of(config, loading) if fleet is None else fleet
+            self.database = Database(config.storage.path)
+            self.parts = Parts(config, self.fleet, self.database, os.environ)
         except BaseException:
             self.listening.close()
             raise
         self.url = url_of(config, self.listening)
-        self.state = State(config, self.fleet)
-        self.app = App(config, self.fleet, keys, routes=self.state.routes())
+        self.state = State(config, self.database, self.parts.directory)
+        self.app = App(config, self.fleet, self.parts, routes=self.state.routes())
         self.state.attach(self.app)
         self.edge = Edge(self.app, Bounds.of(config.server))
         self._ending = asyncio.Event()
@@ -127,6 +129,7 @@ class Server:
 
     async def _start(self) -> None:
         await self.fleet.start(lambda name: log.info("loading", model=name))
+        await self.parts.start(self.app)
         self.app.ready = True
         log.info("ready", models=sorted(self.fleet.served))
         try:
@@ -137,7 +140,9 @@ class Server:
     async def _close(self) -> None:
         async def both() -> None:
             await self.state.close()
+            await self.parts.close()
             await self.fleet.close()
+            await self.database.close()
 
         closing = asyncio.create_task(both())
         if not await _first(closing, self._hurry):

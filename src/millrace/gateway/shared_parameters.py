@@ -18,12 +18,15 @@ from millrace.engine.grammar_source import Grammar
 from millrace.engine.policy import MOST_PRIORITY, SURFACES
 from millrace.engine.sampling import Sampling
 from millrace.gateway.errors import ApiError, invalid
+from millrace.gateway.ladder.options import Degrade
 from millrace.gateway.parameters import Parameter, Table, lower
+from millrace.gateway.shaping.sources import SourceField, sources_of
 
 Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
 Milliseconds = Annotated[float, Meta(gt=0, le=86_400_000)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 MOST_SEED: Final = 2**63 - 1
+MOST_SOURCES: Final = 256  # of a request, before the best of them are chosen
 
 SAMPLING: Final = {
     "temperature": Parameter("0 takes the likeliest token; above, one is drawn.", Annotated[float, Meta(ge=0, le=2)]),
@@ -68,14 +71,20 @@ EXTRAS: Final = {
     "priority": Parameter(
         "Higher goes first, within a tenant.", Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
     ),
-    "cache": Parameter("off: the prompt is computed anew, and not kept for others.", Literal["on", "off"]),
+    "cache": Parameter(
+        "off: the prompt is computed anew, no cache of answers is used, and nothing is kept.", Literal["on", "off"]
+    ),
+    "degrade": Parameter("What may become less under pressure: on, off, or a list of steps.", Degrade),
+    "sources": Parameter("Texts that the answer is to be made from, each with its id.", list[SourceField]),
+    "overflow": Parameter("What becomes of a conversation that is too long.", Literal["refuse", "drop", "summarise"]),
     "user": Parameter("Whom the request is for; kept in the log.", Annotated[str, Meta(max_length=512)]),
     "safety_identifier": Parameter("The newer name of user.", Annotated[str, Meta(max_length=512)]),
     "metadata": Parameter("Pairs of texts that are handed back.", Annotated[dict[str, str], Meta(max_length=16)]),
 }
 _PREFIX: Final = "x-millrace-"
 _HEADERS: Final = {
-    _PREFIX + name.replace("_", "-"): name for name in ("deadline_ms", "surface", "profile", "priority", "cache")
+    _PREFIX + name.replace("_", "-"): name
+    for name in ("deadline_ms", "surface", "profile", "priority", "cache", "degrade")
 }
 # What a prompt is made of, and not a setting of its template.
 _NO_SETTINGS: Final = ("messages", "tools", "add_generation_prompt")
@@ -181,6 +190,9 @@ def asked_extras(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
         "stop_ids": frozenset(given.get("stop_token_ids") or ()),
         "ignore_eos": given.get("ignore_eos", False),
         "template": _template(given.get("chat_template_kwargs") or {}),
+        "seeded": given.get("seed") is not None,
+        "sources": sources_of(given.get("sources") or (), most=MOST_SOURCES),
+        "overflow": given.get("overflow"),
         "user": given.get("safety_identifier", given.get("user")),
         "metadata": given.get("metadata") or {},
     }

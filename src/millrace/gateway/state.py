@@ -16,19 +16,20 @@ from msgspec import Meta
 
 from millrace.config import Config
 from millrace.gateway import response_endpoints
-from millrace.gateway.batches import Batches
+from millrace.gateway.batches import Batches, Owner
 from millrace.gateway.call import Call, Reply
 from millrace.gateway.database import Database
 from millrace.gateway.errors import ApiError, as_api_error, invalid
-from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.files import Files
-from millrace.gateway.fleet import Fleet
 from millrace.gateway.listing import listing
+from millrace.gateway.measured import measured
 from millrace.gateway.parameters import Parameter, Table, converted, read
 from millrace.gateway.response_store import ResponseStore
+from millrace.gateway.tenants.access import find_model
+from millrace.gateway.tenants.directory import Directory
 from millrace.gateway.text import answer_whole
 from millrace.gateway.upload import FIRST_FIELDS, Upload
-from millrace.gateway.vectors import EMBEDDINGS, embeddings
+from millrace.gateway.vectors import EMBEDDINGS, prepared_embeddings
 
 if TYPE_CHECKING:
     from millrace.gateway.app import App, Route
@@ -56,16 +57,16 @@ BATCHES: Final[Table] = {
 class State:
     """All of it belongs to one event loop. Nothing is opened before it is used."""
 
-    def __init__(self, config: Config, fleet: Fleet) -> None:
+    def __init__(self, config: Config, database: Database, directory: Directory) -> None:
+        """`directory`: says what those may do for whom something runs without a connection."""
         storage = config.storage
         self._config = config
-        self._fleet = fleet
+        self._directory = directory
         self._app: App | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self._database = Database(storage.path)
-        self.files = Files(self._database, storage.path, storage)
-        self.batches = Batches(self._database, self.files, self._run, storage, running=storage.batch_running)
-        self.responses = ResponseStore(self._database, hours=storage.response_hours)
+        self.files = Files(database, storage.path, storage)
+        self.batches = Batches(database, self.files, self._run, storage, running=storage.batch_running)
+        self.responses = ResponseStore(database, hours=storage.response_hours)
 
     def attach(self, app: App) -> None:
         self._app = app
@@ -79,7 +80,6 @@ class State:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
         await self.batches.close()
-        await self._database.close()
 
     async def _sweep(self) -> None:
         """What has expired goes, also where nobody writes anything new."""
@@ -181,6 +181,7 @@ class State:
             endpoint=given["endpoint"],
             completion_window=given["completion_window"],
             tenant=call.caller.tenant,
+            key=call.caller.key,
             metadata=given.get("metadata"),
             output_expires_after=None if expires is None else expires.seconds,
         )
@@ -199,38 +200,34 @@ class State:
         await self._reply(call, Reply.json(record.as_json()))
 
     async def _run(
-        self, url: str, body: dict[str, Any], tenant: str, batch: str, custom_id: str
+        self, url: str, body: dict[str, Any], owner: Owner, batch: str, custom_id: str
     ) -> tuple[int, dict[str, Any]]:
         """One request of a batch. What is refused for now is raised, with the pause that it asks for."""
         from millrace.gateway.app import BATCHED
 
-        caller = self._caller(tenant)
+        app = self._attached()
         try:
+            caller = self._directory.on_behalf(owner.tenant, key=owner.key or None, surface="batch")
             if body.get("stream"):
                 raise invalid("a batch's answers are whole: 'stream' must be false", "stream")
             if url == "/v1/embeddings":
                 given = converted(body, EMBEDDINGS)
-                served = self._fleet.find(given.get("model", ""))
-                return 200, await embeddings(served, caller, given, self._config.limits)
+                served = find_model(caller, app.fleet, given.get("model", ""))
+                prepared = await prepared_embeddings(served, caller, given, self._config.limits)
+                found, _ = await measured(app.parts, caller, prepared, url, model=given.get("model", ""))
+                return 200, found
             encoded = json.dumps(body).encode()
             if url == "/v1/responses":
-                found = await response_endpoints.read(encoded, {}, self._config.limits, self.responses, tenant)
-                dialect = response_endpoints.Answered(found, self.responses, tenant).dialect()
+                found = await response_endpoints.read(encoded, {}, self._config.limits, self.responses, owner.tenant)
+                dialect = response_endpoints.Answered(found, self.responses, owner.tenant).dialect()
                 asked = found.asked
             else:
                 dialect = BATCHED[url]
                 asked = dialect.read(encoded, {}, self._config.limits)
             asked = replace(asked, surface=asked.surface or "batch")
-            exchange = Exchange(caller=caller, asked=asked, served=self._fleet.find(asked.model, asked.profile))
-            return 200, await answer_whole(exchange, dialect)
+            return 200, await answer_whole(app.exchange(caller, asked, url), dialect, app.parts)
         except Exception as error:
             told = as_api_error(error)
             if told.status in (429, 503):
                 raise told from None
             return told.status, told.openai()
-
-    def _caller(self, tenant: str) -> Caller:
-        for key in self._config.keys:
-            if (key.tenant or key.name) == tenant:
-                return Caller(key.name, tenant, key.weight, "batch")
-        return Caller("", tenant, 1.0, "batch")

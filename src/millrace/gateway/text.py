@@ -10,15 +10,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from millrace.config import Limits
-from millrace.gateway.asked import Asked, Choice, Piece
+from millrace.gateway.asked import Asked, Choice, Piece, Restart
 from millrace.gateway.call import Call, GoneError, Reply
 from millrace.gateway.errors import ApiError, as_api_error
 from millrace.gateway.exchange import Exchange
-from millrace.gateway.flow import Answering
+from millrace.gateway.flow import Way
 from millrace.gateway.parameters import Table
+
+if TYPE_CHECKING:
+    from millrace.gateway.parts import Parts
+    from millrace.gateway.upstreams.answering import UpstreamAnswering
 
 
 class Events(Protocol):
@@ -27,6 +31,8 @@ class Events(Protocol):
     def begin(self) -> bytes: ...
 
     def piece(self, piece: Piece) -> bytes: ...
+
+    def restart(self, piece: Restart) -> bytes: ...
 
     def end(self) -> bytes: ...
 
@@ -42,43 +48,48 @@ class Dialect:
     events: Callable[[Exchange], Events]
     errors: str = "openai"  # the shape of errors
     keep: Callable[[], Awaitable[None]] | None = None  # called when all is written but the last that a client hears
+    relays: bool = False  # an upstream's own events are ours
 
 
-async def answer_whole(exchange: Exchange, dialect: Dialect) -> dict[str, Any]:
+async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> dict[str, Any]:
     """The body of an answer, for a caller that has no connection to watch, such as a batch."""
-    answering = Answering(exchange)
-    with _settling(answering):
-        await answering.begin()
-        body = dialect.whole(exchange, await answering.choices())
+    way = Way(exchange, parts)
+    with _settling(way):
+        await way.begin()
+        body = dialect.whole(exchange, await way.choices())
         if dialect.keep is not None:
             await dialect.keep()
         return body
 
 
-async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str]) -> None:
+async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
-    answering = Answering(exchange)
+    way = Way(exchange, parts)
     watch = asyncio.ensure_future(call.gone())
-    watch.add_done_callback(lambda done: None if done.cancelled() else answering.cancel())
-    with _settling(answering, watch):
-        await answering.begin()
-        if answering.gone:
+    watch.add_done_callback(lambda done: None if done.cancelled() else way.cancel())
+    with _settling(way, watch):
+        await way.begin()
+        if way.gone:
             raise GoneError  # while its prompt was cut into tokens
         if exchange.asked.stream:
-            await _stream(call, answering, dialect, headers)
+            relayed = way.relayed() if dialect.relays else None
+            if relayed is None:
+                await _stream(call, way, dialect, headers)
+            else:
+                await _relay(call, way, relayed, dialect, headers)
         else:
-            choices = await answering.choices()
-            if answering.gone:
+            choices = await way.choices()
+            if way.gone:
                 raise GoneError
             body = dialect.whole(exchange, choices)
             if dialect.keep is not None:
                 await dialect.keep()
-            timed = {**headers, "server-timing": exchange.server_timing()}
+            timed = {**headers, **way.headers(), "server-timing": exchange.server_timing()}
             await call.reply(Reply.json(body, headers=timed))
 
 
 @contextmanager
-def _settling(answering: Answering, watch: asyncio.Future[None] | None = None) -> Generator[None]:
+def _settling(way: Way, watch: asyncio.Future[None] | None = None) -> Generator[None]:
     """Settles at the end, whatever it is, and watches the client no more."""
     error: ApiError | None = None
     try:
@@ -94,33 +105,64 @@ def _settling(answering: Answering, watch: asyncio.Future[None] | None = None) -
     finally:
         if watch is not None:
             watch.cancel()
-        answering.settle(error)
+        way.settle(error)
 
 
-async def _stream(call: Call, answering: Answering, dialect: Dialect, headers: Mapping[str, str]) -> None:
+async def _relay(
+    call: Call, way: Way, relayed: UpstreamAnswering, dialect: Dialect, headers: Mapping[str, str]
+) -> None:
+    """As _stream, with an upstream's bytes."""
+    first: list[bytes] = []
+
+    def hold(data: bytes) -> bool:
+        first.append(data)
+        return False
+
+    ended = await relayed.relay(hold)
+    if not first or way.gone:
+        raise GoneError
+    await call.begin_events({**headers, **way.headers()})
+    try:
+        await call.write(b"".join(first))
+        while not ended:
+            ended = await relayed.relay(call.offer)
+            if not ended:
+                await call.room()
+        if way.gone:
+            raise GoneError
+    except GoneError:
+        raise
+    except Exception as error:
+        await call.write(dialect.events(way.exchange).error(as_api_error(error)), more=False)
+        raise
+    await call.write(b"", more=False)
+
+
+async def _stream(call: Call, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
-    events = dialect.events(answering.exchange)
-    written, offer = events.piece, call.offer
     first: list[Piece] = []
 
     def hold(piece: Piece) -> bool:
         first.append(piece)
         return False
 
-    def write(piece: Piece) -> bool:
-        data = written(piece)
-        return offer(data) if data else True
-
-    await answering.run(hold)  # what is refused has its own status, so nothing is sent before
+    await way.run(hold)  # what is refused has its own status, so nothing is sent before
     if not first:
         raise GoneError
+    events = dialect.events(way.exchange)  # it is known by now which variant answers
+    written, offer = events.piece, call.offer
+
+    def write(piece: Piece) -> bool:
+        data = events.restart(piece) if isinstance(piece, Restart) else written(piece)
+        return offer(data) if data else True
+
     beginning = events.begin() + events.piece(first[0])
-    await call.begin_events(headers)
+    await call.begin_events({**headers, **way.headers()})
     try:
         await call.write(beginning)
-        while not await answering.run(write):
+        while not await way.run(write):
             await call.room()
-        if answering.gone:
+        if way.gone:
             raise GoneError
         last = events.end()
         if dialect.keep is not None:

@@ -1,6 +1,7 @@
 """`/tokenize` and `/detokenize`: what a model's tokenizer makes of texts, chats and token ids.
 
-Owns the tables and the answers of the two endpoints.
+Owns the tables and the answers of the two endpoints. An upstream's tokens are known where its configuration names a
+tokenizer, and then as far as that is the right one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from millrace.config import Limits
+from millrace.gateway.answering import tokens_of
 from millrace.gateway.chat import Message, messages_of
 from millrace.gateway.errors import invalid
-from millrace.gateway.fleet import Served
-from millrace.gateway.flow import tokens_of
+from millrace.gateway.fleet import Served, no_tokens
 from millrace.gateway.parameters import Parameter, Table
 
 _LIMITS: Final = Limits()
@@ -37,7 +38,9 @@ DETOKENIZE: Final[Table] = {
 async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
     if ("prompt" in given) == ("messages" in given):
         raise invalid("give either 'prompt' or 'messages'", "prompt")
-    tokenizer = served.tokenizer
+    tokenizer = served.own_tokenizer
+    if tokenizer is None:
+        raise no_tokens(served.name)
     if "messages" in given:
         ends = given.get("add_generation_prompt", True)
         text = tokenizer.apply_template(messages_of(given["messages"], _LIMITS), add_generation_prompt=ends)
@@ -45,15 +48,17 @@ async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         whole = not given.get("add_special_tokens", True)
         tokens = await tokens_of(served, given["prompt"], "prompt", whole=whole) if given["prompt"] else ()
-    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.context, "tokens": list(tokens)}
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.known_context, "tokens": list(tokens)}
     if given.get("return_token_strs"):
         found["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
     return found
 
 
 async def detokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = given["tokens"]
+    tokenizer, tokens = served.own_tokenizer, given["tokens"]
+    if tokenizer is None:
+        raise no_tokens(served.name)
     for token in tokens:
-        if token >= served.tokenizer.vocab_size:
+        if token >= tokenizer.vocab_size:
             raise invalid(f"there is no token {token}", "tokens")
-    return {"prompt": served.tokenizer.decode(tokens, skip_special_tokens=False)}
+    return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}

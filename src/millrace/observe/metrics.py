@@ -6,7 +6,7 @@ routes, kinds of errors), so that no client can make new ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -56,6 +56,56 @@ stages: Final = Histogram(
     registry=registry,
 )
 
+limits: Final = Counter(
+    "millrace_limits",
+    "What limits did (refused, extended, gone), and which.",
+    ("event", "what"),
+    registry=registry,
+)
+ledger: Final = Counter("millrace_ledger", "What the ledger did; see docs/ledger.md.", ("event",), registry=registry)
+alerts: Final = Counter("millrace_alerts", "Alerts of budgets: sent, failed.", ("outcome",), registry=registry)
+caches: Final = Counter(
+    "millrace_cache",
+    "Requests by what a cache of answers did; see docs/exact-cache.md.",
+    ("cache", "outcome"),
+    registry=registry,
+)
+cache_failures: Final = Counter(
+    "millrace_cache_failures", "Calls of a cache's store that did not work.", ("cache", "call"), registry=registry
+)
+cache_entries: Final = Gauge(
+    "millrace_cache_entries",
+    "Entries of a cache of answers; of a Redis that gateways share nobody here knows.",
+    ("cache",),
+    registry=registry,
+)
+cache_bytes: Final = Gauge("millrace_cache_bytes", "Bytes that they take.", ("cache",), registry=registry)
+semantic: Final = Counter(
+    "millrace_semantic_cache",
+    "What the semantic cache did: outcomes, refusals of its guards, comparisons with fresh answers.",
+    ("table", "name"),
+    registry=registry,
+)
+routes: Final = Counter(
+    "millrace_routes", "Decisions on who answers, by stage and what was chosen.", ("stage", "chosen"), registry=registry
+)
+breakers: Final = Counter(
+    "millrace_breaker", "Changes of the breakers of variants.", ("model", "state"), registry=registry
+)
+degraded: Final = Counter(
+    "millrace_degraded", "Requests by the steps of the ladder that were taken.", ("surface", "step"), registry=registry
+)
+answered_by: Final = Counter(
+    "millrace_answered_by",
+    "Answers that no engine made for this request, by what did.",
+    ("model", "by"),
+    registry=registry,
+)
+upstreams: Final = Gauge(
+    "millrace_upstream", "An upstream's state, and its counts since the start.", ("model", "what"), registry=registry
+)
+dropped: Final = Counter("millrace_dropped", "Work that was left out for want of room.", ("what",), registry=registry)
+
 # What an engine says of itself: where it stands in its statistics, and what it is.
 _ENGINE: Final = {
     "running": (("scheduler", "running"), "Sequences that run."),
@@ -89,13 +139,35 @@ def of(metric: Metric, *labels: str) -> Metric:
     return metric.labels(*labels)
 
 
+def _plain_label(tenant: str) -> str:
+    return tenant or "-"
+
+
+_label: Callable[[str], str] = _plain_label
+
+
+def label_tenants(label: Callable[[str], str]) -> None:
+    """From now on tenants have these labels: there may be more tenants than a metric should have series."""
+    global _label
+    _label = label
+
+
+def forget_tenant(label: str) -> None:
+    """Removes the series of a label that was given up."""
+    for metric in (answers, tokens):
+        metric.remove_by_labels({"tenant": label})
+    of.cache_clear()
+
+
 def settled(model: str, exchange: Exchange, error: ApiError | None, *, gone: bool) -> None:
     """A request for text has ended."""
-    tenant = exchange.caller.tenant or "-"
+    tenant = _label(exchange.caller.tenant)
     ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
     of(answers, model, tenant, ended).inc()
     usage = exchange.usage
-    if usage.prompt_tokens:
+    if exchange.by:
+        of(answered_by, model, exchange.by).inc()
+    elif usage.prompt_tokens:
         of(tokens, model, tenant, "prompt").inc(usage.prompt_tokens)
         of(tokens, model, tenant, "cached").inc(usage.cached_tokens)
         of(tokens, model, tenant, "output").inc(usage.output_tokens)
@@ -116,6 +188,16 @@ def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
             value = value.get(key, {})
         if isinstance(value, int | float):
             _engines[name].labels(model, str(replica)).set(value)
+
+
+def upstream(model: str, state: Mapping[str, Any]) -> None:
+    """What an upstream is like just now."""
+    for what, value in state.items():
+        if isinstance(value, int | float):
+            upstreams.labels(model, what).set(value)
+    upstreams.labels(model, "breaker_open").set(state["breaker"] != "closed")
+    for reason, number in state["reasons"].items():
+        upstreams.labels(model, f"failed_{reason}").set(number)
 
 
 def exposition() -> bytes:

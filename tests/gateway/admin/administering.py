@@ -1,35 +1,37 @@
-"""A server with its admin API and the engine that a test controls, as edging has one without."""
+"""A server with administrators, and the engine that a test controls, as edging has one without."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.cli import app
-from millrace.config import KeyConfig
-from millrace.gateway.admin.administration import Administration, sqlite_store
-from millrace.gateway.app import App
-from millrace.gateway.server import Server
-from millrace.gateway.tenants.settings import AdminConfig, FastConfig, TenantConfig
-from tests.gateway.edging import Answer, FakeEngine, FakeFleet, Running, config_of, until
-from tests.gateway.tenants.standing import bearer, declared
+import msgspec
 
-if "admin" not in list(app):
-    app.command("millrace.cli.admin:admin", name="admin")
+from millrace.config import Config, KeyConfig, ModelConfig, names_of
+from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig
+from millrace.gateway.admin.administration import Administration
+from millrace.gateway.server import Server
+from millrace.gateway.tool_formats import tool_format_of
+from tests.gateway.edging import CHAT, Answer, FakeEngine, FakeFleet, Running, config_of, tokenizer, until
+from tests.gateway.tenants.standing import Clock, bearer, declared
 
 ROOT = "root-secret"
 ADMIN = declared(key=ROOT, admin="write")
 READER = declared("reader", "reader-secret", admin="read")
 CALLER = declared("caller", "caller-secret", tenant="red")
+# A model with a small variant, and another model.
+MODELS = {"mini": ModelConfig(variants={"int4": {}}), "draft": ModelConfig()}
 
 
 @dataclass
 class Administered(Running):
-    administration: Any = None
+    @property
+    def administration(self) -> Administration:
+        return self.server.parts.administration
 
     @property
     def url(self) -> str:
@@ -52,6 +54,17 @@ class Administered(Running):
         assert answer.status >= 400, answer.body
         return answer.status, answer.error["code"], answer.error["param"]
 
+    async def chat(self, secret: str, **changes: Any) -> Answer:
+        return await self.ask("POST", "/v1/chat/completions", CHAT | changes, **bearer(secret))
+
+    async def new_key(self, tenant: str, **fields: Any) -> dict[str, Any]:
+        return await self.did("POST", "keys", {"name": "app", "tenant": tenant, **fields})
+
+    def set_clocks(self, wall: Clock, monotonic: Clock) -> None:
+        """By which keys expire, and by which fast mode ends."""
+        self.administration.directory._clock = self.administration.operations._clock = wall
+        self.administration.switches._monotonic = monotonic
+
 
 @contextlib.asynccontextmanager
 async def administered(
@@ -61,37 +74,41 @@ async def administered(
     tenants: Mapping[str, TenantConfig] | None = None,
     admin: AdminConfig | None = None,
     fast: FastConfig | None = None,
-    **options: Any,
+    models: Mapping[str, ModelConfig] | None = None,
+    usage: Any = None,
+    caches: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> AsyncGenerator[Administered]:
+    """`usage`, `caches`: in the place of the server's own."""
+    config: Config = msgspec.structs.replace(
+        config_of(folder, cors_origins=("*",)),
+        keys=tuple(keys),
+        tenants=dict(tenants or {}),
+        admin=admin or AdminConfig(poll_s=3600.0),
+        fast=fast or FastConfig(max_tokens=64),
+        models=dict(models or {"mini": ModelConfig()}),
+        **sections,
+    )
     engine = FakeEngine()
     fleet = FakeFleet(engine)
-    config = config_of(folder, cors_origins=("*",))
+    template = tokenizer().tool_template
+    tools = tool_format_of(None if template is None else template.source, tokenizer())
+    fleet.served = {name: replace(fleet.served["mini"], name=name, tools=tools) for name in names_of(config)}
     server = Server(config, fleet=fleet)
-    admin = admin or AdminConfig(poll_s=3600.0)
-    administration = Administration(
-        config,
-        sqlite_store(server.state._database, admin),
-        {},
-        keys=keys,
-        tenants=tenants,
-        admin=admin,
-        fast=fast,
-        **options,
-    )
-    routes = (*server.state.routes(), *administration.routes())
-    server.app = App(config, fleet, administration.directory, routes=routes)  # type: ignore[arg-type]
-    server.state.attach(server.app)
-    server.edge.application = server.app
-    await administration.start(server.app)
+    administration = server.parts.administration
+    if usage is not None:
+        administration._routes._usage = usage
+    if caches is not None:
+        administration.invalidations._caches = caches
     task = asyncio.create_task(server.run(signals=False))
-    running = Administered(server, engine, fleet, task, administration=administration)
+    running = Administered(server, engine, fleet, task)
     try:
         await until(lambda: server.app.ready or task.done())
         yield running
-        await running.settled()
+        if not task.done():
+            await running.settled()
     finally:
         for client in running.clients:
             client.leave()
-        await administration.close()
         server.end()
         await task

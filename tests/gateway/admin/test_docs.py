@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import msgspec
 import pytest
 
 from millrace.cli import main
-from millrace.gateway.tenants.settings import AdminConfig, FastConfig, KeySettings, TenantConfig
+from millrace.config.file import load
+from millrace.config.tenants import AdminConfig, FastConfig, KeyConfig, TenantConfig
 from tests.gateway.admin.administering import ROOT, administered
 from tests.gateway.edging import asynchronous
 
@@ -66,14 +66,15 @@ def test_every_key_of_the_configuration_is_in_its_table() -> None:
     assert rows(ADMIN, "key of `[admin]`") == fields(AdminConfig)
     assert rows(ADMIN, "key of `[fast]`") == fields(FastConfig)
     assert rows(TENANTS, "key of `[tenants.NAME]`") == fields(TenantConfig)
-    more = fields(KeySettings) - {"name", "key", "key_env", "key_sha256", "tenant", "weight", "surface"}
+    more = fields(KeyConfig) - {"name", "key", "key_env", "key_sha256", "tenant", "weight", "surface"}
     assert rows(TENANTS, "key of `[[keys]]`") == more
 
 
-def test_the_configurations_in_the_pages_are_right() -> None:
-    (first,) = re.findall(r"^```toml\n(.*?)^```", TENANTS, re.MULTILINE | re.DOTALL)
-    (second,) = re.findall(r"^```toml\n(.*?)^```", ADMIN, re.MULTILINE | re.DOTALL)
-    found = tomllib.loads(first)
-    msgspec.convert(found["tenants"], dict[str, TenantConfig])
-    msgspec.convert(found["keys"], list[KeySettings])
-    msgspec.convert(tomllib.loads(second)["fast"], FastConfig)
+def test_the_configurations_in_the_pages_are_right(tmp_path: Path) -> None:
+    environ = {"OPS_KEY": "ops-secret", "RED_MOBILE_KEY": "red-secret"}
+    blocks = [block for page in (TENANTS, ADMIN) for block in re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)]
+    assert len(blocks) == 4
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        load(path, environ=environ)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.config.tenants import TenantConfig
 from millrace.gateway.admin import operations
 from millrace.gateway.errors import ApiError
-from millrace.gateway.tenants.settings import TenantConfig
 from tests.gateway.storing import asynchronous, refused
 from tests.gateway.tenants.standing import WHO, declared, gateways
 

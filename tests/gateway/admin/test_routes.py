@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from millrace.config import CacheConfig, ExactConfig, LedgerConfig
+from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig
 from millrace.gateway.admin.contracts import UsageFilters
 from millrace.gateway.admin.routes import AdminRoutes
 from millrace.gateway.tenants.key_secrets import make_secret
-from millrace.gateway.tenants.settings import AdminConfig, FastConfig, TenantConfig
 from tests.gateway.admin.administering import ADMIN, CALLER, READER, Administered, administered
 from tests.gateway.edging import CHAT, Client, asynchronous, request, words
 from tests.gateway.tenants.standing import bearer, declared
@@ -300,7 +301,9 @@ async def test_fast_mode(tmp_path: Path) -> None:
             "root",
             600,
         )
-        assert asked("red", "mini").max_tokens == 32
+        found = asked("red", "mini")
+        assert found is not None
+        assert found.max_tokens == 32
         off = await running.did("PUT", "fast/red", {"on": False, "ttl_s": 60, "reason": "golden customer"})
         assert (off["tenant"], off["on"]) == ("red", False)
         assert asked("red", "mini") is None
@@ -315,11 +318,16 @@ async def test_fast_mode(tmp_path: Path) -> None:
         assert (await running.refused("PUT", "fast", {"reason": "x"}))[2] == "ttl_s"
         assert (await running.refused("PUT", "fast", {"ttl_s": 3601, "reason": "x"}))[2] == "ttl_s"
         assert (await running.refused("PUT", "fast/nobody", {"ttl_s": 5, "reason": "x"}))[0] == 404
+    # Where nothing is declared, nothing would become cheaper.
+    async with administered(tmp_path, fast=FastConfig()) as running:
+        assert await running.refused("PUT", "fast", {"ttl_s": 5, "reason": "x"}) == (409, "fast_not_declared", "on")
+        assert (await running.admin("PUT", "fast/red", {"on": False, "ttl_s": 5, "reason": "x"})).status == 200
 
 
 @asynchronous
 async def test_caches(tmp_path: Path) -> None:
-    async with administered(tmp_path, caches={"exact": Cache()}, events={"prices": ("pricing",)}) as running:
+    events = CacheConfig(exact=ExactConfig(events={"prices": ("pricing",)}))
+    async with administered(tmp_path, caches={"exact": Cache()}, cache=events) as running:
         done = await running.did("POST", "cache/invalidate", {"tags": ["docs"], "events": ["prices"], "tenant": "red"})
         assert (done["removed"], done["tags"], done["tenant"]) == ({"exact": 4}, ["docs", "pricing"], "red")
         assert (await running.did("POST", "cache/invalidate", {"all": True}))["removed"] == {"exact": 2}
@@ -342,7 +350,7 @@ async def test_usage_is_handed_on_as_it_comes(tmp_path: Path) -> None:
         assert (await running.refused("GET", "usage?by=day,mood"))[2] == "by[1]"
     async with administered(tmp_path, usage=usage, admin=AdminConfig(export_bytes=20, poll_s=3600.0)) as running:
         assert (await running.refused("GET", "usage"))[:2] == (413, "export_too_large")
-    async with administered(tmp_path) as running:
+    async with administered(tmp_path, ledger=LedgerConfig(keeps="off")) as running:
         assert (await running.refused("GET", "usage"))[:2] == (404, "no_ledger")
 
 

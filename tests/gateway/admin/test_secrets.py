@@ -141,6 +141,39 @@ async def test_no_secret_gets_anywhere(seed: int, tmp_path: Path, logged: io.Str
         assert [match[1] for match in secrets_in(place.decode("latin-1"))] == []
 
 
+@asynchronous
+async def test_a_secret_in_a_wrong_place_of_any_request_is_shown_nowhere(tmp_path: Path, logged: io.StringIO) -> None:
+    async with administered(tmp_path) as running:
+        running.engine.answer = words("ok")
+        made = (await running.new_key("red"))["secret"]
+        replies: list[bytes] = []
+        for secret in (made, "caller-secret"):  # of a key that was made, and of one of the configuration
+            key = bearer(secret)
+            for method, path, body, headers in (
+                ("GET", "/v1/models", None, {"x-request-id": secret}),
+                ("GET", f"/{secret}", None, {}),
+                ("GET", f"/v1/{secret}/models", None, {}),
+                ("PUT", f"/v1/files/{secret}", None, {}),
+                ("GET", f"/v1/models?key={secret}", None, {}),
+                ("POST", "/v1/chat/completions", CHAT | {secret: 1}, {}),
+                ("POST", "/v1/chat/completions", CHAT | {"user": secret}, {"x-request-id": secret}),
+                ("POST", f"/admin/v1/{secret}", {}, {}),
+                ("GET", f"/admin/v1/keys/{secret}", None, {"x-request-id": secret}),
+            ):
+                for caller in (key, {}):
+                    answer = await running.ask(method, path, body, **headers, **caller)
+                    assert answer.headers["x-request-id"] != secret
+                    replies += [answer.body if secret not in str(body) else b"", repr(answer.headers).encode()]
+        unknown = await running.ask("GET", f"/v1/caller-secret/{made}")
+        assert unknown.error["message"] == "there is no /v1/mr-***/mr-***"
+        replies.append((await running.ask("GET", "/metrics")).body)
+        log = logged.getvalue()
+    assert "unknown_parameter" in log
+    for secret in (made, "caller-secret"):
+        for place in (log.encode(), *replies):
+            assert secret.encode() not in place
+
+
 def test_the_secret_of_a_key_is_never_part_of_what_is_kept(tmp_path: Path) -> None:
     from millrace.gateway.tenants.records import KeyRecord, SecretRecord, encoded, shown_key
 

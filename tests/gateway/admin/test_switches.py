@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace.config.tenants import FastConfig, TenantConfig
 from millrace.gateway.admin.switches import Switches
 from millrace.gateway.tenants.records import ALL, FastRecord, Record
-from millrace.gateway.tenants.settings import FastConfig, TenantConfig
 from millrace.gateway.tenants.store import Changes
 from tests.gateway.storing import asynchronous, refused
 from tests.gateway.tenants.standing import WHO, Clock, declared, gateways

@@ -65,6 +65,7 @@ class Mouth:
 
     def __init__(self, *pieces: Piece) -> None:
         self.cancelled = False
+        self.own = True  # it is whom the key names that speaks
         self.runs = 0
         self._waiting: list[Piece | Exception | None] = []
         self._came = asyncio.Event()
@@ -81,6 +82,9 @@ class Mouth:
     def cancel(self) -> None:
         self.cancelled = True
         self.end()
+
+    def keeps(self) -> bool:
+        return self.own
 
     async def run(self, take: Callable[[Piece], bool]) -> bool:
         self.runs += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from millrace.engine.request import Finish
 from millrace.engine.sampling import Sampling
 from millrace.engine.stream import Stream
-from millrace.gateway.asked import CallDelta, Piece, TokenLogprob, Tool, Usage
+from millrace.gateway.answering import Answering, prompts_of
+from millrace.gateway.asked import CallDelta, Piece, Restart, TokenLogprob, Tool, Usage
 from millrace.gateway.caches.entries import pack
 from millrace.gateway.caches.exact import OUTCOMES, Options, seconds_of
 from millrace.gateway.caches.flight import Flights, Terms
@@ -23,8 +25,9 @@ from millrace.gateway.chat import ChatStream
 from millrace.gateway.completions import CompletionStream
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Caller, Exchange
-from millrace.gateway.flow import Answering
+from millrace.gateway.flow import Shared
 from millrace.gateway.messages import MessageStream
+from millrace.gateway.routing.router import Plan
 from tests.gateway.answering import called, exchange_for, streamed
 from tests.gateway.caches.caching import (
     USAGE,
@@ -72,7 +75,19 @@ async def test_a_hit_says_what_it_saved_and_how_old_it_is() -> None:
     looked = await caching.look(wanted())
     assert looked.hit is not None
     facts = looked.hit.facts()
-    assert (facts.role, facts.pays, facts.saved, facts.age_s) == ("hit", False, LATE, 7.0)
+    assert (facts.role, facts.pays, facts.age_s) == ("hit", False, 7.0)
+    assert facts.saved == replace(LATE, decode_s=0.5)  # the machine's time, too
+
+
+@asynchronous
+async def test_what_another_than_the_keys_own_variant_said_is_shared_and_not_kept() -> None:
+    caching, mouth = Caching(), saying("from the spare")
+    mouth.own = False
+    assert text_of(await caching.ask(wanted(), mouth)) == "from the spare"
+    restarted = Mouth(Piece(0, "half "), Restart(0, variant="mini@spare", why="gone"), *said("whole"))
+    restarted.end()
+    assert text_of(await caching.ask(wanted(), restarted)) == "half whole"
+    assert [caching.counted(each) for each in ("stood_in", "unfinished", "stored")] == [1, 1, 0]
 
 
 @asynchronous
@@ -590,12 +605,11 @@ def exchange_of(engine: FakeEngine, **changes: Any) -> Exchange:
     return Exchange(caller=Caller(tenant="a"), asked=asked(**changes), served=served(engine=engine))
 
 
-async def begun(exchange: Exchange) -> tuple[Answering, Wanted]:
-    answering = Answering(exchange)
-    await answering.begin()
-    found = wanted_of(tenant="a", served=exchange.served, asked=exchange.asked, prompts=answering.prompts, seeded=False)
+async def begun(exchange: Exchange) -> tuple[Shared, Wanted]:
+    prompts = [prompt.tokens for prompt in await prompts_of(exchange)]
+    found = wanted_of(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
     assert found is not None
-    return answering, found
+    return Shared(Answering(exchange), Plan(exchange.served.name)), found
 
 
 @asynchronous

@@ -13,6 +13,7 @@ from millrace.gateway.asked import Asked, Tool
 from millrace.gateway.caches.key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, Wanted, wanted_of
 from millrace.gateway.errors import ApiError
 from millrace.gateway.reasoning import REASONING_FORMATS
+from millrace.gateway.shaping.sources import Source
 from tests.gateway.caches.caching import asked, served
 
 PROMPT = [(1, 2, 3)]
@@ -26,8 +27,6 @@ OTHER_ASKED: dict[str, Any] = {
     "only_tool": "weather",
     "parallel_calls": False,
     "grammar": Grammar("regex", "[0-9]+"),
-    "grammar_of": "response_format",
-    "think": True,
     "max_tokens": 5,
     "min_tokens": 2,
     "stop": ("\n",),
@@ -51,6 +50,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "logprobs": 0,
 }
 OTHER_WITHOUT_EFFECT: dict[str, Any] = {
+    "grammar_of": "response_format",
     "model": "mini@int4",
     "stream": True,
     "include_usage": True,
@@ -58,6 +58,10 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "surface": "voice",
     "priority": 3,
     "cache": "off",
+    "seeded": True,
+    "sources": (Source("mill", "The mill is old."),),
+    "overflow": "drop",
+    "degrade": "off",
     "user": "somebody",
     "metadata": {"order": "17"},
 }
@@ -156,11 +160,12 @@ def test_without_tokens_the_messages_are_in_the_key() -> None:
     others = (
         replace(plain, messages=[{"role": "user", "content": "Hello!"}]),
         replace(plain, template={"enable_thinking": False}),
+        replace(plain, think=False),
         replace(plain, messages=None, prompts=["Hello"]),
         replace(plain, messages=None, prompts=["Hello", "there"]),
     )
     keys = {key(each, prompts=None) for each in (plain, *others)}
-    assert len(keys) == 5
+    assert len(keys) == len(others) + 1
     assert found(others[-1], tenant="a", served=served(), prompts=None, seeded=True).choices == 2
 
 

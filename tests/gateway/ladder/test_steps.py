@@ -115,9 +115,15 @@ def test_what_was_done_is_told_to_everybody() -> None:
     telling.took("variant")  # there was none that was smaller
     assert telling.steps == ("trim", "max_tokens")
     assert telling.headers() == {
-        "x-millrace-degraded": "max_tokens=1000>128, trim; turns=5210>980, trim; sources=900>512"
+        "x-millrace-degraded": "trim; turns=5210>980, trim; sources=900>512, max_tokens=1000>128"
     }
-    assert telling.attributes() == {
-        "millrace.degraded.trim": "turns=5210>980, sources=900>512",
-        "millrace.degraded.max_tokens": "max_tokens=1000>128",
-    }
+
+
+def test_what_came_to_nothing_is_not_told() -> None:
+    telling = Telling()
+    telling.took("trim", Shaped("turns", 5210, 980))
+    telling.took("max_tokens", Shaped("max_tokens", 1000, 128))
+    telling.clear("max_tokens", "variant")
+    assert telling.steps == ("trim",)
+    telling.clear()
+    assert telling.headers() == {}

@@ -69,7 +69,7 @@ async def child(folder: Path, round: int, pipe: int) -> None:
                 say("P", id, tokens)
                 await asyncio.sleep(0)
             usage = Usage(prompt_tokens=PROMPT, cached_tokens=CACHED, output_tokens=planned(id))
-            receipt = await ledger.settle(id, usage)
+            receipt = ledger.settle(id, usage)
             say("S", id, receipt.micros)
 
     await ledger.open()

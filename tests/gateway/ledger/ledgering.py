@@ -112,7 +112,7 @@ class Opened:
         """Reserved and settled; its micros."""
         verdict = await self.ledger.reserve(entry(id, **options), output_tokens=output)
         assert type(verdict).__name__ == "Admit", verdict
-        receipt = await self.ledger.settle(id, used(output=output))
+        receipt = self.ledger.settle(id, used(output=output))
         return receipt.micros
 
 

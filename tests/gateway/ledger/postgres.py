@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class Server:
             yield
         finally:
             for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # a backend may have ended meanwhile
+                    os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

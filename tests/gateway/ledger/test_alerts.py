@@ -131,7 +131,7 @@ def test_a_charge_that_a_crash_left_tells_its_thresholds(tmp_path: Path) -> None
         async with ledger_in(tmp_path, accounts, abandoned=True) as opened:
             await opened.ledger.reserve(entry("one"), output_tokens=10)
             opened.store.open_gate.clear()
-            await opened.ledger.settle("one", used())
+            opened.ledger.settle("one", used())
         async with ledger_in(tmp_path, accounts) as opened:
             await opened.ledger.flush()
             assert [percent for _, _, percent in opened.alerts()] == [50, 80, 100]
@@ -147,7 +147,7 @@ def test_the_first_refusal_of_a_period_is_told(tmp_path: Path) -> None:
             await opened.ledger.reserve(entry("held"), output_tokens=5)  # of what "one" holds some may come back
             await opened.ledger.flush()
             assert opened.alerts() == []
-            await opened.ledger.settle("one", used())
+            opened.ledger.settle("one", used())
             for number in range(3):
                 assert not isinstance(await opened.ledger.reserve(entry(f"r{number}"), output_tokens=10), Admit)
             await opened.ledger.flush()

@@ -65,7 +65,7 @@ class Story:
 
     async def settle(self, opened: Opened, id: str) -> None:
         tenant, day, tokens = self.running.pop(id)
-        receipt = await opened.ledger.settle(id, used(output=tokens))
+        receipt = opened.ledger.settle(id, used(output=tokens))
         assert receipt.micros == PRICES.of("mini").micros(10, 0, tokens)
         self.charged[id] = (tenant, day, receipt.micros)
 

@@ -20,7 +20,7 @@ async def spend(opened: Opened, id: str, tenant: str = "a", **options: Any) -> N
     asked = {name: options.pop(name) for name in ("variant", "endpoint", "key", "counted") if name in options}
     tokens = {name: options.pop(name) for name in ("prompt", "output", "cached", "seconds") if name in options}
     await opened.ledger.reserve(entry(id, tenant, **asked), output_tokens=10)
-    await opened.ledger.settle(id, used(**tokens), **options)
+    opened.ledger.settle(id, used(**tokens), **options)
 
 
 async def several(opened: Opened, clock: Clock) -> None:

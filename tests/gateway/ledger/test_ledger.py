@@ -32,16 +32,16 @@ def test_an_exchange_is_charged_what_it_took_and_only_once(tmp_path: Path) -> No
             ledger = opened.ledger
             assert await admitted(opened, "one", output=100) == Admit(210)
             assert await ledger.reserve(entry("one"), output_tokens=100) == Admit(0)  # there is no budget to hold
-            first = await ledger.settle("one", used(10, 7, cached=4))
+            first = ledger.settle("one", used(10, 7, cached=4))
             assert (first.micros, first.saved) == (6 + 1 + 14, {"prefix": 3})
-            assert await ledger.settle("one", used(99, 99)) == first
+            assert ledger.settle("one", used(99, 99)) == first
             await ledger.flush()
-            assert await ledger.settle("one", used(99, 99)) == first
+            assert ledger.settle("one", used(99, 99)) == first
             assert await opened.charges() == {"one": 21}
             assert await opened.spent() == {(e, p): 21 for e in ("", CHAT) for p in (TODAY, MONTH)}
             with pytest.raises(LedgerError):
-                await ledger.settle("two", used())
-            await ledger.settle("two", used(), entry=entry("two"))
+                ledger.settle("two", used())
+            ledger.settle("two", used(), entry=entry("two"))
             assert (await opened.charges())["two"] == 30
             assert opened.counts["settled"] == 2
             with pytest.raises(LedgerError):
@@ -57,7 +57,7 @@ def test_a_charge_that_the_store_has_is_not_counted_again(tmp_path: Path) -> Non
             await opened.exchange("one")
             await opened.ledger.flush()
             opened.ledger._receipts.clear()  # pyright: ignore[reportPrivateUsage]
-            await opened.ledger.settle("one", used(), entry=entry("one"))
+            opened.ledger.settle("one", used(), entry=entry("one"))
             await opened.ledger.flush()
             assert opened.counts["known"] == 1
             (standing,) = opened.ledger.standings("a")
@@ -75,19 +75,19 @@ def test_caches_and_routes_are_told_what_they_saved(tmp_path: Path) -> None:
         async with ledger_in(tmp_path / "a", prices=prices) as opened:
             ledger = opened.ledger
             await admitted(opened, "hit")
-            receipt = await ledger.settle("hit", used(), hit="exact")
+            receipt = ledger.settle("hit", used(), hit="exact")
             assert (receipt.micros, receipt.saved) == (0, {"exact": 20})
             await admitted(opened, "routed", variant="mini@int4")
-            receipt = await ledger.settle("routed", used(), instead_of="mini", route="cascade")
+            receipt = ledger.settle("routed", used(), instead_of="mini", route="cascade")
             assert (receipt.micros, receipt.saved) == (2, {"cascade": 18})
             await admitted(opened, "dearer", variant="mini")
-            receipt = await ledger.settle("dearer", used(), variant="mini", instead_of="mini@int4")
+            receipt = ledger.settle("dearer", used(), variant="mini", instead_of="mini@int4")
             assert (receipt.micros, receipt.saved) == (20, {"route": -18})
             await admitted(opened, "elsewhere")
-            assert (await ledger.settle("elsewhere", used(), variant="mini@int4")).micros == 2
+            assert (ledger.settle("elsewhere", used(), variant="mini@int4")).micros == 2
         async with ledger_in(tmp_path / "b", prices=half) as opened:
             await admitted(opened, "hit")
-            receipt = await opened.ledger.settle("hit", used(), hit="semantic")
+            receipt = opened.ledger.settle("hit", used(), hit="semantic")
             assert (receipt.micros, receipt.saved) == (10, {"semantic": 10})
 
     asynchronous(test)
@@ -100,7 +100,7 @@ def test_a_release_leaves_nothing_behind(tmp_path: Path) -> None:
             opened.ledger.release("one")
             await admitted(opened, "two")
             opened.ledger.release("none")
-            await opened.ledger.settle("two", used())
+            opened.ledger.settle("two", used())
             opened.ledger.release("two")
             assert await opened.charges() == {"two": 30}
 
@@ -127,7 +127,7 @@ def test_concurrent_requests_never_spend_more_than_there_is(tmp_path: Path) -> N
                     served += 1
                     await asyncio.sleep(random.random() * 0.01)
                     assert opened.ledger.progress(found.id, 5)
-                    await opened.ledger.settle(found.id, used(output=random.randrange(11)))
+                    opened.ledger.settle(found.id, used(output=random.randrange(11)))
 
             for _ in range(3):
                 await asyncio.gather(*(one(random.randrange(10**9)) for _ in range(300)))
@@ -152,7 +152,7 @@ def test_an_answer_that_grows_reserves_more_or_is_stopped_in_time(tmp_path: Path
                 tokens += 1
             # After it was told, the engine may make as many as are reserved ahead: 10 + 2 · tokens + 2 · 16 = 1000.
             assert 10 + 2 * (tokens + 15) == 1000
-            receipt = await ledger.settle("one", used(output=tokens + 15))
+            receipt = ledger.settle("one", used(output=tokens + 15))
             assert receipt.micros == 1000
             (standing,) = ledger.standings("a")
             assert (standing.spent, standing.held) == (1000, 0)
@@ -175,7 +175,7 @@ def test_machine_time_is_estimated_as_others_took_it(tmp_path: Path) -> None:
     async def test() -> None:
         async with ledger_in(tmp_path, budgets(Budget(limit=10_000_000, period="day"))) as opened:
             assert await admitted(opened, "one", variant="timed") == Admit(0)
-            assert (await opened.ledger.settle("one", used(10, 10, seconds=2.0))).micros == 2_000_000
+            assert (opened.ledger.settle("one", used(10, 10, seconds=2.0))).micros == 2_000_000
             assert await admitted(opened, "two", variant="timed", output=30) == Admit(4_000_000)
             assert opened.ledger.progress("two", 10, machine_s=3.0)
             opened.ledger.release("two")
@@ -199,10 +199,10 @@ def test_the_end_of_a_budget_refuses_or_falls_to_a_variant(tmp_path: Path) -> No
             assert await ledger.reserve(entry("four", variant="mini@int4"), output_tokens=10) == Refuse(
                 "held", 1.0, "what is left of the budget is held by requests that are running; try again"
             )
-            await ledger.settle("two", used(output=5))
+            ledger.settle("two", used(output=5))
             for number in range(2):
-                await ledger.settle(f"small {number}", used())
-            await ledger.settle("three", used())
+                ledger.settle(f"small {number}", used())
+            ledger.settle("three", used())
             refused = await ledger.reserve(entry("five"), output_tokens=10)
             assert isinstance(refused, Refuse)
             assert (refused.why, refused.retry_after) == ("budget", 12 * 3600)
@@ -219,7 +219,7 @@ def test_a_budget_of_an_endpoint_counts_that_endpoint_alone(tmp_path: Path) -> N
             assert isinstance(await opened.ledger.reserve(entry("two", endpoint="/e"), output_tokens=10), Refuse)
             await opened.exchange("three")
             assert isinstance(await opened.ledger.reserve(entry("four", "b", endpoint="/e"), output_tokens=9), Admit)
-            await opened.ledger.settle("four", used())
+            opened.ledger.settle("four", used())
 
     asynchronous(test)
 
@@ -245,7 +245,7 @@ def test_a_charge_belongs_to_the_day_of_its_reservation(tmp_path: Path) -> None:
             await admitted(opened, "late")
             clock.now += DAY
             await opened.exchange("next day")
-            await opened.ledger.settle("late", used())
+            opened.ledger.settle("late", used())
             spent = await opened.spent()
             assert (spent["", TODAY], spent["", "2025-11-23"], spent["", MONTH]) == (30, 30, 60)
 
@@ -259,7 +259,7 @@ def test_a_clock_that_jumps_opens_no_budget_twice(tmp_path: Path) -> None:
         async def spends(opened: Opened, id: str) -> bool:
             verdict = await opened.ledger.reserve(entry(id), output_tokens=10)
             if isinstance(verdict, Admit):
-                await opened.ledger.settle(id, used())
+                opened.ledger.settle(id, used())
             return isinstance(verdict, Admit)
 
         async with ledger_in(tmp_path, accounts, clock=clock) as opened:
@@ -290,7 +290,7 @@ def test_another_account_counts_what_runs_and_what_was_spent(tmp_path: Path) -> 
             assert isinstance(await ledger.reserve(entry("more"), output_tokens=31), Refuse)
             (standing,) = ledger.standings("a")
             assert (standing.spent, standing.held) == (30, 0)  # nothing was held for it while there was no budget
-            await ledger.settle("running", used())
+            ledger.settle("running", used())
             await ledger.flush()
             assert ledger.standings("a")[0].spent == 60
             ledger.declare("a", Account((Budget(limit=61, period="day"),)))
@@ -327,7 +327,7 @@ def test_while_the_store_is_behind_a_tenant_is_served_or_refused_as_declared(tmp
             assert opened.ledger.statistics().behind_s == 10.0
             if when_down == "open":
                 assert verdict == Admit(30)  # the sums are in memory, and exact
-                await opened.ledger.settle("four", used())
+                opened.ledger.settle("four", used())
             else:
                 assert verdict == UNAVAILABLE
                 error = UNAVAILABLE.error()
@@ -353,7 +353,7 @@ def test_sums_that_cannot_be_read_are_not_waited_for_without_end(tmp_path: Path,
                 assert verdicts == [Admit(30, checked=False)] * 5
                 assert opened.counts["unchecked"] == 5
                 for number in range(5):
-                    await opened.ledger.settle(f"r{number}", used())
+                    opened.ledger.settle(f"r{number}", used())
             else:
                 assert verdicts == [UNAVAILABLE] * 5
             opened.store.open_gate.set()
@@ -411,7 +411,7 @@ def test_more_than_can_be_kept_is_refused(tmp_path: Path) -> None:
                 await opened.exchange(f"r{number}")
             assert await opened.ledger.reserve(entry("fifth"), output_tokens=1) == FULL
             for number in range(10):  # nobody asked for these
-                await opened.ledger.settle(f"late {number}", used(), entry=entry(f"late {number}"))
+                opened.ledger.settle(f"late {number}", used(), entry=entry(f"late {number}"))
             assert opened.counts["lost"] == 6
             opened.store.open_gate.set()
             assert len(await opened.charges()) == 8
@@ -429,7 +429,7 @@ def test_without_its_journal_a_tenant_is_served_or_refused_as_declared(tmp_path:
             verdict = await opened.ledger.reserve(entry("one"), output_tokens=10)
             if when_down == "open":
                 assert verdict == Admit(30)
-                await opened.ledger.settle("one", used())
+                opened.ledger.settle("one", used())
                 assert await opened.charges() == {"one": 30}
             else:
                 assert verdict == UNAVAILABLE
@@ -449,10 +449,10 @@ def test_what_no_database_takes_does_not_get_in(tmp_path: Path) -> None:
                 with pytest.raises(LedgerError):
                     await opened.ledger.reserve(entry("one", **wrong), output_tokens=1)
             await admitted(opened, "two")
-            receipt = await opened.ledger.settle("two", used(10**40, 10**40))
+            receipt = opened.ledger.settle("two", used(10**40, 10**40))
             assert receipt.micros == 3 * 10**9
             await admitted(opened, "three")
-            await opened.ledger.settle("three", used(-5, -5, cached=9))
+            opened.ledger.settle("three", used(-5, -5, cached=9))
             assert await opened.charges() == {"two": 3 * 10**9, "three": 0}
             assert PRICES.of("mini") == Price(1_000_000, 250_000, 2_000_000)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.config.routing import Then
 from millrace.gateway.asked import CallDelta, Choice, Piece, Usage
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
 from millrace.gateway.routing.joining import DivergedError, Joining, Said
 from millrace.gateway.routing.parts import itemised, summed
-from millrace.gateway.routing.shapes import Then
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import (
     PROMPT,

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from millrace.config.routing import BreakerConfig, HealthConfig
 from millrace.gateway.routing.health import Breaker, Check, Health, Permit, State
-from millrace.gateway.routing.shapes import BreakerConfig, HealthConfig
 from tests.gateway.edging import asynchronous
 
 

@@ -7,10 +7,10 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.config.routing import HedgeConfig
 from millrace.gateway.asked import Usage
 from millrace.gateway.errors import ApiError
 from millrace.gateway.routing.hedge import LEAST_SAMPLES, Allowance, HedgedAnswering, Hedging, Latencies
-from millrace.gateway.routing.shapes import HedgeConfig
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
 

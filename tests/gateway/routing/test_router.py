@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from millrace.config.routing import BreakerConfig, HedgeConfig, RoutingConfig
 from millrace.gateway.asked import Asked
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
@@ -21,7 +22,6 @@ from millrace.gateway.routing.health import Health
 from millrace.gateway.routing.hedge import LEAST_SAMPLES
 from millrace.gateway.routing.parts import Answers, Decision, part_of
 from millrace.gateway.routing.router import HEADER, Plan, Router, headers_of, variants_in
-from millrace.gateway.routing.shapes import BreakerConfig, HedgeConfig, RoutingConfig
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import (
     Client,

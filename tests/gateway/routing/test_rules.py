@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.config.routing import RuleConfig, When
 from millrace.engine.grammar_source import Grammar
 from millrace.gateway.asked import Asked, Tool
 from millrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
 from millrace.gateway.routing.language import LANGUAGES, language_of
 from millrace.gateway.routing.rules import Facts, Rule, first_that_holds, minutes_of
-from millrace.gateway.routing.shapes import RuleConfig, When
 from tests.gateway.routing.scripted import asked_for, exchange_of
 
 WEDNESDAY = datetime(2026, 11, 18, 14, 30, tzinfo=UTC).timestamp()

@@ -6,20 +6,20 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from millrace.config.routing import HedgeConfig
 from millrace.engine.client import WorkerLostError
 from millrace.engine.request import Finish, Request
 from millrace.engine.sampling import Chosen
 from millrace.engine.stream import Stream
 from millrace.engine.wire import Ending, Output, Usage
+from millrace.gateway.answering import Answering
 from millrace.gateway.asked import Asked
 from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
-from millrace.gateway.flow import Answering
 from millrace.gateway.routing.cascade import Cascade, CascadeAnswering
 from millrace.gateway.routing.fallback import FallbackAnswering, Step
 from millrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
 from millrace.gateway.routing.parts import Answers, Factory, part_of
-from millrace.gateway.routing.shapes import HedgeConfig
 from tests.gateway.edging import FakeEngine, asynchronous, tokenizer, until
 from tests.gateway.routing.scripted import Client, asked_for, deliver
 

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine import wire
+from millrace.engine.client import OverloadedError
 from millrace.engine.request import Finish, Request
 from millrace.engine.sampling import Sampling
 from millrace.gateway.asked import Asked
 from millrace.gateway.semantic.question import read
+from millrace.models.tokenizer import Tokenizer
 
 WIDTH = 64
 
@@ -69,6 +71,7 @@ def asking(text: str, *, before: Sequence[dict[str, Any]] = (), temperature: flo
 class EncoderStream:
     def __init__(self, request: Request) -> None:
         self._request = request
+        self.vector: NDArray[np.float32] | None = np.array([3.0, len(request.prompt), 0.0, 4.0], dtype="<f4")
 
     async def __aenter__(self) -> EncoderStream:
         return self
@@ -77,10 +80,35 @@ class EncoderStream:
         pass
 
     async def __aiter__(self) -> AsyncIterator[wire.Output]:
+        if self.vector is None:  # it says nothing
+            await asyncio.Event().wait()
         usage = wire.Usage(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0)
         output = wire.Output("r", 0, [], "", ending=wire.Ending(Finish.STOP, usage))
-        output.vector = np.array([3.0, len(self._request.prompt), 0.0, 4.0], dtype="<f4").tobytes()
+        assert self.vector is not None
+        output.vector = self.vector.astype("<f4").tobytes()
         yield output
+
+
+class WordEngine:
+    """An engine whose vectors are WordEmbedder's."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.asked: list[Request] = []
+        self.embedder = WordEmbedder()
+        self.silent = self.fails = False
+        self._tokenizer = tokenizer
+
+    def stream(self, request: Request) -> Any:
+        self.asked.append(request)
+        if self.fails:
+            raise OverloadedError("the encoder is gone")
+        stream = EncoderStream(request)
+        words = [token for token in request.prompt if not self._tokenizer.is_special(token)]
+        stream.vector = None if self.silent else self.embedder.vector(self._tokenizer.decode(words))
+        return stream
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []
 
 
 class EncoderEngine:

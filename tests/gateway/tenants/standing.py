@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config, KeyConfig, ModelConfig
+from millrace.config import Config, ModelConfig
+from millrace.config.tenants import AdminConfig, FastConfig, KeyConfig, TenantConfig
 from millrace.gateway.admin.administration import Administration
 from millrace.gateway.admin.audit import Entry
 from millrace.gateway.admin.operations import Who
 from millrace.gateway.database import Database, unavailable
-from millrace.gateway.tenants.settings import AdminConfig, FastConfig, KeySettings, TenantConfig
 from millrace.gateway.tenants.store import Change, Changes, Committed, SqliteStore
 
 WHO = Who("ops", "req_1")
@@ -80,7 +80,7 @@ class Gateways:
             keys=keys,
             tenants=tenants,
             admin=admin or AdminConfig(poll_s=3600.0),  # tests look for themselves
-            fast=fast,
+            fast=fast or FastConfig(max_tokens=64),
             clock=self.clock,
             monotonic=self.monotonic,
             **options,
@@ -109,5 +109,5 @@ def bearer(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {secret}"}
 
 
-def declared(name: str = "root", key: str = "root-secret", **fields: Any) -> KeySettings:
-    return KeySettings(name=name, key=key, **fields)
+def declared(name: str = "root", key: str = "root-secret", **fields: Any) -> KeyConfig:
+    return KeyConfig(name=name, key=key, **fields)

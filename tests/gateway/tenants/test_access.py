@@ -67,8 +67,9 @@ def test_what_is_out_of_scope_is_answered_like_what_is_not_there() -> None:
 
 
 def test_a_profile_that_a_model_of_ones_own_lacks_is_named() -> None:
-    (error,) = errors((scoped({"draft"}), "draft", "fast"))
+    (error,) = errors((scoped({"draft"}), "draft", "golden"))
     assert (error.status, error.parameter) == (400, "profile")
+    assert find_model(scoped({"draft"}), fleet(), "draft", "fast").name == "draft"
     (error,) = errors((scoped({"draft"}), "mini", "golden"))
     assert error.status == 404
 

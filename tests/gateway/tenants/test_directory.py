@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import ConfigError, KeyConfig
+from millrace.config import ConfigError
+from millrace.config.tenants import AdminConfig, CachesConfig, KeyConfig, TenantConfig
 from millrace.gateway.admin.administration import Administration
 from millrace.gateway.admin.operations import NewKey
 from millrace.gateway.errors import ApiError
 from millrace.gateway.limits.limit_set import LimitSet
 from millrace.gateway.tenants.directory import EVERYBODY, Directory
 from millrace.gateway.tenants.records import Scope
-from millrace.gateway.tenants.settings import AdminConfig, CachesConfig, KeySettings, TenantConfig
 from tests.gateway.storing import asynchronous, refused
 from tests.gateway.tenants.standing import WHO, Clock, bearer, declared, gateways
 
@@ -294,11 +294,20 @@ def test_work_on_behalf_of_a_tenant_may_what_its_key_may(tmp_path: Path) -> None
             assert (caller.tenant, caller.weight, caller.surface, caller.models) == ("red", 2.0, "batch", ())
             assert directory.on_behalf("red", key="root").models == (frozenset({"mini"}),)
             assert directory.on_behalf("red", key=key["id"], surface="batch").models == (frozenset({"draft"}),)
+            brief = await made(gateway, expires=int(standing.clock.now) + 60)
+            assert directory.on_behalf("red", key=brief["id"]).key == brief["id"]
+            standing.clock.now += 60
             await gateway.operations.revoke_key(WHO, key["id"])
-            for wrong in (("red", key["id"]), ("red", "nobody"), ("blue", "root"), ("blue", None)):
+            for tenant, id, code in (
+                ("red", key["id"], "key_ended"),
+                ("red", brief["id"], "key_ended"),
+                ("red", "nobody", "key_ended"),
+                ("blue", "root", "key_ended"),
+                ("blue", None, "tenant_ended"),
+            ):
                 with pytest.raises(ApiError) as raised:
-                    directory.on_behalf(wrong[0], key=wrong[1])
-                assert raised.value.status == 403
+                    directory.on_behalf(tenant, key=id)
+                assert (raised.value.status, raised.value.code) == (403, code)
 
     asynchronous(test)
 
@@ -336,6 +345,10 @@ def test_settings_stay_what_they_were_given_as(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
             one = await standing.gateway(keys=(declared(),))
+            # A cache that is nowhere would be silently none.
+            error = await refused(one.operations.create_tenant(WHO, "red", settings))
+            assert (error.status, error.parameter) == (400, "caches.exact")
+            one = await standing.gateway(keys=(declared(),), caches={"exact": object()})
             await one.operations.create_tenant(WHO, "red", settings)
             other = await standing.gateway(keys=(declared(),))
             assert other.directory.settings_of("red") == settings
@@ -344,9 +357,25 @@ def test_settings_stay_what_they_were_given_as(tmp_path: Path) -> None:
     asynchronous(test)
 
 
+def test_the_secrets_of_keys_are_known_in_what_clients_say(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateways(tmp_path) as standing:
+            gateway = await standing.gateway(keys=(declared("a", "schlüssel", tenant="red"),))
+            directory, secret = gateway.directory, (await made(gateway))["secret"]
+            assert directory.is_secret("schlüssel".encode().decode("latin-1"))
+            assert directory.is_secret(secret)
+            assert directory.is_secret(f"key={secret}")
+            assert not any(map(directory.is_secret, ("", "red", "schlüssel ", secret[:-1], "\ud800")))
+            text = f"/v1/files/{secret}/schlüssel/it={secret}".encode().decode("latin-1")
+            assert directory.hidden(text) == "/v1/files/mr-***/mr-***/it=mr-***"
+            assert directory.hidden("/v1//files/") == "/v1//files/"
+
+    asynchronous(test)
+
+
 def test_a_directory_of_its_own_needs_no_shared_state() -> None:
     clock = Clock()
-    directory = Directory((KeySettings(name="a", key="secret", admin="read"),), {}, {}, clock=clock)
+    directory = Directory((KeyConfig(name="a", key="secret", admin="read"),), {}, {}, clock=clock)
     assert directory.administered
     assert directory.identify(bearer("secret")).admin == "read"
     assert directory.on_behalf("a").tenant == "a"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig
 from millrace.gateway.admin.administration import Administration
 from millrace.gateway.admin.audit import Verification
 from millrace.gateway.admin.operations import NewKey
@@ -19,7 +20,6 @@ from millrace.gateway.errors import ApiError
 from millrace.gateway.tenants import postgres_store as module
 from millrace.gateway.tenants.postgres_store import PostgresStore
 from millrace.gateway.tenants.records import MarkRecord, Scope, TenantRecord
-from millrace.gateway.tenants.settings import AdminConfig, TenantConfig
 from millrace.gateway.tenants.store import Change, ConflictError, Retention, Write
 from tests.gateway.ledger.postgres import Server, serving, why_not
 from tests.gateway.storing import asynchronous, refused
@@ -129,7 +129,10 @@ def test_of_changes_at_the_same_time_none_is_lost(stores: Stores) -> None:
 def test_two_gateways_share_tenants_keys_and_fast_mode(stores: Stores) -> None:
     async def test() -> None:
         admin = AdminConfig(poll_s=0.05)
-        one, other = [Administration(CONFIG, stores(), {}, keys=(declared(),), admin=admin) for _ in range(2)]
+        fast = FastConfig(max_tokens=64)
+        one, other = [
+            Administration(CONFIG, stores(), {}, keys=(declared(),), admin=admin, fast=fast) for _ in range(2)
+        ]
         for each in (one, other):
             await each.shared.start()
 

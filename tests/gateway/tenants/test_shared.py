@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace.config.tenants import AdminConfig, TenantConfig
 from millrace.gateway.admin.operations import NewKey
 from millrace.gateway.errors import ApiError
 from millrace.gateway.tenants.records import Scope, TenantRecord
-from millrace.gateway.tenants.settings import AdminConfig, TenantConfig
 from millrace.gateway.tenants.shared import Shared
 from millrace.gateway.tenants.store import Change, Changes, ConflictError, Write
 from tests.gateway.storing import asynchronous, refused

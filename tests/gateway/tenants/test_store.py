@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace.config.tenants import TenantConfig
 from millrace.gateway.admin.audit import Verdict, Verification
 from millrace.gateway.tenants import store as module
 from millrace.gateway.tenants.records import MarkRecord, TenantRecord
-from millrace.gateway.tenants.settings import TenantConfig
 from millrace.gateway.tenants.store import Change, ConflictError, Retention, Store, Write
 from tests.gateway.storing import asynchronous, refused
 from tests.gateway.tenants.standing import entry, gateways

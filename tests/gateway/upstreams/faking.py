@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from millrace.config.upstreams import HealthConfig, Retries, Timeouts, UpstreamConfig
 from millrace.gateway.asked import Asked, Choice, Piece
 from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
 from millrace.gateway.upstreams.answering import UpstreamAnswering
-from millrace.gateway.upstreams.shapes import HealthConfig, Retries, Timeouts, UpstreamConfig
 from millrace.gateway.upstreams.upstream import Upstream
 from millrace.models.loading import BUNDLED, open_model
 from millrace.models.tokenizer import Tokenizer

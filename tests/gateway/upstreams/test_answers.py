@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
+from millrace.config.upstreams import Takes
 from millrace.engine.sampling import Sampling
 from millrace.gateway.asked import Call, Choice, Piece, Tool, Usage
 from millrace.gateway.errors import ApiError
+from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
-from millrace.gateway.upstreams.shapes import Takes
 from tests.gateway.edging import asynchronous
 from tests.gateway.upstreams.faking import (
     ANSWER,
     Handler,
     answered,
     chunk,
+    exchange,
     faking,
     kept,
     pieces_of,
@@ -427,6 +429,77 @@ async def test_a_usage_in_every_chunk_is_read_from_the_last() -> None:
     said = [{**chunk(text), "usage": used(completion_tokens=place)["usage"]} for place, text in enumerate("abc", 1)]
     usage, _ = await usage_of(streams(*said, {**chunk(finish="stop"), "usage": used(completion_tokens=4)["usage"]}))
     assert usage.output_tokens == 4
+
+
+# Tokens of pieces
+
+
+def brought(found: list[Piece], index: int = 0) -> list[int]:
+    return [piece.tokens for piece in found if piece.index == index]
+
+
+@asynchronous
+async def test_pieces_say_what_they_bring_and_the_last_puts_the_sum_right() -> None:
+    for told, last in ((3, 0), (9, 6), (2, -1)):
+        assert brought(await pieces(streams(*ANSWER, used(completion_tokens=told)))) == [1, 1, 1, last]
+    assert brought(await pieces(streams(*ANSWER))) == [1, 1, 1, 0]  # nothing is told
+    calls = await pieces(streams(*CALLS["as OpenAI"], chunk(finish="stop"), used(completion_tokens=20)), tools=(LOOK,))
+    assert sum(brought(calls)) == 20
+    assert all(piece.tokens > 0 for piece in calls)
+
+
+@asynchronous
+async def test_long_pieces_are_counted_by_the_tokenizer_or_their_length() -> None:
+    said = streams(chunk("ab"), chunk("word " * 8), chunk(finish="stop"), used(completion_tokens=12))
+    assert brought(await pieces(said)) == [1, 10, 1]
+    count = len(tokenizer().encode("word " * 8, False))
+    async with faking(said) as fake, upstream_of(fake, tokenizer=tokenizer()) as upstream:
+        assert brought(await pieces_of(upstream)) == [1, count, 11 - count]
+
+
+@asynchronous
+async def test_tokens_that_no_piece_shows_come_with_the_next_one() -> None:
+    said = (chunk(delta={"reasoning": "hm, let me see"}), chunk("Hi"), chunk(finish="stop"), used(completion_tokens=9))
+    found = await pieces(streams(*said), think=False)
+    assert [piece.content for piece in found] == ["Hi", ""]
+    assert brought(found) == [4, 5]
+
+
+@asynchronous
+async def test_each_choice_s_pieces_make_up_its_own_usage() -> None:
+    said = [chunk("a", index=1), chunk("b", index=0), chunk("c", index=1), chunk(index=1, finish="stop")]
+    found = await pieces(streams(*said, chunk(index=0, finish="length"), used(completion_tokens=30)), n=2)
+    ends = {piece.index: piece.usage for piece in found if piece.usage is not None}
+    for index, usage in ends.items():
+        assert sum(brought(found, index)) == usage.output_tokens
+    assert sum(usage.output_tokens for usage in ends.values()) == 30
+
+
+@asynchronous
+async def test_a_prompt_that_the_upstream_repeats_brings_no_tokens() -> None:
+    said = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("Say ", "something", " a")]
+    end = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+    takes = Takes(completions=True, echo=True)
+    async with (
+        faking(streams(*said, end, used(completion_tokens=1))) as fake,
+        upstream_of(fake, takes=takes) as upstream,
+    ):
+        found = await pieces_of(upstream, prompts=["Say something"], echo=True)
+        assert text_of(found) == "Say something a"
+        assert brought(found) == [0, 0, 0, 1]
+        assert sum(brought(found)) == 1
+
+
+@asynchronous
+async def test_how_far_an_answer_is_can_be_asked_while_its_bytes_are_relayed() -> None:
+    async with faking(streams()) as fake, upstream_of(fake) as upstream:
+        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        await answering.begin()
+        assert answering.output_tokens == 0
+        while not await answering.relay(lambda data: False):
+            pass
+        assert answering.output_tokens == 3 == answering.exchange.usage.output_tokens
+        answering.settle()
 
 
 @asynchronous

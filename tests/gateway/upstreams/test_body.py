@@ -9,12 +9,13 @@ from typing import Any, Final, get_args
 import msgspec
 import pytest
 
+from millrace.config.upstreams import KINDS, Kind, Takes, UpstreamConfig, findings, takes_of
 from millrace.engine.grammar_source import Grammar
 from millrace.engine.sampling import Sampling
 from millrace.gateway.asked import Asked, Tool
 from millrace.gateway.errors import ApiError
+from millrace.gateway.shaping.sources import Source
 from millrace.gateway.upstreams.body import FATES, Wanted, wanted_of
-from millrace.gateway.upstreams.shapes import KINDS, Kind, Takes, UpstreamConfig, findings, takes_of
 from tests.gateway.upstreams.faking import exchange
 
 TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}}, strict=True)
@@ -69,6 +70,10 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "cache": ({"cache": "off"}, "cache"),
     "user": ({"user": "somebody"}, None),
     "metadata": ({"metadata": {"a": "b"}}, None),
+    "sources": ({"sources": (Source("a", "A text"),)}, None),
+    "overflow": ({"overflow": "drop"}, None),
+    "seeded": ({"seeded": True}, None),
+    "degrade": ({"degrade": "off"}, None),
     "sampling": ({"sampling": Sampling(temperature=0.5)}, None),
     "temperature": ({"sampling": Sampling(temperature=0.5)}, None),
     "top_k": ({"sampling": Sampling(top_k=5)}, "top_k"),

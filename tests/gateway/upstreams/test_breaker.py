@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from millrace.config.upstreams import BreakerConfig, Retries
 from millrace.gateway.upstreams.breaker import Breaker
 from millrace.gateway.upstreams.faults import UpstreamError
 from millrace.gateway.upstreams.places import Budget, Places
-from millrace.gateway.upstreams.shapes import BreakerConfig, Retries
 from tests.gateway.edging import asynchronous
 
 CONFIG = BreakerConfig(window_s=10.0, least=4, share=0.5, slow_s=5.0, open_s=2.0, longest_s=6.0)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.config.upstreams import UpstreamConfig, takes_of
 from millrace.gateway.upstreams import usage
 from millrace.gateway.upstreams.body import wanted_of
 from millrace.gateway.upstreams.chunks import Form, joined, read_chunk
 from millrace.gateway.upstreams.faults import UpstreamError
 from millrace.gateway.upstreams.normal import AnswerReader
 from millrace.gateway.upstreams.relay import RelayReader
-from millrace.gateway.upstreams.shapes import UpstreamConfig, takes_of
 from tests.gateway.upstreams.faking import chunk, exchange
 
 
@@ -89,7 +89,7 @@ def readers() -> tuple[AnswerReader, RelayReader]:
     return inner(), RelayReader(asked, wanted, inner(), rename=True)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(alphabet='ab"\\/\n\u00e9\U0001f600{}:,', min_size=1, max_size=6), max_size=12), st.booleans())
 def test_texts_come_through_whatever_is_in_them(texts: list[str], plain: bool) -> None:
     pieces, relay = readers()

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.gateway.upstreams import shapes
+from millrace.config import upstreams
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "upstreams.md"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "`[models.NAME.upstream]`": shapes.UpstreamConfig,
-    "`timeouts`": shapes.Timeouts,
-    "`retries`": shapes.Retries,
-    "`breaker`": shapes.BreakerConfig,
-    "`health`": shapes.HealthConfig,
-    "`takes`": shapes.Takes,
+    "`[models.NAME.upstream]`": upstreams.UpstreamConfig,
+    "`timeouts`": upstreams.Timeouts,
+    "`retries`": upstreams.Retries,
+    "`breaker`": upstreams.BreakerConfig,
+    "`health`": upstreams.HealthConfig,
+    "`takes`": upstreams.Takes,
 }
 
 
@@ -43,7 +43,7 @@ def test_every_key_is_documented(heading: str) -> None:
 
 def test_every_kind_is_documented() -> None:
     documented = set(re.findall(r"^\| `([a-z.]+)` \|", DOCUMENT.read_text(), re.MULTILINE))
-    assert set(shapes.KINDS) <= documented
+    assert set(upstreams.KINDS) <= documented
 
 
 def _is_section(kind: Any) -> bool:

@@ -223,7 +223,7 @@ def test_words_are_short_and_on_one_line() -> None:
     assert len(shown_words("word " * 500, ())) == 303
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200), st.integers(100, 599))
 def test_no_body_breaks_the_reading(body: bytes, status: int) -> None:
     error = error_of(status, body, name="mini")

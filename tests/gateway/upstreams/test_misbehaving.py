@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from millrace.config.upstreams import BreakerConfig, Retries, Timeouts
 from millrace.gateway.asked import Piece
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
-from millrace.gateway.upstreams.shapes import BreakerConfig, Retries, Timeouts
 from tests.gateway.edging import asynchronous
 from tests.gateway.upstreams.faking import (
     ANSWER,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from millrace.config.upstreams import HealthConfig, Takes
 from millrace.engine.client import OverloadedError
 from millrace.engine.grammar_source import Grammar
 from millrace.engine.request import Finish
@@ -19,7 +20,6 @@ from millrace.errors import RequestError
 from millrace.gateway.asked import Piece
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
-from millrace.gateway.upstreams.shapes import HealthConfig, Takes
 from tests.gateway.edging import Running, asynchronous, fails, say, serving, until, words
 from tests.gateway.upstreams.faking import answered, exchange, pieces_of, relayed, soon, text_of, upstream_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from millrace.config.upstreams import Retries, Takes, Timeouts
 from millrace.engine.sampling import Sampling
 from millrace.gateway.asked import Tool
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
 from millrace.gateway.upstreams.relay import Renamed
-from millrace.gateway.upstreams.shapes import Retries, Takes, Timeouts
 from tests.gateway.edging import asynchronous
 from tests.gateway.upstreams.faking import (
     ANSWER,

@@ -1,31 +1,42 @@
-"""A server whose answers come from an upstream: the surface that the delivery of answers needs is there, all of it."""
+"""A server whose model is served by an upstream, in the place of an engine."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import tempfile
 from collections.abc import AsyncGenerator
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-import pytest
-
-from millrace.gateway import text
-from millrace.gateway.upstreams.answering import UpstreamAnswering
-from millrace.gateway.upstreams.shapes import Retries, Timeouts
-from tests.gateway.edging import CHAT, Running, asynchronous, ended, request, serving, until
+from millrace.config import ModelConfig
+from millrace.config.upstreams import Retries, Takes, Timeouts
+from millrace.gateway.server import Server
+from tests.gateway.edging import (
+    CHAT,
+    FakeEngine,
+    Running,
+    asynchronous,
+    config_of,
+    ended,
+    request,
+    until,
+)
 from tests.gateway.upstreams.faking import (
     ANSWER,
     Fake,
     Handler,
     Line,
     chunk,
+    config,
     faking,
     hangs,
     refuses,
+    says,
     soon,
     sse,
     streams,
-    upstream_of,
     used,
 )
 
@@ -34,10 +45,25 @@ STREAM = CHAT | {"stream": True}
 
 @contextlib.asynccontextmanager
 async def through(*answers: Handler, **changes: Any) -> AsyncGenerator[tuple[Running, Fake]]:
-    async with faking(*answers) as fake, upstream_of(fake, **changes) as upstream, serving() as running:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text, "Answering", partial(UpstreamAnswering, upstream=upstream))
-            yield running, fake
+    """A server that serves the fake's model, and nothing else: no engine of ours runs."""
+    async with faking(*answers) as fake:
+        with tempfile.TemporaryDirectory() as folder:
+            models = {"mini": ModelConfig(upstream=config(fake, **changes))}
+            server = Server(config_of(Path(folder), models=models))
+            task = asyncio.create_task(server.run(signals=False))
+            running = Running(server, FakeEngine(), cast(Any, server.fleet), task)
+            try:
+                await until(lambda: server.app.ready or task.done())
+                yield running, fake
+                await running.settled()
+                upstream = server.fleet.served["mini"].upstream
+                assert upstream is not None
+                assert upstream.places.taken == upstream.places.waiting == 0
+            finally:
+                for client in running.clients:
+                    client.leave()
+                server.end()
+                await task
 
 
 @asynchronous
@@ -119,3 +145,45 @@ async def test_a_deadline_ends_the_answer_in_the_dialects_way() -> None:
         answer = await soon(running.ask("POST", "/v1/chat/completions", STREAM | {"deadline_ms": 100}))
         assert answer.status == 200
         assert answer.events[-1]["choices"][0]["finish_reason"] == "deadline"
+
+
+@asynchronous
+async def test_the_model_is_listed_and_the_metrics_need_no_engine() -> None:
+    async with through(streams(), context=4096) as (running, _):
+        (model,) = (await soon(running.ask("GET", "/v1/models"))).json["data"]
+        assert (model["id"], model["max_model_len"], model["served_by"]) == ("mini", 4096, "upstream")
+        assert (await soon(running.ask("GET", "/metrics"))).status == 200
+        assert (await soon(running.ask("GET", "/health/ready"))).json["models"] == ["mini"]
+
+
+@asynchronous
+async def test_completions_and_embeddings_are_answered_too() -> None:
+    text = {"choices": [{"index": 0, "text": "on", "finish_reason": "stop"}]}
+    vectors = json.dumps({"data": [{"index": 0, "embedding": [3.0, 4.0]}], "usage": {"prompt_tokens": 2}}).encode()
+    takes = Takes(completions=True, embeddings=True)
+    async with through(streams(text, used()), says(vectors, kind="application/json"), takes=takes) as (running, fake):
+        answer = await soon(running.ask("POST", "/v1/completions", {"prompt": "Go"}))
+        assert answer.json["choices"][0]["text"] == "on"
+        answer = await soon(running.ask("POST", "/v1/embeddings", {"input": "Go"}))
+        assert answer.json["usage"]["prompt_tokens"] == 2
+        assert [heard.path for heard in fake.heard] == ["/v1/completions", "/v1/embeddings"]
+
+
+@asynchronous
+async def test_tokens_of_a_chat_are_counted_or_estimated() -> None:
+    for changes in ({}, {"tokenizer": "mini"}):
+        async with through(streams(), **changes) as (running, fake):
+            body = {"messages": CHAT["messages"]}
+            answer = await soon(running.ask("POST", "/v1/messages/count_tokens", body))
+            assert answer.json["input_tokens"] > 0
+            assert (await soon(running.ask("POST", "/tokenize", body))).status == (200 if changes else 400)
+            assert fake.heard == []
+
+
+@asynchronous
+async def test_what_only_an_engine_of_ours_can_do_is_refused() -> None:
+    async with through(streams()) as (running, fake):
+        body = {"prompt": "a", "continuations": ["b"]}
+        answer = await soon(running.ask("POST", "/v1/score", body))
+        assert (answer.status, answer.error["param"]) == (400, "model")
+        assert fake.heard == []

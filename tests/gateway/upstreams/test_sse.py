@@ -84,7 +84,7 @@ def test_an_event_beyond_the_bound_is_refused_when_it_comes_at_once() -> None:
         EventReader(100).feed(b"data: " + b"x" * 200 + b"\n\n")
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     texts=st.lists(st.text(alphabet="ab {}\u00e9", max_size=8), max_size=6),
     end=st.sampled_from([b"\n", b"\r\n"]),

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, KeyConfig
+from millrace.config import Config, KeyConfig, names_of
+from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig
 from millrace.gateway.admin.contracts import Forgetting, UsageExport
 from millrace.gateway.admin.invalidations import Invalidations
 from millrace.gateway.admin.operations import Operations
@@ -26,18 +27,11 @@ from millrace.gateway.admin.switches import Switches
 from millrace.gateway.database import Database
 from millrace.gateway.edge import Application, Bounds
 from millrace.gateway.tenants.directory import Directory
-from millrace.gateway.tenants.settings import AdminConfig, FastConfig, TenantConfig
 from millrace.gateway.tenants.shared import Shared
 from millrace.gateway.tenants.store import Retention, SqliteStore, Store
 
 if TYPE_CHECKING:
     from millrace.gateway.app import Route
-
-
-def names_served(config: Config) -> set[str]:
-    """Models and variants, as scopes and limits name them."""
-    variants = {f"{name}@{each}" for name, model in config.models.items() for each in model.variants}
-    return set(config.models) | variants
 
 
 class Administration:
@@ -62,14 +56,14 @@ class Administration:
         event of the caches ends. ConfigError for a key without its secret."""
         self._config = config
         self._admin = admin = admin or AdminConfig()
-        fast, served = fast or FastConfig(), names_served(config) if served is None else served
+        fast, served = fast or FastConfig(), names_of(config) if served is None else served
         self.shared = Shared(store, poll_s=admin.poll_s, taken_uses=self._taken_uses, monotonic=monotonic)
         self.directory = Directory(
             keys,
             tenants or {},
             environ,
             shared=self.shared,
-            guarded=bool(admin.socket),
+            guarded=bool(admin.socket) or store.shared,
             stale_s=admin.stale_s,
             clock=clock,
         )

@@ -37,6 +37,11 @@ class Invalidations:
         self._working: asyncio.Task[None] | None = None
 
     @property
+    def caches(self) -> frozenset[str]:
+        """Those that there are, by their names."""
+        return frozenset(self._caches)
+
+    @property
     def pending(self) -> int:
         return len(self._pending)
 

@@ -16,12 +16,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from millrace.config.tenants import AdminConfig, TenantConfig
 from millrace.gateway.admin.audit import Entry
 from millrace.gateway.admin.invalidations import KEPT, Invalidations
 from millrace.gateway.admin.switches import Switches
 from millrace.gateway.database import Page
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.limits.limit_set import LimitSet
+from millrace.gateway.tenants.checks import NAME, RESERVED, scope_findings, tenant_findings
 from millrace.gateway.tenants.directory import Directory
 from millrace.gateway.tenants.key_secrets import digest_of_secret, last_four, make_secret
 from millrace.gateway.tenants.records import (
@@ -39,7 +41,6 @@ from millrace.gateway.tenants.records import (
     shown_tenant,
     status_of,
 )
-from millrace.gateway.tenants.settings import NAME, RESERVED, AdminConfig, TenantConfig, scope_findings, tenant_findings
 from millrace.gateway.tenants.shared import Shared
 from millrace.gateway.tenants.store import Change, Write
 
@@ -210,6 +211,13 @@ class Operations:
     def _check(self, settings: TenantConfig) -> None:
         for path, why in tenant_findings(settings, self._served):
             raise invalid(f"'{path}': {why}", path)
+        for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
+            if mode not in (None, "off") and cache not in self._invalidations.caches:
+                raise invalid(
+                    f"'caches.{cache}': this server has no such cache: the section cache.{cache} of its configuration "
+                    f"names no {'embedder' if cache == 'semantic' else 'store that is there'}",
+                    f"caches.{cache}",
+                )
 
     # Keys
 
@@ -346,6 +354,8 @@ class Operations:
         """Of one tenant, or of all. `on` false of one tenant: it keeps its service while fast mode is on for all."""
         if not 0 < ttl_s <= self._most_fast_s:
             raise invalid(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
+        if on and not self.switches.declared:  # whoever switches it on in need would think that it helps
+            raise _conflict("the section fast of the configuration declares nothing to do", "on", "fast_not_declared")
         id = ALL if tenant is None else tenant
 
         def plan() -> tuple[Change, dict[str, Any]]:

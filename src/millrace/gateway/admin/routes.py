@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 
+from millrace.config.tenants import AdminConfig, TenantConfig
 from millrace.gateway.admin import tables
 from millrace.gateway.admin.audit import told
 from millrace.gateway.admin.contracts import UsageExport, UsageFilters
@@ -27,7 +28,6 @@ from millrace.gateway.parameters import Table, converted, json_object
 from millrace.gateway.tenants.directory import Identified
 from millrace.gateway.tenants.key_secrets import hidden, holds_secret
 from millrace.gateway.tenants.records import Scope
-from millrace.gateway.tenants.settings import AdminConfig, TenantConfig
 
 if TYPE_CHECKING:
     from millrace.gateway.app import Route
@@ -109,7 +109,7 @@ class AdminRoutes:
             return _LOCAL_CALLER
         directory = self._operations.directory
         if not directory.administered:
-            path = hidden(call.scope["path"])[:200]
+            path = directory.hidden(call.scope["path"])[:200]
             raise ApiError(f"there is no {path}", kind="not_found_error", code="unknown_url")
         caller = directory.identify(call.headers)
         if caller.admin is None:

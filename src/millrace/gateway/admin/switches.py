@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from millrace.config.tenants import FastConfig
 from millrace.gateway.tenants.records import ALL, FastRecord, Record
-from millrace.gateway.tenants.settings import FastConfig
 from millrace.gateway.tenants.store import Changes
 
 
@@ -52,6 +52,13 @@ class Switches:
         self._tools = frozenset(config.slow_tools)
         self._monotonic = monotonic
         self._held: dict[str, _Held] = {}
+
+    @property
+    def declared(self) -> bool:
+        """Whether fast mode asks for anything."""
+        config = self._config
+        sizes = (config.prompt_tokens, config.max_tokens)
+        return bool(config.variant or config.variants or self._tools) or sizes != (None, None)
 
     def take(self, changes: Changes) -> None:
         """What has changed in the shared state."""

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from millrace.config import Weight
+from millrace.config.tenants import BudgetConfig, CachesConfig, Rights, TenantConfig
 from millrace.engine.policy import SURFACES
 from millrace.gateway.call import Call
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.ledger.store import Dimension
 from millrace.gateway.limits.limit_set import LimitSet
 from millrace.gateway.parameters import Parameter, Table, convert
-from millrace.gateway.tenants.settings import BudgetConfig, CachesConfig, Rights, TenantConfig
 
 MOST_LISTED: Final = 1000
 _LONGEST: Final = 200  # characters of a name or a reason

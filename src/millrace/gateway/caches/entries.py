@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from millrace.gateway.asked import CallDelta, Choice, Finish, Piece, TokenLogprob, Usage
+from millrace.gateway.asked import CallDelta, Choice, Finish, Piece, Restart, TokenLogprob, Usage
 
 _MAGIC: Final = b"mx1"
 _SEAL: Final = 16  # bytes
@@ -73,12 +73,14 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
     made: float
     # A text alone is a piece of the first choice that has nothing else, as nearly all are.
     pieces: list[str | _Piece]
+    machine_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     made: float  # seconds since 1970
     pieces: list[Piece]
+    machine_s: float = 0.0  # that it took to make
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,7 +89,10 @@ _decoder = msgspec.msgpack.Decoder(_Body)
 
 def pack(pieces: Sequence[Piece], *, key: bytes, made: float, secret: bytes = b"") -> bytes:
     """ValueError for a text that is none, such as half a character."""
-    body = _encode(_Body(made, [_packed(piece) for piece in pieces]))
+    usages = [piece.usage for piece in pieces if piece.usage is not None]
+    prefill = max((usage.prefill_s for usage in usages), default=0.0)
+    decode = max((usage.decode_s for usage in usages), default=0.0)
+    body = _encode(_Body(made, [_packed(piece) for piece in pieces], prefill + decode))
     return b"".join((_MAGIC, _seal(body, key, secret), body))
 
 
@@ -105,6 +110,7 @@ def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> Entry | None:
     return Entry(
         found.made,
         [Piece(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in found.pieces],
+        found.machine_s,
     )
 
 
@@ -165,9 +171,12 @@ def _said(raw: bytes) -> str:
 
 
 def is_whole(pieces: Sequence[Piece], choices: int) -> bool:
-    """Whether every choice has come to an end of its own. What a deadline cut, failed or was cancelled has not."""
+    """Whether every choice has come to an end of its own. What a deadline cut, failed or was cancelled has not, and
+    what began anew says something else than its pieces do."""
     ended: set[int] = set()
     for piece in pieces:
+        if isinstance(piece, Restart):
+            return False
         if piece.finish is not None:
             if piece.finish not in _KEEPING or piece.index in ended:
                 return False

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, Protocol
 
 from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.caches.entries import Entry, is_whole, pack, say_the_same, unpack
-from millrace.gateway.caches.flight import Facts, Flight, Flights, Role, Source, Take, Terms, tokens_of
+from millrace.gateway.caches.flight import Facts, Flight, Flights, Role, Shareable, Source, Take, Terms, taken_by
 from millrace.gateway.caches.key import Wanted
 from millrace.gateway.caches.modes import NOTHING, Modes, Uses
 from millrace.gateway.caches.stores import Guarded, Removals, Scope, Size
@@ -47,6 +47,7 @@ Outcome = Literal[
     "unfinished",  # cut at its deadline, failed, or left by everybody: not stored
     "outdated",  # invalidated while it was made: not stored
     "too_long",  # not stored
+    "stood_in",  # another variant than the key's answered: not stored
     "unstored",  # the store did not take it
 ]
 OUTCOMES: Final[tuple[Outcome, ...]] = Outcome.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
@@ -112,13 +113,32 @@ class Hit:
     role: Role = "hit"
     source: None = None
 
-    def __init__(self, pieces: Sequence[Piece], *, n: int, age_s: float, stale: bool) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], *, n: int, age_s: float = 0.0, stale: bool = False, machine_s: float = 0.0
+    ) -> None:
+        """`machine_s`: that it took to make."""
         self.age_s = age_s
         self.stale = stale
+        self._machine_s = machine_s
         self._pieces = pieces
         self._n = n
         self._at = 0
         self._gone = False
+
+    @property
+    def over(self) -> bool:
+        """All of it was handed over."""
+        return self._at == len(self._pieces)
+
+    @property
+    def finish(self) -> str:
+        return self._pieces[-1].finish or ""
+
+    @property
+    def usage(self) -> Usage:
+        """Of all choices together, as they were made; no times."""
+        usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
+        return taken_by(usages, self._n)
 
     async def run(self, take: Take) -> bool:
         while self._at < len(self._pieces) and not self._gone:
@@ -134,8 +154,9 @@ class Hit:
         self._gone = True
 
     def facts(self) -> Facts:
-        usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
-        return Facts("hit", False, tokens_of(usages, self._n), self.age_s)
+        saved = self.usage
+        saved.decode_s = self._machine_s
+        return Facts("hit", False, saved, self.age_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +236,7 @@ class ExactCache:
             self._note("would_hit", tenant)
             return Looked(wanted, uses, entry=entry, mark=mark)
         self._note("hit" if is_fresh else "stale", tenant)
-        hit = Hit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh)
+        hit = Hit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh, machine_s=entry.machine_s)
         return Looked(wanted, uses, hit, mark=mark)
 
     def _entry(self, wanted: Wanted, data: bytes) -> Entry | None:
@@ -230,7 +251,7 @@ class ExactCache:
         ttls = self.options.tag_ttls
         return min((ttls[tag] for tag in tags if tag in ttls), default=self.options.ttl_s)
 
-    def generate(self, looked: Looked, terms: Terms, start: Callable[[], Source]) -> Answer:
+    def generate(self, looked: Looked, terms: Terms, start: Callable[[], Shareable]) -> Answer:
         """An answer where there was no hit. `start` begins a generation; it is called at once, or not at all."""
         wanted = looked.wanted
         if wanted is None or not looked.uses.looks:
@@ -247,6 +268,9 @@ class ExactCache:
     async def _ended(self, wanted: Wanted, looked: Looked, flight: Flight) -> None:
         """A generation is over."""
         tenant = wanted.tenant
+        if flight.error is None and not flight.source.keeps():
+            self._note("stood_in", tenant)
+            return
         if flight.error is not None or not (flight.whole and is_whole(flight.pieces, wanted.choices)):
             self._note("unfinished" if flight.whole else "too_long", tenant)
             return

@@ -41,13 +41,21 @@ class Source(Protocol):
         ...
 
 
+class Shareable(Source, Protocol):
+    """One that several may have, and that may be kept."""
+
+    def keeps(self) -> bool:
+        """After its end: whether the answer is by whom the key names, and may be kept under it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """How an answer came about, for the ledger, the headers and the metrics. Final once it has been read or left."""
 
     role: Role
     pays: bool  # for the generation; of those that share one, exactly one does
-    saved: Usage  # what need not be computed for this one; no times
+    saved: Usage  # what need not be computed for this one
     age_s: float = 0.0  # of a hit
 
 
@@ -58,6 +66,7 @@ class Terms:
     deadline: float | None = None  # on the monotonic clock
     surface: str = ""
     priority: int = 0
+    whole: bool = False  # nobody is to hear of it before it is whole: what breaks is begun anew
 
     def as_good_as(self, other: Terms, slack_s: float) -> bool:
         """`slack_s`: that these may be cut before the other's own deadline. They are never cut after it."""
@@ -83,9 +92,14 @@ class Reader:
         self._later: asyncio.Handle | None = None  # where it was a long way behind
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Shareable:
         """What generates the answer, whoever began it."""
         return self._flight.source
+
+    @property
+    def pays(self) -> bool:
+        """For the generation, as things stand."""
+        return self._flight.payer is self
 
     @property
     def at(self) -> int:
@@ -145,15 +159,15 @@ class Reader:
             self._over.set_result(True)
 
     def facts(self) -> Facts:
-        flight = self._flight
-        pays = flight.payer is self
-        return Facts(self.role, pays, Usage() if pays or not flight.over else tokens_of(flight.usages, flight.n))
+        flight, pays = self._flight, self.pays
+        heard = flight.over and self._at >= flight.end
+        return Facts(self.role, pays, taken_by(flight.usages, flight.n) if heard and not pays else Usage())
 
 
 class Flight:
     """One generation and its readers."""
 
-    def __init__(self, source: Source, terms: Terms, *, n: int, most_bytes: int) -> None:
+    def __init__(self, source: Shareable, terms: Terms, *, n: int, most_bytes: int) -> None:
         self.terms = terms
         self.n = n  # choices of each prompt
         self.mark = 0  # the caller's own, of when it began
@@ -265,7 +279,7 @@ class Flights:
         flight = self._open.get(key)
         if flight is None or not flight.whole or flight.abandoned or flight.error is not None:
             return None
-        if len(flight.readers) >= self._readers:
+        if len(flight.readers) >= self._readers or (flight.terms.whole and not terms.whole):
             return None
         # What has ended already is cut by no deadline any more.
         return flight if flight.over or flight.terms.as_good_as(terms, self._slack_s) else None
@@ -274,7 +288,7 @@ class Flights:
         self,
         key: bytes,
         terms: Terms,
-        source: Source,
+        source: Shareable,
         *,
         n: int,
         ended: Callable[[Flight], Awaitable[None]],
@@ -312,10 +326,13 @@ class Flights:
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
 
 
-def tokens_of(usages: Mapping[int, Usage], n: int) -> Usage:
-    """Of all choices together, without times; a prompt counts once, however many choices it has."""
+def taken_by(usages: Mapping[int, Usage], n: int) -> Usage:
+    """What all choices together took: tokens, and the machine's time. A prompt counts once, however many choices it
+    has."""
     found = total([usages[index] for index in sorted(usages)], n)
-    return Usage(found.prompt_tokens, found.output_tokens, found.cached_tokens, found.reasoning_tokens)
+    found.drafted = found.accepted = 0
+    found.queue_s = 0.0
+    return found
 
 
 def _without_times(piece: Piece, usage: Usage) -> Piece:

@@ -30,18 +30,23 @@ MOST_TAGS: Final = 8
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
 # What the prompt's tokens are made of. It is in the key by itself only where there are no tokens.
-OF_THE_PROMPT: Final = ("messages", "prompts", "template")
+OF_THE_PROMPT: Final = ("messages", "prompts", "template", "think")
 
 # Fields of Asked that two requests may differ in and still have the same answer, each with the reason.
 WITHOUT_EFFECT: Final = {
     "model": "the variant that answers is in the key, with its full name and its fingerprint",
     "sampling": "its fields are in the key one by one",
+    "grammar_of": "names a parameter in errors",
     "stream": "how the answer is delivered; a hit streams as well",
     "include_usage": "how the answer is delivered",
     "deadline_s": "an answer that a deadline cut is not stored",
     "surface": "when the request runs, not what it says",
     "priority": "when the request runs, not what it says",
     "cache": "a request with cache off has no key",
+    "seeded": "whether the seed is in the key",
+    "sources": "they are in the messages by then",
+    "overflow": "how the messages were made to fit; the prompt says to what",
+    "degrade": "how much less is done; what of it shapes the answer is in the key by itself",
     "user": "kept for the log",
     "metadata": "handed back by the endpoint; its cache_tags are in the key as tags",
 }

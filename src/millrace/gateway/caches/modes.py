@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
-Mode = Literal["off", "record", "share", "on"]
+from millrace.config.caches import Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-StepName = Literal["trim", "max_tokens", "variant", "stale", "extract", "refuse"]
+from millrace.config.shaping import StepName
+
 Degrade = Literal["on", "off"] | list[StepName]  # what a request or a tenant lets happen to it
 SignalName = Literal["queue_s", "memory_free", "slack_s", "budget_left"]
 ORDER: Final[tuple[StepName, ...]] = get_args(StepName)

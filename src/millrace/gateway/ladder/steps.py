@@ -17,7 +17,7 @@ from millrace.gateway.errors import ApiError
 from millrace.gateway.ladder.levels import Level, Signals
 from millrace.gateway.ladder.options import ORDER, Degrade, StepName, StepOptions
 from millrace.gateway.shaping.fast import is_formed, shortened
-from millrace.gateway.shaping.told import Shaped, header_value
+from millrace.gateway.shaping.told import Shaped
 
 HEADER: Final = "x-millrace-degraded"
 
@@ -112,13 +112,18 @@ def refusal(level: Level, signals: Signals) -> ApiError:
     """For a request whose ladder has ended: 429 where the tenant's own budget ends it, 503 where the machine does."""
     if level.why == ("budget_left",):
         return ApiError(
-            "the budget does not allow more for now", kind="rate_limit_error", code="budget_low", retry_after=MOST_WAIT
+            "the budget does not allow more for now",
+            kind="rate_limit_error",
+            code="budget_low",
+            retry_after=MOST_WAIT,
+            headers={HEADER: "refuse"},
         )
     return ApiError(
         "there is more to do than can be done in time; try again later",
         kind="overloaded_error",
         code="overloaded",
         retry_after=retry_after(level, signals),
+        headers={HEADER: "refuse"},
     )
 
 
@@ -132,13 +137,17 @@ def retry_after(level: Level, signals: Signals) -> float:
 
 @dataclass(slots=True)
 class Telling:
-    """What was done to one request, for whoever is told of it: its client, the trace, the metrics."""
+    """What was done to one request, for whoever is told of it: its client, the log, the metrics."""
 
     done: list[tuple[StepName, Shaped]] = field(default_factory=list[tuple[StepName, Shaped]])
 
     def took(self, step: StepName, *shaped: Shaped) -> None:
         """Nothing is told of a step that changed nothing."""
         self.done.extend((step, each) for each in shaped)
+
+    def clear(self, *steps: StepName) -> None:
+        """Nothing came of these in the end; without any, of none."""
+        self.done = [(step, each) for step, each in self.done if steps and step not in steps]
 
     @property
     def steps(self) -> tuple[StepName, ...]:
@@ -150,12 +159,6 @@ class Telling:
         """Such as `x-millrace-degraded: trim; turns=5210>1980, max_tokens=1024>128`; none where nothing was done."""
         if not self.done:
             return {}
-        parts = [str(each) if each.step == step else f"{step}; {each}" for step, each in self.done]
+        done = sorted(self.done, key=lambda each: ORDER.index(each[0]))
+        parts = [str(each) if each.step == step else f"{step}; {each}" for step, each in done]
         return {HEADER: ", ".join(parts)}
-
-    def attributes(self) -> dict[str, str]:
-        """For the trace: one for each step."""
-        return {
-            f"millrace.degraded.{step}": header_value(each for name, each in self.done if name == step)
-            for step in self.steps
-        }

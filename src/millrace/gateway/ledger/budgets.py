@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from millrace.config.tenants import ALERTS, Period
 from millrace.errors import MillraceError
-from millrace.gateway.errors import ApiError
+from millrace.gateway.errors import NO_RETRY, ApiError
 from millrace.gateway.ledger.periods import Calendar, is_month, month_of
 
-Period = Literal["day", "month"]
 Why = Literal["budget", "held", "store", "full"]
-ALERTS: Final = (50, 80, 100)  # percent
 _SOON: Final = 1.0  # seconds; until a refusal that is no budget's end may be tried again
 
 
@@ -115,14 +114,15 @@ class Refuse:
 
     def error(self) -> ApiError:
         """As OpenAI says it: 429 with insufficient_quota, which its clients and frameworks know by that name."""
+        headers = NO_RETRY if self.why == "budget" else None  # until the end of a day nobody should ask again
         match self.why:
             case "budget":
-                kind, code, status = "insufficient_quota", "insufficient_quota", 429
+                kind, code = "insufficient_quota", "insufficient_quota"
             case "held":
-                kind, code, status = "rate_limit_error", "budget_held", 429
+                kind, code = "rate_limit_error", "budget_held"
             case "store" | "full":
-                kind, code, status = "overloaded_error", "ledger_unavailable", 503
-        return ApiError(self.message, kind=kind, code=code, status=status, retry_after=self.retry_after)
+                kind, code = "overloaded_error", "ledger_unavailable"
+        return ApiError(self.message, kind=kind, code=code, retry_after=self.retry_after, headers=headers)
 
 
 Verdict: TypeAlias = Admit | Fallback | Refuse
@@ -146,15 +146,24 @@ class Standing:
 
 
 def decide(
-    standings: Sequence[Standing], variant: str, estimate: Callable[[str], int], calendar: Calendar, now: float
+    standings: Sequence[Standing],
+    variant: str,
+    estimate: Callable[[str], int],
+    calendar: Calendar,
+    now: float,
+    *,
+    falls: bool = True,
 ) -> Verdict:
-    """`estimate`: what the exchange would cost with a variant. Every budget must have room for it."""
+    """`estimate`: what the exchange would cost with a variant. Every budget must have room for it.
+
+    `falls`: another variant may answer in its place.
+    """
     micros = estimate(variant)
     blocking = [each for each in standings if not each.fits(micros, variant)]
     if not blocking:
         return Admit(micros)
     thens = dict.fromkeys(each.budget.then for each in blocking)
-    if all(thens):  # a budget that refuses at its end does so whatever another one would do
+    if falls and all(thens):  # a budget that refuses at its end does so whatever another one would do
         for then in thens:
             if then != variant and all(each.fits(estimate(then), then) for each in standings):
                 return Fallback(then)

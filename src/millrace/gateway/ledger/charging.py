@@ -48,13 +48,17 @@ class Charging:
         machine_us = microseconds(usage.prefill_s + usage.decode_s)
         prompt, output = _believed(usage.prompt_tokens), _believed(usage.output_tokens)
         tokens = (prompt, min(_believed(usage.cached_tokens), prompt), output)
+        if not hit:
+            self._learn(variant, prompt + output, machine_us)
+        if not machine_us and price.second:  # nobody has measured it: a client left, a limit ended it, it is a hit
+            machine_us = self._paced(variant, prompt + output)
         micros = price.micros(*tokens, machine_us)
         saved: dict[str, int] = {}
         if hit:
             whole, micros = micros, price.of_hit(*tokens, machine_us)
             saved[hit[:_SOURCE]] = whole - micros
+            machine_us = 0
         else:
-            self._learn(variant, prompt + output, machine_us)
             if tokens[1]:
                 saved["prefix"] = price.micros(prompt, 0, output, machine_us) - micros
             if instead_of and instead_of != variant:

@@ -67,7 +67,7 @@ Ended = Callable[[Standing, Scope], None]
 class Holds(Protocol):
     early: bool  # an extension takes a while, and has to be asked for before it is needed
 
-    async def hold(self, open: Open, estimate: Estimate, now: float) -> Verdict: ...
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict: ...
 
     def extend(self, open: Open, need: int, more: int) -> bool:
         """Whether it may go on: it is to hold what it needs now, and as much up to `more` as there is."""
@@ -143,7 +143,7 @@ class LocalHolds:
         self._sums: dict[Scope, _Sum] = {}
         self._reading: dict[Scope, asyncio.Task[None]] = {}
 
-    async def hold(self, open: Open, estimate: Estimate, now: float) -> Verdict:
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
         entry = open.reserved.entry
         budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
         if not budgets:
@@ -166,7 +166,7 @@ class LocalHolds:
             for standing, scope in zip(standings, scopes, strict=True):
                 if standing.over(micros, variant):
                     self._ended(standing, scope)
-            return decide(standings, variant, estimate, self._calendar, now)
+            return decide(standings, variant, estimate, self._calendar, now, falls=falls)
         open.scopes, open.held = scopes, micros
         for sum in sums:
             sum.held += micros
@@ -296,7 +296,7 @@ class SharedHolds:
         self._let_go = let_go
         self._pause = Pause(monotonic)
 
-    async def hold(self, open: Open, estimate: Estimate, now: float) -> Verdict:
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
         entry = open.reserved.entry
         account = self._accounts.of(entry.tenant)
         budgets = account.applying(entry.endpoint)
@@ -312,7 +312,7 @@ class SharedHolds:
         for standing, scope in zip(standings, open.scopes, strict=True):
             if standing.over(micros, entry.variant):
                 self._ended(standing, scope)
-        verdict = decide(standings, entry.variant, estimate, self._calendar, now)
+        verdict = decide(standings, entry.variant, estimate, self._calendar, now, falls=falls)
         # The database judges by the same sums, so it is not admitted here.
         return HELD if isinstance(verdict, Admit) else verdict
 

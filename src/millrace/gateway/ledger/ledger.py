@@ -196,6 +196,7 @@ class Ledger:
         output_tokens: int,  # that it is expected to have
         most_tokens: int | None = None,  # that it can have
         machine_s: float = 0.0,  # that it is expected to take; as others of its variant did by default
+        falls: bool = True,  # another variant may answer in its place
     ) -> Verdict:
         """Whether it may be served. Admit: it is to be settled, or released. Everything else leaves nothing behind."""
         if entry.id in self._receipts:
@@ -217,7 +218,7 @@ class Ledger:
 
         verdict: Verdict = UNAVAILABLE
         try:
-            verdict = await self._holds.hold(open, estimate, self._clock())
+            verdict = await self._holds.hold(open, estimate, self._clock(), falls=falls)
             if isinstance(verdict, Admit):
                 verdict = self._note(open, verdict)
         finally:
@@ -251,7 +252,7 @@ class Ledger:
     def _worth(self, open: Open, tokens: int) -> int:
         return self._charging.worth(open, tokens if open.most is None else min(tokens, open.most))
 
-    async def settle(
+    def settle(
         self,
         id: str,
         usage: Usage,
@@ -263,7 +264,7 @@ class Ledger:
         route: str = "route",  # the name by which this is told
         entry: Entry | None = None,  # of an exchange that was not reserved
     ) -> Receipt:
-        """Charges it, once: every further time returns the same receipt."""
+        """Charges it, once: every further time returns the same receipt. Never waits."""
         known = self._receipts.get(id)
         if known is not None:
             return known

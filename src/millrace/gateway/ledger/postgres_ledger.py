@@ -70,7 +70,9 @@ class PostgresLedger:
         wait_s: float = 0.05,  # for a reservation
         connections: int = 8,
         silent_s: float = 120.0,  # after which a gateway counts as dead
-        left_s: float = 60.0,  # after which a row of ours that no exchange here has counts as left over
+        # After which a row of ours that no exchange here has counts as left over. Such a row is what a statement leaves
+        # that this gateway has given up, and the database runs all the same, when the row was let go of already.
+        left_s: float = 10.0,
     ) -> None:
         if not _SCHEMA.fullmatch(schema):
             raise SchemaError(f"'{schema}' is no name for a schema: small letters, digits and underscores")

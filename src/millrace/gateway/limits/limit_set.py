@@ -10,30 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+from millrace.config.limits import LimitSet
+
 Kind = Literal["tenant", "key", "model", "surface"]
 Meter = Literal["requests", "input_tokens", "output_tokens"]
 
 SECOND: Final = 1_000_000  # microseconds, as all times in here
 MINUTE: Final = 60 * SECOND
 PACES: Final = (SECOND, MINUTE)  # a window's `pace` is the place of its span in here
-
-
-class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None: no such limit."""
-
-    requests_per_s: Count | None = None
-    requests_per_min: Count | None = None
-    concurrent: Count | None = None  # requests that run at once
-    input_tokens_per_s: Count | None = None
-    input_tokens_per_min: Count | None = None
-    output_tokens_per_s: Count | None = None
-    output_tokens_per_min: Count | None = None
-    context: Count | None = None  # tokens of one request, prompt and answer together
 
 
 class Scope(msgspec.Struct, frozen=True):

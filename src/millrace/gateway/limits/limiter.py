@@ -95,7 +95,8 @@ class Limiter:
             most_output = min(most_output, context[0] - input_tokens)
         limited = counted(scopes)
         if not limited:
-            return Reservation(self, (), NO_TICKET, _no_wish(input_tokens, most_output))
+            wish = _no_wish(input_tokens, most_output)
+            return Reservation(self, (), NO_TICKET, wish, tenant=tenant, surface=surface)
         check_size(limited, input_tokens)
         wish = self._wish(limited, input_tokens, most_output, tenant, surface)
         found: Ticket | Refusal | None = None
@@ -261,7 +262,7 @@ class Reservation:
         """The same, and never waits: what a shared store is to be told, it is told in the background."""
         if self._settled:
             return []
-        if whole and output_tokens > 0 and self._scopes:
+        if whole and output_tokens > 0:
             self._limiter.estimates.learn(*self._pair, output_tokens, self._limiter.now() - self._began)
         return self._close(input_tokens, output_tokens - self._out, void=False)
 

@@ -393,7 +393,11 @@ function operations.more()
         local room = window.limit - window.used - scope.held[pace] - own
         adds[pace] = math.min(adds[pace], room)
         if room < needs[pace] then
-          fall_short(number, window_number, wait_for(window, needs[pace] - room))
+          local wait, exact = wait_for(window, needs[pace] - room)
+          if scope.held[pace] > 0 then -- by others, who may give it back sooner
+            exact = 0
+          end
+          fall_short(number, window_number, wait, exact)
         end
       end
     end

@@ -214,7 +214,10 @@ class LocalTicket:
                 room = window.room()
                 adds[limit.pace] = min(adds[limit.pace], room)
                 if room < need:
-                    short.add(scope, limit.field, limit.limit, *window.wait(now, need - room, self._wish.ahead))
+                    wait, exact = window.wait(now, need - room, self._wish.ahead)
+                    own = self._granted[limit.pace] - self.taken
+                    # What others hold and do not use may be there sooner.
+                    short.add(scope, limit.field, limit.limit, wait, exact and window.held <= own)
         wanted = [max(0, need) if short.found is not None else 0 for need in needs]
         for _, limit, window in self._outputs:
             window.wanted += wanted[limit.pace] - self._wanted[limit.pace]

@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millrace.gateway.errors import ApiError
+from millrace.gateway.errors import NO_RETRY, ApiError
 from millrace.gateway.limits.headers import rate_headers
 from millrace.gateway.limits.limit_set import Refusal, Scope, windows_of
-
-# The official clients ask again by themselves unless they are told not to.
-NO_RETRY: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 
 _WHAT: Final = {
     "requests_per_s": "requests a second",
@@ -27,7 +24,7 @@ _WHAT: Final = {
 
 
 class LimitError(ApiError):
-    """With headers that the reply is to have."""
+    """Says whether the time that it names is certain."""
 
     def __init__(
         self,
@@ -40,8 +37,7 @@ class LimitError(ApiError):
         headers: Mapping[str, str] | None = None,
         exact: bool = True,
     ) -> None:
-        super().__init__(message, kind=kind, code=code, retry_after=retry_after, parameter=parameter)
-        self.headers: Mapping[str, str] = headers or {}
+        super().__init__(message, kind=kind, code=code, retry_after=retry_after, parameter=parameter, headers=headers)
         self.exact = exact  # at `retry_after` there is room, however long others take
 
 
@@ -50,7 +46,7 @@ def refused(refusal: Refusal) -> LimitError:
     headers = rate_headers(refusal.standings)
     code = f"{refusal.scope.kind}_{refusal.field}"
     if refusal.wait is None:
-        return LimitError(f"{what} is too small for this", code=code, headers=headers | NO_RETRY)
+        return LimitError(f"{what} is too small for this", code=code, headers={**headers, **NO_RETRY})
     seconds = -(-refusal.wait // 1000) / 1000  # whole milliseconds, as the header has them; never fewer than it takes
     return LimitError(
         f"{what} is reached; try again in {seconds:g} s",

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
+from millrace.config.routing import Measure
 from millrace.errors import MillraceError
-from millrace.gateway.routing.confidence import Measure
 
 ALWAYS_LARGE: Final = math.inf  # a threshold that no confidence reaches
 MOST_LABELLED: Final = 200_000  # rows of a file

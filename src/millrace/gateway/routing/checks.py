@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from millrace.config_text import key_path, quoted
+from millrace.config.routing import ChainConfig, RoutingConfig, RuleConfig, When
+from millrace.config.text import key_path, quoted
 from millrace.engine.policy import SURFACES
 from millrace.gateway.routing.calibration import CalibrationError, read_labelled
 from millrace.gateway.routing.language import LANGUAGES
 from millrace.gateway.routing.rules import minutes_of
-from millrace.gateway.routing.shapes import ChainConfig, RoutingConfig, RuleConfig, When
 from millrace.gateway.routing.splits import Split
 
 Finding = tuple[str, str]  # a key by its path, and what is wrong with it
@@ -58,7 +58,7 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         elif cascade.calibration is not None:
             try:
                 read_labelled(Path(cascade.calibration).expanduser())
-            except CalibrationError as error:
+            except (CalibrationError, RuntimeError) as error:
                 yield f"{here}.calibration", str(error)
     for name, chain in config.chains.items():
         yield from _chain(chain, variants, f"{where}.{key_path('chains', name)}")

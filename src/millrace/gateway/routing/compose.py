@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, cast
 
+from millrace.config.routing import HedgeConfig
 from millrace.gateway.asked import Asked
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.routing.cascade import CascadeAnswering
@@ -19,7 +20,6 @@ from millrace.gateway.routing.health import Health
 from millrace.gateway.routing.hedge import HedgedAnswering, Hedging
 from millrace.gateway.routing.parts import Answers, Clock, Composed, Decision, Factory, Settled, part_of
 from millrace.gateway.routing.router import Plan
-from millrace.gateway.routing.shapes import HedgeConfig
 from millrace.gateway.routing.watched import Watched
 
 Make = Callable[[str, Exchange, Asked], Answers]  # a variant's plain answering, as a part of an exchange
@@ -64,6 +64,7 @@ class Composer:
             steps,
             patience=plan.patience,
             diverged=cast(Literal["restart", "error"], plan.diverged),
+            whole=not exchange.asked.stream,
             settled=self._settled,
             clock=self._clock,
         )

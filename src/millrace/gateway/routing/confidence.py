@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
-Measure = Literal["mean", "least", "entropy"]
+from millrace.config.routing import Measure
+
 MEASURES: Final[tuple[Measure, ...]] = get_args(Measure)
 FIRST: Final = 8  # tokens that the entropy is taken over: there it is settled what an answer will say
 TOP: Final = 5  # likeliest tokens at each place that it takes

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from millrace.config.routing import Then
 from millrace.gateway.asked import Choice, Piece, Usage
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
@@ -34,7 +35,6 @@ from millrace.gateway.routing.parts import (
     itemised,
     produces,
 )
-from millrace.gateway.routing.shapes import Then
 
 _KINDS: Final = frozenset({"server_error", "overloaded_error", "rate_limit_error"})
 _CODES: Final = frozenset({"context_length_exceeded"})  # another variant may have more room
@@ -60,16 +60,18 @@ class FallbackAnswering(Composed):
         *,
         patience: float = 10.0,
         diverged: Literal["restart", "error"] = "error",
+        whole: bool = False,
         settled: Settled | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`patience`: seconds that a step has for its first piece, where there is another after it."""
+        """`patience`: seconds that a step has for its first piece, where there is another after it. `whole`: nobody
+        hears of the answer before it is whole, so that what breaks is simply begun anew."""
         super().__init__(exchange, settled=settled, clock=clock)
         self._steps = steps
         self._patience = patience
         self._on_divergence = diverged
         self._place = -1  # of the step that answers
-        self._whole = False  # nobody hears of the answer before it is whole
+        self._whole = whole
         self._said: dict[int, Said] = {}  # by choice: what was delivered
         self._joining: dict[int, Joining] = {}  # choices of which the step repeats what was delivered
         self._finished: dict[int, tuple[Answers, Usage]] = {}  # choices that are whole, by whom

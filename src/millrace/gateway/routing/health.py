@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
+from millrace.config.routing import BreakerConfig, HealthConfig
 from millrace.gateway.routing.parts import Clock
-from millrace.gateway.routing.shapes import BreakerConfig, HealthConfig
 
 State = Literal["closed", "open", "half-open"]
 _PIECES: Final = 10  # of the window: what is older goes a tenth at a time

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from millrace.config.routing import HedgeConfig
 from millrace.errors import MillraceError
 from millrace.gateway.asked import Piece
 from millrace.gateway.errors import ApiError
@@ -31,7 +32,6 @@ from millrace.gateway.routing.parts import (
     charges_of,
     produces,
 )
-from millrace.gateway.routing.shapes import HedgeConfig
 
 LEAST_SAMPLES: Final = 20  # before a quantile means anything
 

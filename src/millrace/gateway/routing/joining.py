@@ -84,6 +84,7 @@ class Joining:
         self._calls = [(call.name, _Text(call.arguments)) for call in delivered.calls]
         self._logprobs = len(delivered.logprobs or ())
         self._again = Said()
+        self._tokens = 0
         self._last: Piece | None = None  # with its finish
 
     def read(self, piece: Piece) -> Piece | None:
@@ -93,6 +94,7 @@ class Joining:
         """
         before = len(self._again.calls)
         self._again.add(piece)
+        self._tokens += piece.tokens
         self._last = piece
         self._content.follow(piece.content)
         self._reasoning.follow(piece.reasoning)
@@ -123,6 +125,7 @@ class Joining:
             finish=last.finish,
             stop=last.stop,
             usage=last.usage,
+            tokens=self._tokens,
         )
 
     def _complete(self) -> bool:
@@ -146,4 +149,5 @@ class Joining:
             finish=piece.finish,
             stop=piece.stop,
             usage=piece.usage,
+            tokens=piece.tokens,  # those before were delivered, and counted then
         )

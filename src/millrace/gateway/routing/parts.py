@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from millrace.gateway.asked import Asked, Choice, Piece, Usage, total
+from millrace.gateway.asked import Asked, Choice, Piece, Restart, Usage, total
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.fleet import Served
@@ -62,14 +62,6 @@ class Decision:
     stage: str  # rule, split, cascade, hedge, fallback, health
     chosen: str
     why: str
-
-
-@dataclass(slots=True)
-class Restart(Piece):
-    """Marks that a choice begins anew, by another variant: what came of it before does not count."""
-
-    variant: str = ""
-    why: str = ""
 
 
 def part_of(exchange: Exchange, served: Served, asked: Asked) -> Exchange:

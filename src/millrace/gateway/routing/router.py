@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final
 from zoneinfo import ZoneInfo
 
+from millrace.config.routing import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from millrace.gateway.asked import Asked
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.routing.calibration import ALWAYS_LARGE, at, fit, read_labelled
 from millrace.gateway.routing.cascade import Cascade
 from millrace.gateway.routing.parts import Decision
 from millrace.gateway.routing.rules import Facts, Rule, first_that_holds
-from millrace.gateway.routing.shapes import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from millrace.gateway.routing.splits import Split, conversation_of
 
 HEADER: Final = "x-millrace-route"

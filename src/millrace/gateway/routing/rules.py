@@ -13,10 +13,10 @@ from datetime import datetime, tzinfo
 from functools import cached_property
 from typing import Any, Final
 
+from millrace.config.routing import DAYS, RuleConfig, When
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.routing.complexity import complexity
 from millrace.gateway.routing.language import language_of
-from millrace.gateway.routing.shapes import DAYS, RuleConfig, When
 
 STANDARD: Final = "standard"  # the profile of requests that name none
 _HOURS: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")

@@ -1,7 +1,7 @@
 """Whether a kept answer and a fresh one say the same: what checks of hits and fresh answers beside a candidate go by.
 
 Owns the three comparisons, from strict to lenient: the same text, the same words, and near embeddings with the same
-numbers and no denial on one side alone. Knows nothing of entries.
+numbers and no denial on one side alone. A long answer's embedding is the mean of its parts'. Knows nothing of entries.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
 
-from millrace.gateway.semantic.embedding import Embedder
+from millrace.gateway.semantic.embedding import Embedder, Floats
 from millrace.gateway.semantic.index import unit
 from millrace.gateway.semantic.question import read
 
 By = Literal["exact", "normalised", "embedding"]
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD: Final = re.compile(r"\w+")
+_PART: Final = 1000  # characters, some 250 tokens
 
 
 async def agree(kept: str, fresh: str, *, by: By, embedder: Embedder | None = None, least: float = 0.9) -> bool | None:
@@ -38,11 +40,29 @@ async def agree(kept: str, fresh: str, *, by: By, embedder: Embedder | None = No
         return False
     if bool(read(kept).denied) != bool(read(fresh).denied):  # of their beginnings
         return False
-    one, other = await embedder.embed([kept, fresh])
+    parts = [_parts(kept), _parts(fresh)]
+    rows = await embedder.embed([*parts[0], *parts[1]])
     try:
-        return float(np.dot(unit(one), unit(other))) >= least
+        one, other = _mean(rows[: len(parts[0])], parts[0]), _mean(rows[len(parts[0]) :], parts[1])
+        return float(np.dot(one, other)) >= least
     except ValueError:
         return None
+
+
+def _parts(text: str) -> list[str]:
+    """What an encoder can read at once, cut between words."""
+    found: list[str] = []
+    while len(text) > _PART:
+        at = max(text.rfind(" ", _PART // 2, _PART), text.rfind("\n", _PART // 2, _PART)) + 1
+        found.append(text[: at or _PART])
+        text = text[at or _PART :]
+    return [*found, text] if text.strip() or not found else found
+
+
+def _mean(rows: Floats, parts: Sequence[str]) -> Floats:
+    """Of the parts, the longer ones counting more."""
+    lengths = np.array([len(part) for part in parts], dtype=np.float32)
+    return unit((np.stack([unit(row) for row in rows]) * lengths[:, None]).sum(axis=0))
 
 
 def _normalised(text: str) -> list[str]:

@@ -93,7 +93,9 @@ class BoundedEmbedding:
             found = unit(np.asarray(row, dtype=np.float32))
             if len(found) != embedder.width:
                 raise ValueError("a vector of another width")
-        except (TimeoutError, MillraceError, ApiError, OSError, ValueError):
+        except (TimeoutError, MillraceError, ApiError, OSError, ValueError) as error:
+            if isinstance(error, ApiError) and error.kind == "invalid_request_error":
+                return None  # a text that it cannot read, such as one that is too long for it, says nothing of it
             # After the pause one text is tried, and not several before the next pause.
             self._failures = min(self._failures + 1, _FAILURES)
             self._closed_until = self._clock() + self._pause_s

@@ -25,10 +25,14 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     content: str
     reasoning: str = ""
+    output_tokens: int = 0
+    reasoning_tokens: int = 0  # of these
+    machine_s: float = 0.0  # that it took to make
 
-    def pieces(self) -> list[Piece]:
-        """As one choice of an answer; nothing was computed for it."""
-        return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=Usage())]
+    def pieces(self, *, prompt_tokens: int = 0) -> list[Piece]:
+        """As one choice of an answer. `prompt_tokens`: of the request that gets it."""
+        usage = Usage(prompt_tokens, self.output_tokens, reasoning_tokens=self.reasoning_tokens)
+        return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=usage)]
 
 
 @dataclass(slots=True)
@@ -144,7 +148,14 @@ def answer_of(choices: Sequence[Choice]) -> Answer | None:
     choice = choices[0]
     if choice.finish != "stop" or choice.calls or not choice.content.strip():
         return None
-    return Answer(choice.content, choice.reasoning)
+    used = choice.usage
+    return Answer(
+        choice.content,
+        choice.reasoning,
+        used.output_tokens,
+        used.reasoning_tokens,
+        round(used.prefill_s + used.decode_s, 6),
+    )
 
 
 def primed(asked: Asked, entry: Entry) -> Asked:

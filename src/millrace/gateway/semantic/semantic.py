@@ -29,6 +29,7 @@ from millrace.errors import MillraceError
 from millrace.gateway.asked import Asked
 from millrace.gateway.caches.key import tags_of
 from millrace.gateway.caches.modes import Modes
+from millrace.gateway.caches.stores import Size
 from millrace.gateway.errors import ApiError
 from millrace.gateway.semantic.agreement import agree
 from millrace.gateway.semantic.embedding import BoundedEmbedding, Embedder
@@ -124,7 +125,7 @@ class SemanticCache:
         self._counted = counted
         self._clock = clock
         self._embedding = BoundedEmbedding(wait_s=options.embed_wait_s, clock=monotonic)
-        self._modes = Modes(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
+        self.modes = Modes(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
         self._removals = Removals()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -141,7 +142,7 @@ class SemanticCache:
 
     async def _recall(self, tenant: str, asked: Asked, embedder: Embedder, variant: str, surface: str) -> Recall:
         options = self.options
-        uses = self._modes.uses(tenant, wish=asked.cache)
+        uses = self.modes.uses(tenant, wish=asked.cache)
         if not uses.looks:
             return Recall("off", tenant)
         subject = subject_of(
@@ -333,6 +334,11 @@ class SemanticCache:
             "wrong": sum(entry.evidence.wrong for entry in entries),
             "braked": int(namespace.thresholds.braked),
         }
+
+    async def size(self) -> Size:
+        """Of what is in memory, of all tenants."""
+        found = self._namespaces.values()
+        return Size(sum(map(len, found)), sum(namespace.nbytes for namespace in found))
 
     async def close(self) -> None:
         for tenant in list(self._loading):

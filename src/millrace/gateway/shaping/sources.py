@@ -35,6 +35,7 @@ _LABEL: Final = re.compile(
 _EMPTY_LINE: Final = re.compile(r"\n[ \t]*\n")
 _CITED: Final = re.compile(r"\[(\d{1,4})\]")
 _TRIES: Final = 8  # at cutting a text to its tokens
+_AROUND: Final = 6  # tokens of a number, its brackets and the end of a line, about
 
 
 class SourceField(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,6 +72,7 @@ class Selected:
 
     sources: tuple[Source, ...]
     shaped: tuple[Shaped, ...] = ()
+    tokens: int = 0  # of all of them in the prompt, about
 
     def id_of(self, number: int) -> str | None:
         return self.sources[number - 1].id if 1 <= number <= len(self.sources) else None
@@ -227,7 +229,7 @@ def select(sources: Sequence[Source], options: SourceOptions, count: Callable[[s
             left -= size(each.text)
     if kept != distinct:
         shaped.append(Shaped("sources", _tokens(distinct, size), options.total_tokens - left))
-    return Selected(tuple(kept), tuple(shaped))
+    return Selected(tuple(kept), tuple(shaped), options.total_tokens - left + _AROUND * (len(kept) + 1))
 
 
 def _rank(source: Source) -> float:

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from millrace.config import ConfigError, KeyConfig, digest_of
+from millrace.config import ConfigError, digest_of
+from millrace.config.tenants import KeyConfig, TenantConfig
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Caller
 from millrace.gateway.limits.limit_set import LimitSet
-from millrace.gateway.tenants.key_secrets import digest_of_secret
+from millrace.gateway.tenants.key_secrets import HIDDEN, digest_of_secret, hidden, holds_secret
 from millrace.gateway.tenants.records import (
     KEYS_MARK,
     KeyRecord,
@@ -33,13 +34,14 @@ from millrace.gateway.tenants.records import (
     TenantRecord,
     expiry,
     shown_key,
+    status_of,
 )
-from millrace.gateway.tenants.settings import KeySettings, TenantConfig, key_settings
 from millrace.gateway.tenants.shared import Shared
 from millrace.gateway.tenants.store import Changes
 
 STANDARD: Final = TenantConfig()
 UNLIMITED: Final = LimitSet()
+_PARTS: Final = 64  # of a path that are looked at one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Directory:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.declared_tenants = dict(tenants)
-        self.declared_keys = {key.name: key_settings(key) for key in keys}
+        self.declared_keys = {key.name: key for key in keys}
         self._shared = shared
         self._guarded = guarded
         self._stale_s = stale_s
@@ -129,9 +131,7 @@ class Directory:
         if known.made:
             self._check_made(known)
         if known.caller.settings.suspended:
-            raise ApiError(
-                f"the tenant '{known.caller.tenant}' is suspended", kind="permission_error", code="tenant_suspended"
-            )
+            raise _suspended(known.caller.tenant)
         return known.caller
 
     def _check_made(self, known: _Known) -> None:
@@ -157,17 +157,35 @@ class Directory:
             config, record = self.declared_keys.get(key), self._key(key)
             if config is not None:
                 caller = self._caller(key, config.tenant or key, _scope_of(config), config.surface, config.weight)
-            elif record is not None and record.revoked is None and record.tenant == tenant:
+            elif record is not None and status_of(record, self._clock()) == "live":
                 caller = self._caller_of(key, record)
             else:
                 caller = None
         else:
             caller = self._caller("", tenant, Scope(), None, self._weight_of(tenant)) if self.exists(tenant) else None
-        if caller is None or caller.tenant != tenant or caller.settings.suspended:
+        if caller is None or caller.tenant != tenant:
             raise ApiError(
-                f"the tenant '{tenant}' may not call any more", kind="permission_error", code="tenant_suspended"
+                "the API key that asked for this holds no more" if key else f"there is no tenant '{tenant}' any more",
+                kind="permission_error",
+                code="key_ended" if key else "tenant_ended",
             )
+        if caller.settings.suspended:
+            raise _suspended(tenant)
         return caller if surface is None else replace(caller, surface=surface)
+
+    def is_secret(self, text: str) -> bool:
+        """Whether a text is the secret of a key, or holds one of those that the server makes: no log may have it."""
+        return holds_secret(text) or self._is_known(text)
+
+    def _is_known(self, text: str) -> bool:
+        digest = digest_of_secret(text)
+        return digest in self._declared or digest in self._made
+
+    def hidden(self, text: str) -> str:
+        """The text without secrets of keys. Those that the server makes are found wherever they stand, the others
+        where they are the text, or a part of it between slashes."""
+        parts = text.split("/", _PARTS)
+        return hidden("/".join(HIDDEN if part and self._is_known(part) else part for part in parts))
 
     def taken_uses(self) -> Mapping[str, int]:
         """When made keys were last used, since this was last asked: at most one entry for each of them."""
@@ -315,7 +333,7 @@ class Directory:
             yield {**shown_key(name, record, now, source="config"), "secrets": [], "created_at": None}
 
 
-def _scope_of(key: KeySettings) -> Scope:
+def _scope_of(key: KeyConfig) -> Scope:
     return Scope(key.models, key.surfaces, key.profiles, key.admin)
 
 
@@ -324,6 +342,10 @@ def _meet(one: Sequence[str] | None, other: Sequence[str] | None) -> tuple[str, 
     if one is None:
         return None if other is None else tuple(other)
     return tuple(each for each in one if other is None or each in other)
+
+
+def _suspended(tenant: str) -> ApiError:
+    return ApiError(f"the tenant '{tenant}' is suspended", kind="permission_error", code="tenant_suspended")
 
 
 def _unauthenticated(message: str, code: str) -> ApiError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -17,6 +16,7 @@ from millrace.gateway.admin.audit import ZERO, Entry, Mark, Row, pruning, sealed
 from millrace.gateway.database import unavailable
 from millrace.gateway.errors import ApiError
 from millrace.gateway.ledger.postgres_connections import Connection, Connections, NoDriverError
+from millrace.gateway.tenants.checks import SCHEMA
 from millrace.gateway.tenants.records import decoded, encoded
 from millrace.gateway.tenants.store import (
     REMEMBERED,
@@ -30,7 +30,6 @@ from millrace.gateway.tenants.store import (
 
 Result = TypeVar("Result")
 
-_NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _LOCK: Final = 0x6D696C6C73746174  # so that of gateways that start together one makes the tables
 _AT_ONCE: Final = 500  # records that are decoded in the event loop
 _NOW: Final = "extract(epoch FROM clock_timestamp())::double precision"
@@ -92,7 +91,7 @@ class PostgresStore:
         """NoDriverError where asyncpg is missing, ValueError for a schema that is no plain name."""
         if importlib.util.find_spec("asyncpg") is None:
             raise NoDriverError("tenants and keys in Postgres need asyncpg: pip install 'millrace[postgres]'")
-        if not _NAME.fullmatch(schema):
+        if not SCHEMA.fullmatch(schema):
             raise ValueError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
         self._schema = schema
         self._connections = Connections(dsn, schema=schema, most=connections)

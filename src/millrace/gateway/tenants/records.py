@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from millrace.config.tenants import Rights, TenantConfig
 from millrace.gateway.limits.limit_set import LimitSet
-from millrace.gateway.tenants.settings import Rights, TenantConfig
-from millrace.gateway.tenants.settings import shown as shown_section
+from millrace.gateway.tenants.checks import shown as shown_section
 
 log: Final = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+from millrace.config.tenants import TenantConfig
 from millrace.gateway.caches.modes import Mode
 from millrace.gateway.exchange import Caller
 from millrace.gateway.ledger.budgets import Account, Budget
 from millrace.gateway.limits.limit_set import Scope
 from millrace.gateway.tenants.directory import UNLIMITED, Directory, Identified
-from millrace.gateway.tenants.settings import TenantConfig
 from millrace.gateway.tenants.store import Changes
 
 
@@ -52,7 +52,7 @@ def account_of(settings: TenantConfig) -> Account:
     return Account(budgets, settings.fail)
 
 
-def declaring(directory: Directory, declare: Callable[[str, Account | None], None]) -> Callable[[Changes], None]:
+def declaring(directory: Directory, declare: Callable[[str, Account | None], object]) -> Callable[[Changes], None]:
     """A listener for Shared that keeps the ledger's accounts true, after it has told of the configuration's.
     `declare`: Accounts.declare."""
     for name, settings in directory.declared_tenants.items():

@@ -1,4 +1,4 @@
-"""An exchange that an upstream answers, with the surface of flow's Answering: begun, run to its end, settled.
+"""An exchange that an upstream answers, with the surface of gateway.answering's: begun, run to its end, settled.
 
 Owns what becomes of the exchange: what is asked of the upstream, and the times and the usage that are noted. How an
 answer is fetched is attempts's.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.gateway.asked import Choice, Piece, Usage, total
@@ -21,9 +21,6 @@ from millrace.gateway.upstreams.body import Wanted, wanted_of
 from millrace.gateway.upstreams.normal import AnswerReader
 from millrace.gateway.upstreams.relay import RelayReader, relayable
 from millrace.gateway.upstreams.upstream import Upstream
-from millrace.observe import metrics
-
-_LONG_TEXT: Final = 16 * 1024  # bytes that take a thread of their own to be cut into tokens
 
 
 async def prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
@@ -35,7 +32,7 @@ async def prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
         return [usage.estimated_prompt(length, len(asked.messages or ()))]
     count = partial(usage.counted_prompts, asked, upstream.tokenizer)
     try:
-        found = await asyncio.to_thread(count) if length > _LONG_TEXT else count()
+        found = await asyncio.to_thread(count) if length > usage.LONG_TEXT else count()
     except MillraceError as error:
         raise as_api_error(error) from None
     context = upstream.config.context
@@ -136,6 +133,12 @@ class UpstreamAnswering:
             hidden=upstream.wires.hidden,
         )
 
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices, as far as they came: estimated until the usage is known. Also while bytes are relayed."""
+        attempts = self._running()
+        return 0 if attempts is None else attempts.reader.output_tokens
+
     # Bytes
 
     def relayable(self) -> bool:
@@ -177,22 +180,21 @@ class UpstreamAnswering:
             attempts.cancel()
 
     def settle(self, error: ApiError | None = None) -> None:
-        """Once, however it ended."""
+        """Once, however it ended: nothing is held any more, and the exchange knows what was computed."""
         if self._settled:
             return
         self._settled = True
         exchange, attempts = self.exchange, self._running()
-        over = False
-        if attempts is not None:
-            attempts.close()
-            over = attempts.reader.over
-            self.counted = attempts.reader.counted
-            if not over and attempts.reader.started:
-                self.counted = attempts.reader.spent()
-                exchange.usage = total(self.counted.usages, exchange.asked.n)
-            if self.counted is not None:
-                self._count(self.counted)
-        metrics.settled(exchange.served.name, exchange, error, gone=self.gone and not over)
+        if attempts is None:
+            return
+        attempts.close()
+        self.counted = attempts.reader.counted
+        if not attempts.reader.over and attempts.reader.started:
+            self.counted = attempts.reader.spent()
+            exchange.usage = total(self.counted.usages, exchange.asked.n)
+        if self.counted is not None:
+            self._count(self.counted)
+        exchange.logged |= self.noted()
 
     def noted(self) -> dict[str, Any]:
         """For the log."""

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
+from millrace.config.upstreams import Takes, UpstreamConfig
 from millrace.engine.grammar_source import Grammar
 from millrace.gateway.asked import Asked, Tool
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Exchange
-from millrace.gateway.upstreams.shapes import Takes, UpstreamConfig
 
 # What becomes of each field. "sent": in the body, where the server takes it, and else refused; "done here": by this
 # server, whatever the other can; "wish": sent where it can be said, and else left to the model, as a template does.
@@ -52,6 +52,10 @@ FATES: Final[Mapping[str, str]] = {
     "cache": "sent: off",
     "user": "sent where the operator wants it; done here in the log",
     "metadata": "done here: handed back",
+    "sources": "done here: they are in the messages by now",
+    "overflow": "done here: the messages are as short by now as they are to be",
+    "seeded": "done here: it says whether an answer may be kept",
+    "degrade": "done here: before anything is sent",
     "sampling": "each of its fields",
     "temperature": "sent",
     "top_k": "sent",

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal
 
-from millrace.gateway.upstreams.shapes import BreakerConfig
+from millrace.config.upstreams import BreakerConfig
 
 State = Literal["closed", "open", "half-open"]
 

@@ -18,9 +18,9 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
 from millrace import __version__
+from millrace.config.upstreams import UpstreamConfig
 from millrace.errors import MillraceError
 from millrace.gateway.upstreams import faults
-from millrace.gateway.upstreams.shapes import UpstreamConfig
 
 _MOST_ERROR: Final = 64 * 1024  # bytes of an error's body that are read
 _ERROR_S: Final = 2.0  # and how long that may take

@@ -1,20 +1,21 @@
 """Vectors of texts from an upstream: for `/v1/embeddings`, and for caches that compare meanings.
 
-Owns the request, its further attempts, and the check of what comes back.
+Owns the count of the texts' tokens, the request, its further attempts, and the check of what comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.errors import MillraceError
 from millrace.gateway.asked import Usage
-from millrace.gateway.errors import ApiError
+from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.upstreams import faults, usage
 from millrace.gateway.upstreams.chunks import read_usage
 from millrace.gateway.upstreams.faults import UpstreamError
@@ -37,16 +38,50 @@ class _Answer(msgspec.Struct):
 _answers: Final = msgspec.json.Decoder(_Answer)
 
 
-async def embedded(
-    upstream: Upstream, texts: Sequence[str | Sequence[int]], *, model: str = "", due: float, priority: int = 0
-) -> tuple[NDArray[np.float32], Usage]:
-    """A row for each text. `due`: on the upstream's clock. ApiError where the upstream has no such thing, or fails."""
+async def text_tokens(upstream: Upstream, texts: Mapping[str, str | Sequence[int]]) -> int:
+    """Of all texts together, each with its name for errors: counted where the upstream's configuration names a
+    tokenizer, else estimated. ApiError for what the upstream has no such thing for, does not take, or has no room for.
+    """
     if not upstream.takes.embeddings:
         raise ApiError(f"'{upstream.name}' makes text, not embeddings", parameter="model", code="unsupported_parameter")
+    found, context = 0, upstream.config.context
+    for name, text in texts.items():
+        if not isinstance(text, str) and not upstream.takes.token_prompts:
+            raise invalid(f"'{name}': the server behind this model takes texts only, no token ids", name)
+        count = await _count(upstream, text, name)
+        if upstream.tokenizer is not None and context is not None and count > context:
+            raise ApiError(
+                f"the context of '{upstream.name}' is {context} tokens, and the {name} alone {count}",
+                parameter=name,
+                code="context_length_exceeded",
+            )
+        found += count
+        await asyncio.sleep(0)  # thousands of texts take a while, and others are to be served meanwhile
+    return found
+
+
+async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> int:
+    if not isinstance(text, str):
+        return len(text)
+    tokenizer = upstream.tokenizer
+    try:
+        if tokenizer is None:
+            return usage.estimated_prompt(len(text.encode()), 0)
+        long = len(text) > usage.LONG_TEXT
+        return len(await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text))
+    except UnicodeEncodeError:
+        raise invalid(f"'{name}' holds half of a surrogate pair, which is no character", name) from None
+    except MillraceError as error:
+        raise invalid(f"'{name}': {error}", name) from None
+
+
+async def embedded(
+    upstream: Upstream, texts: Sequence[str | Sequence[int]], *, tokens: int, due: float, priority: int = 0
+) -> tuple[NDArray[np.float32], Usage]:
+    """A row for each text. `tokens`: of all of them, as `text_tokens` has it, which also says what cannot be asked.
+    `due`: on the upstream's clock. ApiError where the upstream fails."""
     inputs: list[Any] = [text if isinstance(text, str) else list(text) for text in texts]
-    if not upstream.takes.token_prompts and not all(isinstance(text, str) for text in inputs):
-        raise ApiError("'input': the server behind this model takes texts only", parameter="input")
-    body = msgspec.json.encode({"model": upstream.config.model or model or upstream.name, "input": inputs})
+    body = msgspec.json.encode({"model": upstream.config.model or upstream.name, "input": inputs})
     upstream.count("requests")
     upstream.budget.earn()
     upstream.refuse_where_shut()
@@ -55,7 +90,7 @@ async def embedded(
         answer = await _asked(upstream, body, due)
     finally:
         upstream.places.give()
-    return _checked(answer, upstream.name, len(inputs)), _usage(answer, inputs)
+    return _checked(answer, upstream.name, len(inputs)), _usage(upstream, answer, inputs, tokens)
 
 
 async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
@@ -114,9 +149,13 @@ def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
     return np.array(found, dtype=np.float32)
 
 
-def _usage(answer: _Answer, inputs: Sequence[str | Sequence[int]]) -> Usage:
+def _usage(upstream: Upstream, answer: _Answer, inputs: Sequence[str | list[int]], tokens: int) -> Usage:
     told = read_usage(answer.usage)
-    if told is not None and told.prompt_tokens is not None and told.prompt_tokens >= 0:
-        return Usage(prompt_tokens=told.prompt_tokens)
-    length = sum(len(text.encode(errors="replace")) if isinstance(text, str) else 4 * len(text) for text in inputs)
-    return Usage(prompt_tokens=usage.estimated_prompt(length, 0))
+    length = sum(len(text.encode()) if isinstance(text, str) else usage.bytes_of(text) for text in inputs)
+    if told is not None and told.prompt_tokens is not None:
+        if usage.prompt_can_be(told.prompt_tokens, length):
+            return Usage(prompt_tokens=told.prompt_tokens)
+        upstream.count("usage_wrong")
+    else:
+        upstream.count("usage_estimated" if upstream.tokenizer is None else "usage_counted")
+    return Usage(prompt_tokens=tokens)

@@ -36,6 +36,7 @@ from millrace.models.tokenizer import Tokenizer
 
 _LEAST: Final = -9999.0  # log-probability; JSON has no minus infinity
 _MOST_CALLS: Final = 128  # of one choice
+_SEVERAL: Final = 16  # bytes that are rarely one token
 _FINISH: Final[dict[str, Finish]] = {
     "stop": "stop",
     "eos": "stop",
@@ -72,6 +73,8 @@ class _Progress:
     places: dict[int, _Call] = field(default_factory=dict[int, _Call])  # calls by the upstream's index
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     chunks: int = 0  # with some output
+    tokens: int = 0  # that came, about; below zero before the end of a prompt that the upstream repeats
+    told: int = 0  # of them with pieces
     echo: str = ""  # the prompt, until it was put before the answer
     finish: Finish | None = None
     stop: str | None = None
@@ -80,6 +83,12 @@ class _Progress:
         calls = [part for call in self.calls for part in (call.name, *call.arguments)]
         text = "".join([*self.reasoning, joined(self.content), *calls])
         return usage.Came(self.chunks, len(self.logprobs), text, bool(self.reasoning))
+
+    def tell(self, piece: Piece) -> Piece:
+        """With the tokens that came since the piece before."""
+        piece.tokens = max(0, self.tokens - self.told)
+        self.told += piece.tokens
+        return piece
 
     def choice(self, index: int) -> Choice:
         calls = [Call(call.id, call.name, "".join(call.arguments)) for call in self.calls if call.name]
@@ -118,10 +127,19 @@ class AnswerReader:
         for place, progress in enumerate(self._progress):
             if wanted.echo:
                 progress.echo = wanted.echo[place // n]
+            if wanted.echoed:
+                progress.tokens = -(prompt_tokens * n // len(self._progress))
 
     @property
     def form(self) -> Form | None:
         return self._form
+
+    @property
+    def output_tokens(self) -> int:
+        """That came so far, of all choices: estimated until the end."""
+        if self.counted is not None:
+            return sum(used.output_tokens for used in self.counted.usages)
+        return sum(max(0, progress.tokens) for progress in self._progress)
 
     # What came
 
@@ -144,7 +162,8 @@ class AnswerReader:
         progress = self._progress[0]
         progress.content.append(text)
         progress.chunks += 1
-        return Piece(0, text)
+        progress.tokens += self._estimated(text)
+        return progress.tell(Piece(0, text))
 
     def _is_plain(self, chunk: Chunk, pieces: list[Piece]) -> bool:
         """Whether a chunk has some text, and nothing else: then others of its form have nothing else either."""
@@ -160,6 +179,7 @@ class AnswerReader:
         progress = self._progress[0]
         progress.content.append(raw)
         progress.chunks += 1
+        progress.tokens += len(raw) // usage.BYTES_PER_TOKEN or 1
         return raw
 
     def body(self, body: bytes) -> list[Piece]:
@@ -243,6 +263,7 @@ class AnswerReader:
             progress.logprobs += piece.logprobs or ()
         if piece.content or piece.reasoning or piece.calls or piece.logprobs:
             progress.chunks += 1
+            progress.tokens += self._tokens_of(piece)
             self.started = True
         if piece.content:
             progress.content.append(piece.content)
@@ -255,7 +276,21 @@ class AnswerReader:
             self._end(progress, part)
         if new and progress.echo:
             piece.content, progress.echo = progress.echo + piece.content, ""
-        return piece if new else None
+        return progress.tell(piece) if new else None
+
+    def _tokens_of(self, piece: Piece) -> int:
+        """That a chunk brought, about. Upstreams tell the sum alone, at the end, and there it is put right."""
+        if piece.logprobs:
+            return len(piece.logprobs)
+        calls = [f"{call.name or ''}{call.arguments}" for call in piece.calls]
+        return self._estimated("".join((piece.content, piece.reasoning, *calls)))
+
+    def _estimated(self, text: str) -> int:
+        length = len(text) if text.isascii() else len(text.encode(errors="replace"))
+        # Most servers put one token into each chunk. To count it again is only worth its time where there are several.
+        if self._tokenizer is not None and length > _SEVERAL:
+            return usage.counted_text(text, self._tokenizer) or 1
+        return length // usage.BYTES_PER_TOKEN or 1
 
     def _take(self, piece: Piece, progress: _Progress, delta: Delta) -> None:
         piece.content = delta.content if isinstance(delta.content, str) else _texts(delta.content)
@@ -324,7 +359,8 @@ class AnswerReader:
         self.counted = self.spent()
         for place, (progress, used) in enumerate(zip(self._progress, self.counted.usages, strict=True)):
             piece = Piece(place, content=progress.echo, finish=progress.finish, stop=progress.stop, usage=used)
-            progress.echo = ""
+            piece.tokens = used.output_tokens - progress.told  # below zero where too many were told
+            progress.told, progress.echo = used.output_tokens, ""
             if self._wanted.logprobs is not None:
                 piece.logprobs = []
             yield piece

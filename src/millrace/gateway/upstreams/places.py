@@ -9,8 +9,8 @@ import asyncio
 import heapq
 import itertools
 
+from millrace.config.upstreams import Retries
 from millrace.gateway.upstreams import faults
-from millrace.gateway.upstreams.shapes import Retries
 
 
 class Places:

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from millrace.config.upstreams import Takes
 from millrace.gateway.asked import Choice, Piece
 from millrace.gateway.chat import ChatStream
 from millrace.gateway.completions import CompletionStream
@@ -19,7 +20,6 @@ from millrace.gateway.exchange import Exchange
 from millrace.gateway.upstreams import usage
 from millrace.gateway.upstreams.body import Wanted
 from millrace.gateway.upstreams.normal import AnswerReader
-from millrace.gateway.upstreams.shapes import Takes
 from millrace.gateway.upstreams.sse import DONE
 
 
@@ -125,6 +125,10 @@ class RelayReader:
     @property
     def counted(self) -> usage.Counted | None:
         return self._inner.counted
+
+    @property
+    def output_tokens(self) -> int:
+        return self._inner.output_tokens
 
     def together(self, found: list[bytes]) -> list[bytes]:
         """One write for all that came at once."""

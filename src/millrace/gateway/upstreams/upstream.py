@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+from millrace.config.upstreams import UpstreamConfig, health_path, takes_of
 from millrace.errors import MillraceError
 from millrace.gateway.upstreams import faults
 from millrace.gateway.upstreams.breaker import Breaker, Permit
 from millrace.gateway.upstreams.connection import Wires
 from millrace.gateway.upstreams.places import Budget, Places
-from millrace.gateway.upstreams.shapes import UpstreamConfig, health_path, takes_of
-from millrace.models.loading import find_model, open_model
+from millrace.models.config_json import MOST_VOCAB
+from millrace.models.json_file import read_json
+from millrace.models.loading import find_model
 from millrace.models.tokenizer import Tokenizer
 
 log: Final = logging.getLogger(__name__)
@@ -92,8 +94,7 @@ class Upstream:
             key = environ.get(config.key_env)
             if not key:
                 raise MillraceError(f"the variable of the key of '{name}' is not set: {config.key_env}")
-        tokenizer = open_model(find_model(config.tokenizer)).tokenizer if config.tokenizer else None
-        return cls(name, config, key=key, tokenizer=tokenizer)
+        return cls(name, config, key=key, tokenizer=_tokenizer(config.tokenizer) if config.tokenizer else None)
 
     # Life
 
@@ -141,6 +142,11 @@ class Upstream:
     def ready(self) -> bool:
         """Whether anything is sent at the moment."""
         return self.healthy is not False and self.breaker.ready()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is room to spare, as far as it can be known here: half of the places at least are free."""
+        return self.ready and self.places.taken * 2 <= self.config.connections
 
     def refuse_where_shut(self) -> None:
         """UpstreamError where nothing is sent at the moment."""
@@ -194,3 +200,11 @@ class Upstream:
             **self._counts,
             "reasons": dict(self._reasons),
         }
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    """Of a folder that need have no weights: the model runs elsewhere, and may be of a family that ours cannot run."""
+    folder = find_model(name)
+    path = folder / "config.json"
+    size = read_json(path).get("vocab_size") if path.exists() else None
+    return Tokenizer.load(folder, size if isinstance(size, int) and 0 < size < MOST_VOCAB else MOST_VOCAB)

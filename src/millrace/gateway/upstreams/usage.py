@@ -17,7 +17,8 @@ from millrace.models.tokenizer import Tokenizer
 
 Source = Literal["told", "counted", "estimated"]
 
-_BYTES_PER_TOKEN: Final = 4  # of text, about; English and code in today's vocabularies
+LONG_TEXT: Final = 16 * 1024  # bytes that take a thread of their own to be cut into tokens
+BYTES_PER_TOKEN: Final = 4  # of text, about; English and code in today's vocabularies
 _MESSAGE_TOKENS: Final = 4  # that a template puts around each message, about
 # A count that is told may be off by this much before it counts as wrong: servers put several tokens into a chunk, tell
 # tokens that have no text, and count their templates.
@@ -78,7 +79,7 @@ def counted(
         else:
             wrong, reasoning = True, 0
     if told is not None and told.prompt_tokens is not None:
-        if _prompt_can_be(told.prompt_tokens, prompt_bytes):
+        if prompt_can_be(told.prompt_tokens, prompt_bytes):
             prompt = told.prompt_tokens
             cached = _within(_cached(told), prompt)
         else:
@@ -102,11 +103,16 @@ def _output(came: Came, tokenizer: Tokenizer | None) -> int:
     if came.tokens:
         return came.tokens
     if tokenizer is None:
-        return max(came.chunks, -(-came.bytes // _BYTES_PER_TOKEN))
+        return max(came.chunks, -(-came.bytes // BYTES_PER_TOKEN))
+    return counted_text(came.text, tokenizer) or came.chunks
+
+
+def counted_text(text: str, tokenizer: Tokenizer) -> int:
+    """0 where the tokenizer cannot say."""
     try:
-        return len(tokenizer.encode(came.text, False))
+        return len(tokenizer.encode(text, False))
     except MillraceError:
-        return came.chunks
+        return 0
 
 
 def _output_can_be(told: int, came: Sequence[Came], here: int, *, exact: bool) -> bool:
@@ -117,8 +123,9 @@ def _output_can_be(told: int, came: Sequence[Came], here: int, *, exact: bool) -
     return _LEAST_SHARE * chunks - _SLACK <= told <= _MOST_PER_BYTE * (length + chunks) + 4 * _SLACK
 
 
-def _prompt_can_be(told: int, length: int) -> bool:
-    """Tokens are rarely shorter than a byte, and a prompt has one at least."""
+def prompt_can_be(told: int, length: int) -> bool:
+    """Whether so many tokens can be a prompt of so many bytes: they are rarely shorter than a byte, and it has one at
+    least."""
     return (told > 0 or length == 0) and told <= _MOST_PER_BYTE * length + _PROMPT_SLACK
 
 
@@ -167,13 +174,18 @@ def prompt_text(asked: Asked) -> str:
 
 def prompt_bytes(asked: Asked) -> int:
     """Of all prompts together; token ids count as so many as a token has on average."""
-    ids = sum(len(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
-    return len(prompt_text(asked).encode(errors="replace")) + ids * _BYTES_PER_TOKEN
+    ids = sum(bytes_of(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
+    return len(prompt_text(asked).encode(errors="replace")) + ids
+
+
+def bytes_of(tokens: Sequence[int]) -> int:
+    """About."""
+    return len(tokens) * BYTES_PER_TOKEN
 
 
 def estimated_prompt(length: int, messages: int) -> int:
     """Tokens of so many bytes, about."""
-    return max(1, -(-length // _BYTES_PER_TOKEN) + _MESSAGE_TOKENS * messages)
+    return max(1, -(-length // BYTES_PER_TOKEN) + _MESSAGE_TOKENS * messages)
 
 
 def counted_prompts(asked: Asked, tokenizer: Tokenizer) -> list[int]:

@@ -1,9 +1,9 @@
 """The one typed configuration of a server: millrace.toml, the environment, flags.
 
 Owns the shape of the configuration, with every default, the error that says what is wrong with one, and what the
-engine and the gateway are given of it. Everything has a default, so no file is needed. Reading one is config_file's,
-what must hold between keys config_checks's, and writing one down config_text's; nothing else reads a file or the
-environment for it.
+engine and the gateway are given of it. Everything has a default, so no file is needed. Sections of a part have a module
+of their own beside this one. Reading a configuration is file's, what must hold between keys checks's, and writing one
+down text's; nothing else reads a file or the environment for it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,77 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from millrace.config.caches import CacheConfig, ExactConfig, Mode, SemanticConfig
+from millrace.config.kinds import (
+    Count,
+    Hours,
+    Milliseconds,
+    Options,
+    Port,
+    Seconds,
+    Secret,
+    Section,
+    Share,
+    Text,
+    Weight,
+)
+from millrace.config.ledger import LedgerConfig, PriceConfig
+from millrace.config.limits import LimitingConfig, LimitSet
+from millrace.config.routing import RoutingConfig
+from millrace.config.shaping import LadderConfig, ProfilesConfig, ShapingConfig
+from millrace.config.tenants import AdminConfig, BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
+from millrace.config.upstreams import UpstreamConfig
 from millrace.engine.policy import SurfaceOptions
 from millrace.engine.variant import Variant
 from millrace.errors import MillraceError
 from millrace.models.loading import DEFAULT_MODEL
 
-Text = Annotated[str, Meta(min_length=1)]
-Secret = Annotated[str, Meta(min_length=1, extra={"secret": True})]  # never shown
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-Milliseconds = Annotated[float, Meta(gt=0)]
-Hours = Annotated[float, Meta(gt=0)]
-Weight = Annotated[float, Meta(ge=0.001, le=1000)]
-# Fields of engine.variant.Variant. `extra` has no meaning of its own: it makes this type differ from any other table.
-Options = Annotated[dict[str, Any], Meta(extra={"options": True})]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file."""
+__all__ = [
+    "PLAIN_SECTIONS",
+    "AdminConfig",
+    "BudgetConfig",
+    "CacheConfig",
+    "CachesConfig",
+    "Config",
+    "ConfigError",
+    "Count",
+    "ExactConfig",
+    "FastConfig",
+    "Hours",
+    "KeyConfig",
+    "LadderConfig",
+    "LedgerConfig",
+    "LimitSet",
+    "LimitingConfig",
+    "Limits",
+    "Log",
+    "Milliseconds",
+    "Mistake",
+    "Mode",
+    "ModelConfig",
+    "Options",
+    "Port",
+    "PriceConfig",
+    "ProfilesConfig",
+    "RoutingConfig",
+    "Seconds",
+    "Secret",
+    "Section",
+    "SemanticConfig",
+    "Server",
+    "ShapingConfig",
+    "Share",
+    "Storage",
+    "SurfaceConfig",
+    "TenantConfig",
+    "Text",
+    "UpstreamConfig",
+    "Weight",
+    "digest_of",
+    "names_of",
+    "upstreams_of",
+    "variants_of",
+]
 
 
 class Server(Section, frozen=True):
@@ -59,12 +111,18 @@ class ModelConfig(Section, frozen=True):
     path: str = ""  # folder, bundled name or hub id; the model's own name by default
     aliases: tuple[Text, ...] = ()
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
-    options: Options = {}  # of the variant without a name: weights, kv, threads, context, speculation, ...
-    variants: dict[str, Options] = {}  # further ones, each named MODEL@NAME, with what differs
+    # Of the variant without a name: weights, kv, threads, context, speculation, ...
+    options: Options = msgspec.field(default_factory=dict[str, Any])
+    # Further ones, each named MODEL@NAME, with what differs
+    variants: dict[str, Options] = msgspec.field(default_factory=dict[str, Options])
     tool_format: Text | None = None  # found from the chat template by default
     reasoning_format: Text | None = None
     max_tokens: Count | None = None  # of an answer that asks for no limit; as the context has room by default
     surface: str = "chat"
+    limits: LimitSet = LimitSet()  # of all requests to it together
+    upstream: UpstreamConfig | None = None  # a server that answers in the place of an engine of ours
+    # Such variants, each named MODEL@NAME
+    upstreams: dict[str, UpstreamConfig] = msgspec.field(default_factory=dict[str, UpstreamConfig])
 
 
 class SurfaceConfig(Section, frozen=True):
@@ -75,18 +133,8 @@ class SurfaceConfig(Section, frozen=True):
     weight: Weight | None = None
     patience_s: Seconds | None = None
     deadline_ms: Milliseconds | None = None  # of requests that have none
-
-
-class KeyConfig(Section, frozen=True):
-    """A secret that clients send as `Authorization: Bearer ...` or `x-api-key`. Of the three one is given."""
-
-    name: Text
-    key: Secret | None = None
-    key_env: Text | None = None  # the environment variable that has it
-    key_sha256: Secret | None = None  # in hexadecimal
-    tenant: str = ""  # the key's name by default
-    weight: Weight = 1.0  # of the tenant's fair share
-    surface: str | None = None  # of requests that name none
+    limits: LimitSet = LimitSet()  # of all requests on it together
+    ladder: LadderConfig = LadderConfig()
 
 
 class Limits(Section, frozen=True):
@@ -127,9 +175,19 @@ class Config(Section, frozen=True):
     server: Server = Server()
     models: dict[str, ModelConfig] = msgspec.field(default_factory=lambda: {DEFAULT_MODEL: ModelConfig()})
     default_model: str | None = None  # of requests that name none; the first of `models` by default
-    surfaces: dict[str, SurfaceConfig] = {}
+    surfaces: dict[str, SurfaceConfig] = msgspec.field(default_factory=dict[str, SurfaceConfig])
+    profiles: ProfilesConfig = msgspec.field(default_factory=ProfilesConfig)
     keys: tuple[KeyConfig, ...] = ()  # none: everybody may call
+    tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict[str, TenantConfig])
     limits: Limits = Limits()
+    limiting: LimitingConfig = LimitingConfig()
+    prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict[str, PriceConfig])  # by variant or model
+    ledger: LedgerConfig = LedgerConfig()
+    cache: CacheConfig = CacheConfig()
+    routing: RoutingConfig = RoutingConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    fast: FastConfig = FastConfig()
+    admin: AdminConfig = AdminConfig()
     storage: Storage = Storage()
     log: Log = Log()
 
@@ -138,6 +196,8 @@ class Config(Section, frozen=True):
 PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
     "server": Server,
     "limits": Limits,
+    "limiting": LimitingConfig,
+    "ledger": LedgerConfig,
     "storage": Storage,
     "log": Log,
 }
@@ -170,9 +230,23 @@ def variants_of(name: str, model: ModelConfig, surfaces: Mapping[str, SurfaceCon
     RequestError for options that are none.
     """
     changes = {surface: _in_seconds(config) for surface, config in surfaces.items()}
-    named = {name: model.options}
+    named = {name: model.options} if model.upstream is None else {}
     named |= {f"{name}@{variant}": {**model.options, **options} for variant, options in model.variants.items()}
     return {full: Variant.of(model.path or name, **options, surfaces=changes) for full, options in named.items()}
+
+
+def upstreams_of(name: str, model: ModelConfig) -> dict[str, UpstreamConfig]:
+    """The variants of a model that other servers answer for, by the names that clients may give."""
+    plain = {} if model.upstream is None else {name: model.upstream}
+    return plain | {f"{name}@{variant}": upstream for variant, upstream in model.upstreams.items()}
+
+
+def names_of(config: Config) -> list[str]:
+    """All variants by their full names, in the order in which they are declared."""
+    found: list[str] = []
+    for name, model in config.models.items():
+        found += [name, *(f"{name}@{each}" for each in (*model.variants, *model.upstreams))]
+    return found
 
 
 def _in_seconds(surface: SurfaceConfig) -> SurfaceOptions:

@@ -1,7 +1,8 @@
 """What must hold in a configuration beyond each value's own type and range.
 
-Owns the rules between keys, and those that need what the engine knows: its surfaces and a variant's options. Every
-rule yields what breaks it, so that all mistakes are told at once. Knows neither files nor how a value got there.
+Owns the rules between keys, and those that need what the engine knows: its surfaces and a variant's options. Those of
+a single part of the gateway are its own, and are called here. Every rule yields what breaks it, so that all mistakes
+are told at once. Knows neither files nor how a value got there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from millrace.config import Config, KeyConfig, ModelConfig, digest_of, variants_of
-from millrace.config_text import HIDDEN, key_path, quoted
+from millrace.config import Config, KeyConfig, ModelConfig, PriceConfig, digest_of, names_of, upstreams_of, variants_of
+from millrace.config.text import HIDDEN, key_path, quoted
+from millrace.config.upstreams import findings as upstream_findings
 from millrace.engine.policy import SURFACES
 from millrace.errors import RequestError
+from millrace.gateway.ladder import declared as ladders
+from millrace.gateway.ledger.prices import PriceError, price
+from millrace.gateway.routing import checks as routing
+from millrace.gateway.tenants import checks as tenants
 
 Finding = tuple[str, str]  # a key by its path, and what is wrong with it
 
@@ -28,14 +34,51 @@ _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 def findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _origins(config.server.cors_origins)
     yield from _models(config)
-    for name in config.surfaces:
-        yield from _surface(name, key_path("surfaces", name))
+    for name, surface in config.surfaces.items():
+        where = key_path("surfaces", name)
+        wrong = list(_surface(name, where))
+        yield from wrong or ladders.findings(name, surface, f"{where}.ladder")
     yield from _keys(config.keys, environ)
+    for name, model in config.models.items():
+        for full, upstream in upstreams_of(name, model).items():
+            suffix = full.removeprefix(name)[1:]
+            where = key_path("models", name, "upstreams", suffix) if suffix else key_path("models", name, "upstream")
+            yield from upstream_findings(upstream, environ, where)
+    served = names_of(config)
+    yield from tenants.findings(config, served)
+    yield from routing.findings(config.routing, served)
+    for name, each in config.prices.items():
+        yield from _price(name, each, served)
+    yield from _caches(config, served)
     if config.storage.files_bytes < config.storage.file_bytes:
         yield (
             "storage.files_bytes",
             f"expected at least storage.file_bytes, {config.storage.file_bytes}, found {config.storage.files_bytes}",
         )
+
+
+def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Finding]:
+    where = key_path("prices", name)
+    if name not in served:
+        yield where, f"there is no model or variant {quoted(name)}; there are {', '.join(map(quoted, served))}"
+    for kind in ("input", "cached", "output", "second"):
+        try:
+            price(input=getattr(config, kind) or 0)
+        except PriceError as error:
+            yield f"{where}.{kind}", str(error)
+
+
+def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
+    exact, semantic = config.cache.exact, config.cache.semantic
+    used = semantic.mode != "off" or any(each.caches.semantic not in (None, "off") for each in config.tenants.values())
+    if used and semantic.embedder not in served:
+        there = ", ".join(map(quoted, served))
+        yield "cache.semantic.embedder", f"expected a served encoder, one of {there}, found {quoted(semantic.embedder)}"
+    if exact.tenant_bytes > exact.bytes:
+        yield "cache.exact.tenant_bytes", f"expected at most cache.exact.bytes, {exact.bytes}"
+    summary = config.shaping.summary_model
+    if summary and summary not in served:
+        yield "shaping.summary_model", f"there is no model or variant {quoted(summary)}"
 
 
 def _origins(origins: Sequence[str]) -> Iterator[Finding]:
@@ -55,7 +98,7 @@ def _models(config: Config) -> Iterator[Finding]:
         yield "default_model", f"expected one of the models, {known}, found {quoted(config.default_model)}"
     taken = {name: f"the model {quoted(name)}" for name in config.models}
     for name, model in config.models.items():
-        for variant in model.variants:
+        for variant in (*model.variants, *model.upstreams):
             taken[f"{name}@{variant}"] = f"a variant of the model {quoted(name)}"
     for name, model in config.models.items():
         where = key_path("models", name)
@@ -74,9 +117,13 @@ def _models(config: Config) -> Iterator[Finding]:
 
 
 def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
+    for kind, names in (("variants", model.variants), ("upstreams", model.upstreams)):
+        for variant in names:
+            if not _VARIANT_NAME.fullmatch(variant):
+                yield key_path("models", name, kind, variant), "expected a name of letters, digits and . _ -"
     for variant in model.variants:
-        if not _VARIANT_NAME.fullmatch(variant):
-            yield key_path("models", name, "variants", variant), "expected a name of letters, digits and . _ -"
+        if variant in model.upstreams:
+            yield key_path("models", name, "upstreams", variant), "this is the name of one of its variants already"
     try:
         variants = variants_of(name, model, {})
     except RequestError as error:

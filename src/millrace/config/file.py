@@ -2,7 +2,7 @@
 
 Owns where the file is, `${NAME}` in its texts, the names of the environment's variables, and the conversion into
 config's types, which goes on after a mistake so that all are told at once, each with its file or variable, its key,
-what was expected and what was found. What must hold between keys is config_checks's.
+what was expected and what was found. What must hold between keys is checks's.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, cast, get_args, get_origin
+from types import EllipsisType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
 
 from millrace.config import PLAIN_SECTIONS, Config, ConfigError, Mistake, Options, Section
-from millrace.config_checks import findings
-from millrace.config_text import is_secret, key_path, quoted
+from millrace.config.caches import Span
+from millrace.config.checks import findings
+from millrace.config.text import HIDDEN, is_secret, key_path, quoted
 from millrace.engine.variant import Variant
 
 FILE: Final = "millrace.toml"  # read from the working folder where no file is named
 
-_REFERENCE: Final = re.compile(r"\$?\$\{([^}]*)(\}?)")
+_REFERENCE: Final = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
 _NAMED: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
 _PLACE: Final = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 _LONGEST_FOUND: Final = 60  # characters of a value in a message
+_INTEGER_BITS: Final = 63  # beside the sign: TOML promises no more, and neither does what reads them
 
 # What a model's options may be. The others are not the options' to say: the model is its table's `path`, and surfaces
 # are the same for all models.
@@ -46,7 +49,10 @@ def load(path: Path | None = None, *, environ: Mapping[str, str], flags: Mapping
     file = find(path, environ)
     source = "the configuration" if file is None else str(file)
     reading = _Reading(source, environ)
-    raw: dict[str, Any] = {} if file is None else reading.filled_in(_parsed(file), "")
+    try:
+        raw: dict[str, Any] = {} if file is None else reading.filled_in(_parsed(file), "")
+    except RecursionError:
+        raise ConfigError(Mistake(source, "", "tables or lists are nested too deeply"), path=file) from None
     reading.take_environment(raw)
     reading.take_flags(raw, flags or {})
     config = reading.section(Config, raw, "")
@@ -93,8 +99,8 @@ def _parsed(file: Path) -> dict[str, Any]:
             raise refused(str(error)) from None
         reason, line, column = found.groups()
         raise refused(reason, f"line {line}, column {column}" if line else "end of the file") from None
-    except RecursionError:
-        raise refused("tables or lists are nested too deeply") from None
+    except ValueError:  # Python's own bound on what it turns into an integer
+        raise refused("an integer has too many digits") from None
 
 
 class _FromEnvironment(str):
@@ -114,7 +120,12 @@ class _Reading:
         self._origins: dict[str, str] = {}  # of keys that are not the file's: their variable, or "flag"
 
     def mistake(self, where: str, reason: str) -> None:
-        self.mistakes.append(Mistake(self._origins.get(where, self._source), where, reason))
+        self.mistakes.append(Mistake(self._origin(where), where, reason))
+
+    def _origin(self, where: str) -> str:
+        """What set the key, or the nearest table or list around it."""
+        around = [key for key in self._origins if where == key or where.startswith((f"{key}.", f"{key}["))]
+        return self._origins[max(around, key=len)] if around else self._source
 
     # Where values come from
 
@@ -137,8 +148,8 @@ class _Reading:
 
         def put(found: re.Match[str]) -> str:
             nonlocal replaced
-            if found[0].startswith("$$"):
-                return found[0][1:]
+            if found[0] == "$${":
+                return "${"
             named = _NAMED.fullmatch(found[1])
             if named is None or not found[2]:
                 self._broken.add(where)
@@ -160,6 +171,7 @@ class _Reading:
         return _FromEnvironment(result) if replaced else result
 
     def take_environment(self, raw: dict[str, Any]) -> None:
+        unknown: dict[str, Iterable[str]] = {}  # and those that there are
         for section, kind in PLAIN_SECTIONS.items():
             fields = {variable_of(section, field.name): field for field in msgspec.structs.fields(kind)}
             prefix = variable_of(section, "")
@@ -167,9 +179,7 @@ class _Reading:
                 if not variable.startswith(prefix):
                     continue
                 if variable not in fields:
-                    self.mistakes.append(
-                        Mistake(variable, "", f"there is no such variable; {_nearest(variable, fields)}")
-                    )
+                    unknown[variable] = fields
                     continue
                 field = fields[variable]
                 text = self._environ[variable].strip()
@@ -177,6 +187,10 @@ class _Reading:
                 if get_origin(field.type) is tuple:
                     value = [part.strip() for part in text.split(",") if part.strip()]
                 self._put(raw, section, field.name, value, variable)
+        pointed = {*_variables_in(Config()), *_variables_in(raw)}
+        for variable, known in unknown.items():
+            if variable not in pointed:
+                self.mistakes.append(Mistake(variable, "", f"there is no such variable; {_nearest(variable, known)}"))
 
     def take_flags(self, raw: dict[str, Any], flags: Mapping[str, Any]) -> None:
         for where, value in flags.items():
@@ -214,40 +228,93 @@ class _Reading:
                 self.mistake(_below(where, key), f"there is no such key; {_nearest(key, kinds)}")
         return given
 
-    def _value(self, kind: Any, raw: Any, where: str) -> Any:
+    def _value(self, kind: Any, raw: Any, where: str, *, secret: bool = False) -> Any:
         if isinstance(kind, type) and issubclass(kind, Section):
             return self.section(kind, raw, where)
         if kind == Options:
             return self._table(OPTIONS, raw, where)
-        inner = get_args(kind)
-        if get_origin(kind) is dict and isinstance(raw, Mapping):
+        if get_origin(kind) in (Union, UnionType):  # a file has no null: what may be one is left out
+            present = [each for each in get_args(kind) if each is not type(None)]
+            if len(present) == 1:
+                return self._value(present[0], raw, where, secret=secret)
+        shape, inner = _container(kind)
+        secret = secret or (shape is not None and is_secret(kind))
+        if shape is dict and isinstance(raw, Mapping):
             table = cast(Mapping[str, Any], raw)
-            return {key: self._value(inner[1], each, _below(where, key)) for key, each in table.items()}
-        if get_origin(kind) is tuple and isinstance(raw, Sequence) and not isinstance(raw, str):
+            return {key: self._value(inner, each, _below(where, key), secret=secret) for key, each in table.items()}
+        if shape is tuple and isinstance(raw, Sequence) and not isinstance(raw, str):
             items = cast(Sequence[Any], raw)
-            return tuple(self._value(inner[0], each, f"{where}[{place}]") for place, each in enumerate(items))
-        return self._plain(kind, raw, where)
+            return tuple(
+                self._value(inner, each, f"{where}[{place}]", secret=secret) for place, each in enumerate(items)
+            )
+        return self._plain(kind, raw, where, secret=secret)
 
-    def _plain(self, kind: Any, raw: Any, where: str) -> Any:
+    def _plain(self, kind: Any, raw: Any, where: str, *, secret: bool) -> Any:
+        if where in self._broken:
+            return None
+        secret = secret or is_secret(kind)
         try:
             value = _converted(kind, raw)
-        except msgspec.ValidationError:
-            value = math.nan
-        if where in self._broken or not isinstance(value, float) or math.isfinite(value):
-            return value
-        found = _kind_of(raw) if is_secret(kind) else _spelled(raw)
-        self.mistake(where, f"expected {_expected(kind)}, found {found}")
-        return None
+        except (msgspec.ValidationError, ValueError):
+            self.mistake(where, f"expected {_expected(kind)}, found {_kind_of(raw) if secret else _spelled(raw)}")
+            return None
+        if secret and raw == HIDDEN:
+            self.mistake(where, f"{quoted(HIDDEN)} is what is shown in place of a secret, and no secret")
+        elif isinstance(value, str) and "\0" in value:  # no name, path or address has one
+            self.mistake(where, "expected a text without null characters")
+        return value
+
+
+def _container(kind: Any) -> tuple[type | None, Any]:
+    """`dict` or `tuple` and the type of what is in it; None for what is neither, or has a type for each place."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    match get_origin(kind), get_args(kind):
+        case builtin, (_, inner) if builtin is dict:
+            return dict, inner
+        case builtin, (inner, EllipsisType()) if builtin is tuple:
+            return tuple, inner
+        case _:
+            return None, None
 
 
 def _converted(kind: Any, raw: Any) -> Any:
-    if not isinstance(raw, _FromEnvironment):
-        return msgspec.convert(raw, kind)
-    text = str(raw)
-    try:
-        return msgspec.convert(text, kind)
-    except msgspec.ValidationError:
-        return msgspec.convert(text, kind, strict=False)
+    """ValidationError or ValueError for what is none of the kind."""
+    if isinstance(raw, int) and raw.bit_length() > _INTEGER_BITS:
+        raise ValueError
+    if isinstance(raw, _FromEnvironment):
+        text = str(raw)
+        try:
+            value = msgspec.convert(text, kind)
+        except msgspec.ValidationError:
+            value = msgspec.convert(text, kind, strict=False)
+    else:
+        value = msgspec.convert(raw, kind)
+    match value:
+        case float() if not math.isfinite(value):
+            raise ValueError
+        case int() if value.bit_length() > _INTEGER_BITS:
+            raise ValueError
+        case _:
+            return value
+
+
+def _variables_in(value: Any) -> Iterator[str]:
+    """The environment variables that keys point to, such as ledger.dsn_env: they may have any name."""
+    match value:
+        case Section():
+            yield from _variables_in(msgspec.structs.asdict(value))
+        case Mapping():
+            for key, each in cast(Mapping[str, Any], value).items():
+                if key.endswith("_env") and isinstance(each, str):
+                    yield each
+                else:
+                    yield from _variables_in(each)
+        case list() | tuple():
+            for each in cast(Sequence[Any], value):
+                yield from _variables_in(each)
+        case _:
+            pass
 
 
 def _below(where: str, key: str) -> str:
@@ -267,6 +334,8 @@ def _spelled(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
+        case int() if value.bit_length() > _INTEGER_BITS:
+            return "an integer that is too large"
         case int() | float():
             text = repr(value)
         case str():
@@ -311,22 +380,37 @@ def _described(kind: inspect.Type) -> str:
         case inspect.FloatType():
             return f"a finite number{_range(kind)}"
         case inspect.StrType():
-            return "a text that is not empty" if kind.min_length else "a text"
+            return _text(kind)
         case inspect.UnionType():
             return " or ".join(_described(each) for each in kind.types if not isinstance(each, inspect.NoneType))
-        case inspect.VarTupleType():
+        case inspect.VarTupleType() | inspect.TupleType():
             return "a list"
         case _:
             return "a table"
 
 
+def _pattern_of(kind: Any) -> str | None:
+    found = inspect.type_info(kind)
+    return found.pattern if isinstance(found, inspect.StrType) else None
+
+
+# What texts look like that have a pattern.
+_PATTERNS: Final[Mapping[str | None, str]] = {_pattern_of(Span): "a time span such as 90s, 5m, 1h or 7d"}
+
+
+def _text(kind: inspect.StrType) -> str:
+    if kind.pattern is not None:
+        return _PATTERNS.get(kind.pattern, f"a text of the form {kind.pattern}")
+    return "a text that is not empty" if kind.min_length else "a text"
+
+
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
-    match kind.ge, kind.gt, kind.le:
-        case None, None, None:
-            return ""
-        case low, None, None:
-            return f" of at least {low}"
-        case None, above, None:
-            return f" above {above:g}"
-        case low, _, high:
-            return f" from {low} to {high}"
+    if kind.ge is not None and kind.le is not None:
+        return f" from {_bound(kind.ge)} to {_bound(kind.le)}"
+    bounds = (("of at least", kind.ge), ("above", kind.gt), ("at most", kind.le), ("below", kind.lt))
+    words = " and ".join(f"{word} {_bound(bound)}" for word, bound in bounds if bound is not None)
+    return f" {words}" if words else ""
+
+
+def _bound(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, cast
+from types import UnionType
+from typing import Annotated, Any, Final, Union, cast, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from millrace.config import Config, Section
 
@@ -26,17 +28,9 @@ def shown(config: Config) -> str:
 
 def is_secret(kind: Any) -> bool:
     """Whether a field's type is marked as one whose value must not be shown."""
-    return _is_secret(msgspec.inspect.type_info(kind))
-
-
-def _is_secret(kind: msgspec.inspect.Type) -> bool:
-    match kind:
-        case msgspec.inspect.Metadata():
-            return kind.extra is not None and "secret" in kind.extra  # pyright: ignore[reportUnknownMemberType]
-        case msgspec.inspect.UnionType():
-            return any(map(_is_secret, kind.types))
-        case _:
-            return False
+    if get_origin(kind) is Annotated:
+        return any(isinstance(each, Meta) and "secret" in (each.extra or ()) for each in kind.__metadata__)
+    return get_origin(kind) in (Union, UnionType) and any(map(is_secret, get_args(kind)))
 
 
 def _table(section: Section) -> dict[str, Any]:
@@ -44,8 +38,15 @@ def _table(section: Section) -> dict[str, Any]:
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
         if value is not None:
-            table[field.name] = HIDDEN if is_secret(field.type) else _plain(value)
+            table[field.name] = _hidden(value) if is_secret(field.type) else _plain(value)
     return table
+
+
+def _hidden(value: Any) -> Any:
+    """The names in a table stay, so that one sees what is set."""
+    if isinstance(value, Mapping):
+        return {str(key): HIDDEN for key in value}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return HIDDEN
 
 
 def _plain(value: Any) -> Any:

@@ -9,15 +9,14 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
-from millrace.config import Count, Milliseconds, Seconds, Section, Text
-from millrace.gateway.routing.confidence import Measure
+from millrace.config.kinds import Count, Milliseconds, Seconds, Section, Share, Text
 
-Share = Annotated[float, Meta(ge=0, le=1)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 Percent = Annotated[float, Meta(gt=0, le=100)]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: Final[tuple[Day, ...]] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Then = Literal["continue", "restart", "error"]
+Measure = Literal["mean", "least", "entropy"]  # of how sure a model was
 
 
 class When(Section, frozen=True):

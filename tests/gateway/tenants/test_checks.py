@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from millrace.config import names_of
+from millrace.config.tenants import BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
 from millrace.gateway.caches.modes import Modes
 from millrace.gateway.exchange import Caller
 from millrace.gateway.ledger.budgets import Accounts
 from millrace.gateway.limits.limit_set import LimitSet, Scope
+from millrace.gateway.tenants.checks import findings
 from millrace.gateway.tenants.directory import Directory, Identified
 from millrace.gateway.tenants.key_secrets import make_secret
-from millrace.gateway.tenants.settings import (
-    BudgetConfig,
-    CachesConfig,
-    FastConfig,
-    KeySettings,
-    TenantConfig,
-    findings,
-)
 from millrace.gateway.tenants.terms import CacheModes, account_of, declaring, limit_scopes
 from tests.gateway.storing import asynchronous
 from tests.gateway.tenants.standing import CONFIG, WHO, declared, gateways
@@ -25,10 +22,11 @@ from tests.gateway.tenants.standing import CONFIG, WHO, declared, gateways
 
 def found(
     tenants: dict[str, TenantConfig] | None = None,
-    keys: tuple[KeySettings, ...] = (),
+    keys: tuple[KeyConfig, ...] = (),
     fast: FastConfig | None = None,
 ) -> list[str]:
-    return [where for where, _ in findings(CONFIG, tenants or {}, keys, fast or FastConfig())]
+    config = msgspec.structs.replace(CONFIG, tenants=tenants or {}, keys=keys, fast=fast or FastConfig())
+    return [where for where, _ in findings(config, names_of(config))]
 
 
 def test_a_fine_configuration_has_no_findings() -> None:

@@ -13,24 +13,17 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-Text = Annotated[str, Meta(min_length=1)]
-Secret = Annotated[str, Meta(min_length=1, extra={"secret": True})]
+from millrace.config.kinds import Count, Seconds, Secret, Section, Share, Text
+
 # Header values may be secrets too.
 Headers = Annotated[dict[str, str], Meta(extra={"secret": True})]
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 
 Kind = Literal["compatible", "openai", "vllm", "sglang", "llama.cpp", "tgi", "millrace"]
 GrammarName = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 Thinking = Literal["none", "template", "effort"]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the configuration."""
-
-
-class Takes(Part, frozen=True):
+class Takes(Section, frozen=True):
     """What the server takes. What is not said here is as its kind has it."""
 
     chat: bool | None = None  # /chat/completions
@@ -163,7 +156,7 @@ HEALTH: Final[Mapping[str, str]] = {
 }
 
 
-class Timeouts(Part, frozen=True):
+class Timeouts(Section, frozen=True):
     connect_s: Seconds = 5.0  # name, connection and TLS
     first_s: Seconds = 60.0  # from the request to the first output; with an answer that is not streamed, not held
     chunk_s: Seconds = 20.0  # between two events, and two parts of an answer that is not streamed
@@ -171,7 +164,7 @@ class Timeouts(Part, frozen=True):
     total_s: Seconds = 600.0  # from the request's arrival, waits and further attempts included
 
 
-class Retries(Part, frozen=True):
+class Retries(Section, frozen=True):
     """Attempts after the first. None once something of the answer has reached the client."""
 
     most: Annotated[int, Meta(ge=0, le=10)] = 2  # of one request
@@ -182,7 +175,7 @@ class Retries(Part, frozen=True):
     after_s: Seconds = 60.0  # most of an upstream's Retry-After that clients are told
 
 
-class BreakerConfig(Part, frozen=True):
+class BreakerConfig(Section, frozen=True):
     """When nothing more is sent for a while."""
 
     window_s: Seconds = 30.0  # that is looked at
@@ -193,14 +186,14 @@ class BreakerConfig(Part, frozen=True):
     longest_s: Seconds = 60.0
 
 
-class HealthConfig(Part, frozen=True):
+class HealthConfig(Section, frozen=True):
     path: str | None = None  # asked with GET; as its kind has it by default; "" asks nothing
     interval_s: Seconds = 10.0
     timeout_s: Seconds = 5.0
     failures: Count = 2  # in a row, after which nothing more is sent until one succeeds
 
 
-class UpstreamConfig(Part, frozen=True):
+class UpstreamConfig(Section, frozen=True):
     """An OpenAI-compatible server that answers in a variant's place."""
 
     url: Text  # up to what stands before /chat/completions: "http://10.0.0.5:8000/v1"
@@ -209,7 +202,7 @@ class UpstreamConfig(Part, frozen=True):
     key_env: Text | None = None  # the environment variable that has the key
     key: Secret | None = None  # or the key itself
     key_header: Text = "authorization"  # that carries it; in this one after `Bearer `
-    headers: Headers = {}  # further ones
+    headers: Headers = msgspec.field(default_factory=dict[str, str])  # further ones
     takes: Takes = Takes()
     context: Count | None = None  # tokens, prompt and answer together, where a prompt is to be refused here already
     tokenizer: str = ""  # model folder, bundled name or hub id to count tokens with; estimated without

@@ -1,0 +1,192 @@
+"""docs/configuration.md has every key with its default, and the files that pages show as examples are right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millrace.config import (
+    PLAIN_SECTIONS,
+    AdminConfig,
+    BudgetConfig,
+    CachesConfig,
+    Config,
+    ConfigError,
+    ExactConfig,
+    FastConfig,
+    KeyConfig,
+    LadderConfig,
+    LimitSet,
+    ModelConfig,
+    PriceConfig,
+    RoutingConfig,
+    SemanticConfig,
+    ShapingConfig,
+    SurfaceConfig,
+    TenantConfig,
+    UpstreamConfig,
+    names_of,
+    routing,
+    shaping,
+    upstreams,
+)
+from millrace.config.file import OPTIONS
+from millrace.config.text import shown, toml_value
+from millrace.engine.policy import SURFACES
+from millrace.engine.variant import Variant
+from millrace.gateway.ladder.declared import ladder_of
+from tests.config.reading import ROOT, read, sections_in, without_default
+
+PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+EXAMPLE = (ROOT / "examples" / "gateway.toml").read_text(encoding="utf-8")
+TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
+DOCUMENTED: dict[str, type[msgspec.Struct]] = {
+    "Top level": Config,
+    "`[models.NAME]`": ModelConfig,
+    "`[models.NAME.options]`": Variant,
+    "`[models.NAME.upstream]`": UpstreamConfig,
+    "`[models.NAME.upstream.timeouts]`": upstreams.Timeouts,
+    "`[models.NAME.upstream.retries]`": upstreams.Retries,
+    "`[models.NAME.upstream.breaker]`": upstreams.BreakerConfig,
+    "`[models.NAME.upstream.health]`": upstreams.HealthConfig,
+    "`[models.NAME.upstream.takes]`": upstreams.Takes,
+    "`[surfaces.NAME]`": SurfaceConfig,
+    "`[surfaces.NAME.ladder]`": LadderConfig,
+    "`[[surfaces.NAME.ladder.steps]]`": shaping.LadderStepConfig,
+    "`[profiles.fast]`": shaping.ProfileConfig,
+    "`[[keys]]`": KeyConfig,
+    "`[tenants.NAME]`": TenantConfig,
+    "`[tenants.NAME.limits]`": LimitSet,
+    "`[[tenants.NAME.budgets]]`": BudgetConfig,
+    "`[tenants.NAME.caches]`": CachesConfig,
+    "`[prices.NAME]`": PriceConfig,
+    "`[cache.exact]`": ExactConfig,
+    "`[cache.semantic]`": SemanticConfig,
+    "`[routing]`": RoutingConfig,
+    "`[[routing.rules]]`": routing.RuleConfig,
+    "`[routing.rules.when]`": routing.When,
+    "`[routing.splits.NAME]`": routing.SplitConfig,
+    "`[routing.cascades.NAME]`": routing.CascadeConfig,
+    "`[routing.chains.NAME]`": routing.ChainConfig,
+    "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
+    "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
+    "`[routing.breaker]`": routing.BreakerConfig,
+    "`[routing.health]`": routing.HealthConfig,
+    "`[shaping]`": ShapingConfig,
+    "`[fast]`": FastConfig,
+    "`[admin]`": AdminConfig,
+    **{f"`[{name}]`": kind for name, kind in PLAIN_SECTIONS.items()},
+}
+
+
+def documented(heading: str) -> dict[str, str]:
+    """Each key of a section with what stands for its default."""
+    _, found, after = PAGE.partition(f"# {heading}\n")
+    assert found
+    return dict(ROW.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0]))
+
+
+@pytest.mark.parametrize("heading", DOCUMENTED)
+def test_every_key_is_documented_with_its_default(heading: str) -> None:
+    kind = DOCUMENTED[heading]
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    if kind is Variant:
+        fields = {name: field for name, field in fields.items() if name in OPTIONS}
+    rows = documented(heading)
+    assert list(rows) == list(fields)
+    for name, field in fields.items():
+        if field.required:
+            assert rows[name] == "required", name
+        elif without_default(field):
+            assert not rows[name].startswith("`") or (kind, name) == (Config, "models"), name
+        else:
+            assert rows[name].startswith(f"`{toml_value(field.default)}`"), name
+
+
+def test_every_kind_of_table_is_documented() -> None:
+    def has_keys(kind: type[msgspec.Struct]) -> bool:
+        """Other than further tables of its own, which have their headings."""
+        return not all(field.type in DOCUMENTED.values() for field in msgspec.structs.fields(kind))
+
+    assert {kind for kind in sections_in(Config) if has_keys(kind)} <= set(DOCUMENTED.values())
+
+
+def test_the_documented_surfaces_have_the_engines_numbers() -> None:
+    rows = documented("`[surfaces.NAME]`")
+    order = [SURFACES[name] for name in ("chat", "voice", "agent", "embedded", "batch")]
+
+    def spelled(values: list[float], scale: float) -> str:
+        return ", ".join("none" if value == float("inf") else f"{value * scale:g}" for value in values)
+
+    assert rows["ttft_ms"] == spelled([surface.ttft for surface in order], 1e3)
+    assert rows["itl_ms"] == spelled([surface.itl for surface in order], 1e3)
+    assert rows["weight"] == spelled([surface.weight for surface in order], 1)
+    assert rows["patience_s"] == spelled([surface.patience for surface in order], 1)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are made where pages are shown."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_the_page_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", PAGE)
+    assert len(links) > 50
+    for file, anchor in links:
+        page = ROOT / "docs" / (file or "configuration.md")
+        assert page.is_file(), file
+        assert not anchor or anchor in anchors(page), (file, anchor)
+
+
+def test_the_example_of_the_page_is_fine() -> None:
+    (example,) = TOML.findall(PAGE)
+    config = read(example, MOBILE_KEY="sk-1")
+    assert config.models["assistant"].path == "/srv/models/assistant"
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([\w-]+\.md)", PAGE))))
+def test_the_examples_of_the_pages_on_each_part_have_keys_that_exist(name: str) -> None:
+    """They may name models that they do not declare, and variables that are not set."""
+    for example in TOML.findall((ROOT / "docs" / name).read_text(encoding="utf-8")):
+        try:
+            read(example)
+        except ConfigError as error:
+            wrong = [str(each) for each in error.mistakes if re.search("no such key|is missing|must be", each.reason)]
+            assert wrong == []
+
+
+def variables_of(example: str) -> dict[str, str]:
+    """A value for each that the file needs."""
+    return {name: f"value-of-{name.lower()}" for name in re.findall(r'^key_env = "(\w+)"', example, re.MULTILINE)}
+
+
+def test_the_whole_gateway_of_the_examples_is_fine() -> None:
+    config = read(EXAMPLE, **variables_of(EXAMPLE))
+    assert list(config.tenants) == ["ferries", "atelier", "townhall"]
+    assert all(tenant.budgets for tenant in config.tenants.values())
+    assert {key.tenant or key.name for key in config.keys} == {*config.tenants, "ops"}
+    assert names_of(config) == ["mini", "mini@fast", "mini@int8-channel", "minilm", "large", "large@hosted"]
+    assert (config.cache.exact.mode, config.cache.semantic.mode) == ("on", "record")
+    chain = config.routing.chains["large-somewhere"]
+    assert [step.variant for step in chain.steps] == ["large", "large@hosted", "mini"]
+    assert config.routing.cascades["mini-then-large"].threshold == 0.85
+    ladders = {name: ladder_of(name, surface) for name, surface in config.surfaces.items()}
+    assert {name: [step.step for step in ladder.steps] for name, ladder in ladders.items()} == {
+        "chat": ["trim", "max_tokens", "variant", "stale", "extract", "refuse"],
+        "voice": ["max_tokens", "variant", "refuse"],
+    }
+    assert read(shown(config), **variables_of(EXAMPLE)) == config
+
+
+def test_the_whole_gateway_names_its_variables_and_has_no_secret() -> None:
+    comments, _, _ = EXAMPLE.partition("\ndefault_model")
+    assert all(name in comments for name in variables_of(EXAMPLE))
+    assert not re.search(r"^(key|key_sha256) =", EXAMPLE, re.MULTILINE)
+    with pytest.raises(ConfigError) as raised:
+        read(EXAMPLE)
+    assert len(raised.value.mistakes) == len(variables_of(EXAMPLE)) == 7

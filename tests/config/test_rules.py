@@ -1,0 +1,258 @@
+"""What must hold between keys: every break of a rule is told, with its place, what was expected and what was found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.reading import mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[models]", "models: expected at least one model"),
+        ("default_model = 'x'", 'default_model: expected one of the models, "mini", found "x"'),
+        ("[models.'a@b']", 'models."a@b": expected a model\'s name'),
+        ("models.mini.aliases = ['a', 'a']", 'models.mini.aliases[1]: "a" is an alias of "mini" already'),
+        ("models.a.aliases = ['b']\nmodels.b = {}", 'models.a.aliases[0]: "b" is the model "b" already'),
+        (
+            "models.a = {aliases = ['a@x'], variants.x = {}}",
+            'models.a.aliases[0]: "a@x" is a variant of the model "a" already',
+        ),
+        ("models.a.aliases = ['a b']", "models.a.aliases[0]: expected a name"),
+        ("models.a.variants.'x y' = {}", 'models.a.variants."x y": expected a name'),
+        ("models.a.surface = 'phone'", 'models.a.surface: there is no surface "phone"; there are chat, voice'),
+        ("surfaces.phone = {}", 'surfaces.phone: there is no surface "phone"'),
+        ("models.a.options.weights = 'int3'", "models.a.options.weights: unknown precision 'int3'"),
+        ("models.a.variants.x.kv = 'f8'", "models.a.variants.x.kv: unknown KV type 'f8'"),
+        ("models.a.options.speculation = 'x'", "models.a.options.speculation: speculation is one of"),
+        ("models.a = {options.kv = 'f8', variants.x = {}}", "models.a.options.kv: unknown KV type 'f8'"),
+        ("models.a.options.max_rows = 0", "models.a.options.max_rows: max_rows must be at least 1, not 0"),
+        ("keys = [{name='a', key='x'}, {name='a', key='y'}]", 'keys[1].name: "a" is the name of keys[0] already'),
+        ("keys = [{name='a', key='x'}, {name='b', key='x'}]", "keys[1]: this is the same secret as that of keys[0]"),
+        ("keys = [{name='a'}]", "keys[0]: expected exactly one of key, key_env and key_sha256, found none"),
+        (
+            "keys = [{name='a', key='x', key_env='X'}]",
+            "keys[0]: expected exactly one of key, key_env and key_sha256, found key and key_env",
+        ),
+        ("keys = [{name='a', key_env='X'}]", "keys[0].key_env: the environment variable X is not set, or empty"),
+        ("keys = [{name='a', key_sha256='12'}]", "keys[0].key_sha256: expected 64 hexadecimal digits"),
+        ("keys = [{name='a', key='x y'}]", "keys[0].key: expected ASCII characters without spaces"),
+        ("keys = [{name='a', key='***'}]", 'keys[0].key: "***" is what is shown in place of a secret'),
+        ("keys = [{name='a', key='x', surface='s'}]", 'keys[0].surface: there is no surface "s"'),
+        (
+            "storage.files_bytes = 5\nstorage.file_bytes = 6",
+            "storage.files_bytes: expected at least storage.file_bytes, 6, found 5",
+        ),
+        ("server.cors_origins = ['https://a.example/']", "server.cors_origins[0]: expected"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
+    (mistake,) = mistakes(text)
+    assert mistake.startswith(f"millrace.toml: {said}")
+
+
+URL = "url = 'http://127.0.0.1:1/v1'"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"models.a = {{variants.x = {{}}, upstreams.x.{URL}}}",
+            "models.a.upstreams.x: this is the name of one of its variants already",
+        ),
+        (f"models.a.upstreams.'x y'.{URL}", 'models.a.upstreams."x y": expected a name of letters, digits and . _ -'),
+        (
+            f"models.a = {{aliases = ['a@x'], upstreams.x.{URL}}}",
+            'models.a.aliases[0]: "a@x" is a variant of the model "a" already',
+        ),
+        ("models.a.upstream.url = 'ftp://h'", "models.a.upstream.url: expected http:// or https:// with a host"),
+        ("models.'a.b'.upstreams.x.url = ''", 'models."a.b".upstreams.x.url: expected a text that is not empty'),
+        ("models.'a.b'.upstreams.x.url = 'x'", 'models."a.b".upstreams.x.url: expected http:// or https://'),
+        (f"models.a.upstream = {{{URL}, key_env = 'K'}}", "models.a.upstream.key_env: the environment variable K is"),
+        (f"models.a.upstream = {{{URL}, key = 'k', key_env = 'K'}}", "models.a.upstream: expected one of key and"),
+        (f"models.a.upstream = {{{URL}, headers.host = 'h'}}", "models.a.upstream.headers: host follows from the"),
+        (f"models.a.upstream = {{{URL}, takes.chat = false}}", "models.a.upstream.takes: expected one at least of"),
+        (f"models.a.upstream = {{{URL}, health.path = 'up'}}", "models.a.upstream.health.path: expected a path that"),
+    ],
+)
+def test_what_an_upstream_cannot_be_is_refused(text: str, said: str) -> None:
+    (mistake,) = mistakes(text)
+    assert mistake.startswith(f"millrace.toml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tenants.other = {}", "tenants.other: expected a name of letters, digits and . _ -, none of -, other"),
+        ("tenants.'a b' = {}", 'tenants."a b": expected a name'),
+        ("tenants.a.models = ['maxi']", 'tenants.a.models: there is no model "maxi"; there are "mini"'),
+        ("tenants.a.surfaces = ['phone']", 'tenants.a.surfaces: there is no surface "phone"; there are "agent"'),
+        ("tenants.a.profiles = ['slow']", 'tenants.a.profiles: there is no profile "slow"'),
+        ("tenants.a.model_limits.maxi = {}", 'tenants.a.model_limits.maxi: there is no model "maxi"'),
+        ("tenants.a.surface_limits.phone = {}", 'tenants.a.surface_limits.phone: there is no surface "phone"'),
+        (
+            "tenants.a.budgets = [{limit_micros = 1, period = 'day', then = 'mini@int4'}]",
+            'tenants.a.budgets[0].then: there is no variant "mini@int4"; there are "mini"',
+        ),
+        (
+            "tenants.a.budgets = [{limit_micros = 1, period = 'day'}, {limit_micros = 2, period = 'day'}]",
+            "tenants.a.budgets[1]: there is a budget of this endpoint and day already",
+        ),
+        ("keys = [{name = 'a', key = 'x', models = ['maxi']}]", 'keys[0].models: there is no model "maxi"'),
+        (
+            "keys = [{name = 'a', key = 'x', surface = 'chat', surfaces = ['voice']}]",
+            'keys[0].surface: "chat" is none of the key\'s surfaces',
+        ),
+        ("fast.variant = '@int4'", 'fast.variant: there is no variant "@int4"; there are none'),
+        ("fast.variant = 'maxi'", 'fast.variant: there is no variant "maxi"; there are "mini"'),
+        ("fast.variants.maxi = 'mini'", 'fast.variants.maxi: there is no model "maxi"'),
+        ("fast.variants.mini = 'maxi'", 'fast.variants.mini: there is no variant "maxi"'),
+    ],
+)
+def test_what_tenants_and_keys_cannot_have_is_refused(text: str, said: str) -> None:
+    (mistake,) = mistakes(text)
+    assert mistake.startswith(f"millrace.toml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prices.mini.input = 0.1234567", "prices.mini.input: '0.1234567' has more than six decimals"),
+        ("prices.mini.cached = 1e-7", "prices.mini.cached: '1e-07' has more than six decimals"),
+        ("prices.maxi = {}", 'prices.maxi: there is no model or variant "maxi"; there are "mini"'),
+        ("prices.'mini@int4'.input = 1", 'prices."mini@int4": there is no model or variant "mini@int4"'),
+        (
+            "cache.semantic.mode = 'record'",
+            'cache.semantic.embedder: expected a served encoder, one of "mini", found ""',
+        ),
+        (
+            "cache.semantic = {mode = 'on', embedder = 'minilm'}",
+            'cache.semantic.embedder: expected a served encoder, one of "mini", found "minilm"',
+        ),
+        ("cache.exact.bytes = 5", "cache.exact.tenant_bytes: expected at most cache.exact.bytes, 5"),
+        ("shaping.summary_model = 'maxi'", 'shaping.summary_model: there is no model or variant "maxi"'),
+    ],
+)
+def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: str) -> None:
+    (mistake,) = mistakes(text)
+    assert mistake.startswith(f"millrace.toml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("timezone = 'Middle/Earth'", 'timezone: there is no time zone "Middle/Earth" on this machine'),
+        ("rules = [{name = 'a'}]", "rules[0]: expected exactly one of variant, split, cascade, chain, found none"),
+        ("rules = [{name = 'a', variant = 'mini', chain = 'c'}]\nchains.c.steps = [{variant = 'mini'}]", "rules[0]: "),
+        ("rules = [{name = 'a', split = 's'}]", 'rules[0].split: there is no split "s"; there are none'),
+        ("rules = [{name = 'a', variant = 'maxi'}]", 'rules[0].variant: there is no variant "maxi"; there are "mini"'),
+        (
+            "rules = [{name = 'a', variant = 'mini'}, {name = 'a', variant = 'mini'}]",
+            'rules[1].name: "a" is the name of rules[0] already',
+        ),
+        (
+            "rules = [{name = 'a', variant = 'mini', when.hours = ['9-5']}]",
+            'rules[0].when.hours[0]: expected hours such as "22:00-06:00", found "9-5"',
+        ),
+        (
+            "rules = [{name = 'a', variant = 'mini', when = {least_tokens = 5, most_tokens = 4}}]",
+            "rules[0].when.most_tokens: expected at least least_tokens, 5, found 4",
+        ),
+        ("splits.s.percent = {mini = 99}", "splits.s.percent: the shares are 99 percent together, not 100"),
+        ("splits.s.percent = {}", "splits.s.percent: the shares are 0 percent together, not 100"),
+        ("splits.s.percent = {maxi = 100}", 'splits.s.percent.maxi: there is no variant "maxi"; there are "mini"'),
+        (
+            "splits.s.percent = {mini = 99.99999}",
+            "splits.s.percent: 100 percent is finer than a ten-thousandth of one",
+        ),
+        (
+            "cascades.c = {small = 'mini', large = 'mini', threshold = 0.5}",
+            "cascades.c.large: expected another variant",
+        ),
+        ("chains.c.steps = []", "chains.c.steps: expected at least one step"),
+        ("chains.c.steps = [{variant = 'x'}]", 'chains.c.steps[0].variant: there is no variant "x"'),
+        ("hedges.maxi = {}", 'hedges.maxi: there is no variant "maxi"'),
+        ("hedges.mini = {least_ms = 6000}", "hedges.mini.most_ms: expected at least least_ms, 6000, found 5000"),
+        ("breaker = {open_s = 90}", "breaker.open_most_s: expected at least open_s, 90, found 60"),
+    ],
+)
+def test_routes_that_lead_nowhere_are_refused(text: str, said: str) -> None:
+    (mistake,) = mistakes(f"[routing]\n{text}")
+    assert mistake.startswith(f"millrace.toml: routing.{said}")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "said"),
+    [
+        ("", ": expected exactly one of threshold and calibration, found none"),
+        ("threshold = 0.5, calibration = 'x'", ": expected exactly one of threshold and calibration, found both"),
+        ("calibration = 'x.jsonl'", ".calibration: x.jsonl: No such file or directory"),
+    ],
+)
+def test_a_cascade_has_one_threshold(threshold: str, said: str) -> None:
+    given = ", ".join(("small = 'mini@int4'", "large = 'mini'", *([threshold] if threshold else [])))
+    (mistake,) = mistakes(f"models.mini.variants.int4 = {{}}\nrouting.cascades.c = {{{given}}}")
+    assert mistake == f"millrace.toml: routing.cascades.c{said}"
+
+
+@pytest.mark.parametrize(
+    ("ladder", "said"),
+    [
+        ("preset = true, steps = [{step='trim', queue_ms=[2, 1]}]", ": expected preset or steps, found both"),
+        ("steps = [{step = 'trim'}]", ".steps[0]: expected a threshold of at least one of "),
+        ("steps = [{step = 'trim', queue_ms = [200]}]", ".steps[0].queue_ms: expected two numbers, found 1"),
+        ("steps = [{step = 'trim', slack_ms = []}]", ".steps[0].slack_ms: expected two numbers, found 0"),
+        ("steps = [{step = 'trim', queue_ms = [100, 200]}]", ".steps[0].queue_ms: expected leave below enter, found "),
+        ("steps = [{step = 'trim', slack_ms = [100, 100]}]", ".steps[0].slack_ms: expected leave above enter, found "),
+        ("steps = [{step = 'trim', memory_free = [0.2, 0.1]}]", ".steps[0].memory_free: expected leave above enter"),
+        ("steps = [{step = 'trim', budget_left = [0.2, 0.1]}]", ".steps[0].budget_left: expected leave above enter"),
+        (
+            "steps = [{step = 'stale', queue_ms = [2, 1]}, {step = 'trim', queue_ms = [2, 1]}]",
+            ".steps[1].step: expected the order trim, max_tokens, variant, stale, extract, refuse, each once",
+        ),
+        (
+            "steps = [{step = 'trim', queue_ms = [2, 1]}, {step = 'stale', queue_ms = [1.5, 1]}]",
+            ".steps[1].queue_ms: expected no milder thresholds than those of the step before",
+        ),
+        ("steps = [{step='variant', queue_ms=[2, 1], variants=[]}]", ".steps[0].variants: expected at least one"),
+    ],
+)
+def test_a_ladder_that_cannot_be_climbed_is_refused_in_the_files_own_words(ladder: str, said: str) -> None:
+    (mistake,) = mistakes(f"surfaces.voice.ladder = {{{ladder}}}")
+    assert mistake.startswith(f"millrace.toml: surfaces.voice.ladder{said}")
+
+
+def test_every_broken_rule_is_told_at_once() -> None:
+    found = mistakes(
+        f"""
+        default_model = "b"
+        models.a = {{variants.x = {{}}, upstreams.x.{URL}}}
+        surfaces.chat.ladder.steps = [{{step = "trim", queue_ms = [1, 2], slack_ms = [2, 1]}}]
+        surfaces.phone.ladder.preset = true
+        keys = [{{name = "k", key_env = "K", tenant = "t"}}]
+        tenants.t.budgets = [{{limit_micros = 1, period = "day", then = "a@y"}}]
+        prices.a = {{input = 0.0000001, output = 1}}
+        prices.b = {{}}
+        cache.semantic = {{mode = "on", embedder = "c"}}
+        shaping.summary_model = "d"
+        routing.splits.s.percent = {{a = 50, "a@x" = 49}}
+        fast.variant = "@y"
+        """
+    )
+    assert [mistake.split(": ")[1] for mistake in found] == [
+        "default_model",
+        "models.a.upstreams.x",
+        "surfaces.chat.ladder.steps[0].queue_ms",
+        "surfaces.chat.ladder.steps[0].slack_ms",
+        "surfaces.phone",
+        "keys[0].key_env",
+        "tenants.t.budgets[0].then",
+        "fast.variant",
+        "routing.splits.s.percent",
+        "prices.a.input",
+        "prices.b",
+        "cache.semantic.embedder",
+        "shaping.summary_model",
+    ]
