@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,41 @@ async def test_a_clock_that_jumps_back_finds_the_budget_of_that_day_spent(tmp_pa
 
 
 # Stores that die
+
+
+@asynchronous
+async def test_with_a_full_disk_open_tenants_are_served_and_charged_later_and_closed_ones_wait(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "prices": PRICES,
+        "tenants": {"acme": TenantConfig(), "shut": TenantConfig(fail="closed")},
+        "keys": (key("acme"), key("shut", "shut")),
+        "ledger": LedgerConfig(wait_ms=20.0, gather_ms=1.0),
+    }
+    async with served(tmp_path, **options) as running:
+        running.says(3)
+        assert (await running.chat_as("shut")).status == 200
+        await running.ledger.flush()
+        database = running.server.database
+        database._limit_bytes = await database.run(_grows_no_more)
+        for _ in range(80):  # some of them find room in the file's own pages
+            assert (await running.chat_as("acme")).status == 200
+        await until(lambda: running.ledger.statistics().behind_s > 0.05)
+        refused = await running.chat_as("shut")
+        assert (refused.status, refused.error["code"]) == (503, "ledger_unavailable")
+        assert refused.headers["retry-after"] == "1"
+        assert running.ledger.statistics().waiting > 10
+        running.ledger._bounds = replace(running.ledger._bounds, drain_s=0.1)  # nobody mends the disk meanwhile
+    async with served(tmp_path, **options) as running:  # the disk has room again
+        rows = {each["tenant"]: totals(each)[:3] for each in await running.usage()}
+        assert rows == {"acme": (80, 80 * PROMPT, 240), "shut": (1, PROMPT, 3)}
+
+
+def _grows_no_more(connection: sqlite3.Connection) -> int:
+    """The file's bytes, which are as many as it may have from now on."""
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    (size,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    return pages * size
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"there is no Postgres server: {why_not()}")

@@ -23,6 +23,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
     "admin": "Look after tenants, keys, fast mode, caches and usage of a server that runs.",
+    "bench": "Measure any OpenAI-compatible server, and compare measurements.",
     "chat": "Talk to a model in the terminal.",
     "config": "Check the server's configuration, show the one in force, or write one to begin with.",
     "drill": "Hold a playbook's drill on a server of its own, and see whether its promises hold.",
