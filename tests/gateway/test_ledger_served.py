@@ -60,7 +60,7 @@ def priced(*budgets: BudgetConfig, **options: Any) -> dict[str, Any]:
 
 
 def budget(micros: int, **options: Any) -> BudgetConfig:
-    return BudgetConfig(limit_micros=micros, **{"period": "day", **options})
+    return BudgetConfig(limit_micros=micros, period="day", **options)
 
 
 async def row(running: Serving, tenant: str = "acme") -> dict[str, Any]:
@@ -416,7 +416,7 @@ async def test_with_a_full_disk_open_tenants_are_served_and_charged_later_and_cl
         assert (await running.chat_as("shut")).status == 200
         await running.ledger.flush()
         database = running.server.database
-        database._limit_bytes = await database.run(_grows_no_more)
+        database._limit_bytes = await database.run(_grows_no_more)  # pyright: ignore[reportPrivateUsage]
         for _ in range(80):  # some of them find room in the file's own pages
             assert (await running.chat_as("acme")).status == 200
         await until(lambda: running.ledger.statistics().behind_s > 0.05)
@@ -488,6 +488,7 @@ async def test_a_server_killed_at_any_point_loses_no_charge_and_doubles_none(tmp
     cut = [each for each in seen if each["usage"] is None and each["id"] is not None]
     assert len(ended) > rounds, "they were killed before they could do anything"
     assert len(cut) > rounds
+    exported: dict[str, Any] = {}
     for _ in range(2):  # a further start changes nothing
         async with served(tmp_path, **killing_server.sections()) as running:
             exported = await row(running)

@@ -255,20 +255,20 @@ async def test_a_stream_that_meets_a_limit_a_minute_ends_as_though_at_its_length
 @pytest.mark.parametrize(
     ("path", "body", "ended"),
     [
-        (PATH, CHAT, lambda body: body["choices"][0]["finish_reason"]),
-        (PATH, CHAT | {"n": 2}, lambda body: body["choices"][0]["finish_reason"]),
-        ("/v1/completions", {"prompt": "Hello"}, lambda body: body["choices"][0]["finish_reason"]),
-        ("/v1/messages", CHAT | {"max_tokens": 100}, lambda body: body["stop_reason"]),
-        ("/v1/responses", {"input": "Hello"}, lambda body: body["incomplete_details"]["reason"]),
+        (PATH, CHAT, '"finish_reason":"length"'),
+        (PATH, CHAT | {"n": 2}, '"finish_reason":"length"'),
+        ("/v1/completions", {"prompt": "Hello"}, '"finish_reason":"length"'),
+        ("/v1/messages", CHAT | {"max_tokens": 100}, '"stop_reason":"max_tokens"'),
+        ("/v1/responses", {"input": "Hello"}, '"incomplete_details":{"reason":"max_output_tokens"}'),
     ],
 )
 @asynchronous
-async def test_every_dialect_says_that_an_answer_was_cut(tmp_path: Path, path: str, body: Any, ended: Any) -> None:
+async def test_every_dialect_says_that_an_answer_was_cut(tmp_path: Path, path: str, body: Any, ended: str) -> None:
     async with served(tmp_path, **limited(output_tokens_per_min=20)) as running:
         running.says(50)
         answer = await running.ask("POST", path, body, **bearer("acme"))
         assert answer.status == 200, answer.body
-        assert ended(answer.json) in ("length", "max_tokens", "max_output_tokens")
+        assert ended in answer.body.decode()
         assert answer.json["millrace"]["cut"] == "limit"
         usage = answer.json["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == 20

@@ -240,7 +240,7 @@ class Parts:
         return ExactCache(
             Guarded(
                 store,
-                get_s=config.wait_ms / 1e3,
+                get_s=None if config.store == "memory" else config.wait_ms / 1e3,
                 failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
             ),
             Modes(mode=config.mode, share=config.share, salt="exact"),

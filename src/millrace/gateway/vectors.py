@@ -206,8 +206,11 @@ def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return vectors / np.maximum(lengths, 1e-12)
 
 
-def _usage(usage: Usage) -> dict[str, int]:
-    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+def _usage(usage: Usage) -> dict[str, Any]:
+    told: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    if usage.cached_tokens:  # they may have another price
+        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return told
 
 
 # Embeddings

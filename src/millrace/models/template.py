@@ -53,6 +53,7 @@ class ChatTemplate:
         self._path = path
         self._bounds = bounds
         self._now = now
+        self.tells_time = "strftime_now" in source  # the same messages may be another prompt later
         if len(source) > SOURCE_LIMIT:
             raise TemplateError(f"chat template is longer than {SOURCE_LIMIT} characters", path=path)
         try:

@@ -110,6 +110,11 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         return self.pieces.is_special(token)
 
+    @property
+    def tells_time(self) -> bool:
+        """The same messages may be another prompt later."""
+        return any(template.tells_time for template in self._templates.values())
+
     def apply_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -25,9 +25,9 @@ from millrace.gateway.chat import ChatStream
 from millrace.gateway.completions import CompletionStream
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Caller, Exchange
-from millrace.gateway.flow import Shared
 from millrace.gateway.messages import MessageStream
 from millrace.gateway.routing.router import Plan
+from millrace.gateway.stages.shared import Shared
 from tests.gateway.answering import called, exchange_for, streamed
 from tests.gateway.caches.caching import (
     USAGE,

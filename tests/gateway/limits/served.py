@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def token(stream: Stream, index: int = 0, *, end: bool = False) -> None:
 @contextlib.asynccontextmanager
 async def served(
     folder: Path, *variants: str, prepare: Callable[[Server], None] = lambda server: None, **sections: Any
-) -> AsyncIterator[Serving]:
+) -> AsyncGenerator[Serving]:
     """`variants`: that there are beside mini. `prepare`: is given the server before it starts."""
     engines = {name: FakeEngine() for name in ("mini", *variants)}
     fleet = FakeFleet(engines["mini"])

@@ -27,6 +27,7 @@ from millrace.gateway.caches.entries import Entry, is_whole, pack, say_the_same,
 from millrace.gateway.caches.flight import Facts, Flight, Flights, Role, Shareable, Source, Take, Terms, taken_by
 from millrace.gateway.caches.key import Wanted
 from millrace.gateway.caches.modes import NOTHING, Modes, Uses
+from millrace.gateway.caches.prompts import Prompts
 from millrace.gateway.caches.stores import Guarded, Removals, Scope, Size
 from millrace.gateway.errors import ApiError
 
@@ -200,6 +201,7 @@ class ExactCache:
         self.modes = modes
         self.options = options or Options()
         self.flights = Flights() if flights is None else flights
+        self.prompts = Prompts()
         self._store = store
         self._removals = Removals()
         self._note = note

@@ -198,7 +198,7 @@ class Guarded:
         self,
         store: Store,
         *,
-        get_s: float = 0.05,  # that a request waits
+        get_s: float | None = 0.05,  # that a request waits; None: the store answers at once
         put_s: float = 1.0,  # nobody waits for it
         remove_s: float = 5.0,  # that an administrator waits
         breaker: Breaker | None = None,
@@ -246,20 +246,23 @@ class Guarded:
         await self.store.close()
 
     async def _try(
-        self, name: str, seconds: float, call: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any
+        self, name: str, seconds: float | None, call: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any
     ) -> Result | None:
         if not self._breaker.passes():
             self._failed("skipped")
             return None
         begun = self._clock()
         try:
-            async with asyncio.timeout(seconds):
+            if seconds is None:
                 result = await call(*arguments)
+            else:
+                async with asyncio.timeout(seconds):
+                    result = await call(*arguments)
         except asyncio.CancelledError:
             self._breaker.left()
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and self._clock() - begun > _LATE * seconds:
+            if seconds is not None and isinstance(error, TimeoutError) and self._clock() - begun > _LATE * seconds:
                 self._breaker.left()
                 self._failed("late")
                 return None

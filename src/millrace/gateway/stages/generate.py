@@ -1,0 +1,37 @@
+"""Generate: one of an engine, an upstream, or several of them, for one client or for all who ask the same."""
+
+from __future__ import annotations
+
+from millrace.gateway.caches.exact import Alone
+from millrace.gateway.caches.flight import Terms
+from millrace.gateway.routing.parts import part_of
+from millrace.gateway.stages.course import Course
+from millrace.gateway.stages.shared import Shared
+
+
+async def generate(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    looked = course.looked
+    if parts.exact is not None and looked is not None and looked.uses.looks:
+        shared, plan = part_of(exchange, exchange.served, exchange.asked), course.plan
+        whole = bool(plan.steps) and not exchange.asked.stream
+        terms = Terms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
+        course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
+        course.follows = True
+        if course.answer.role == "joiner":
+            exchange.by = "shared"
+            exchange.headers["x-millrace-cache"] = exchange.notes["cache"] = "shared"
+    else:
+        course.own = parts.answers(exchange, course.plan)
+        await course.own.begin()
+        course.answer = Alone(course.own)
+    if parts.degrades(exchange.surface):
+        course.wait = parts.pressure.wait(exchange.served.name, exchange.caller.tenant)
+
+
+def _deadline(course: Course) -> float | None:
+    exchange = course.exchange
+    seconds = exchange.asked.deadline_s
+    if seconds is None:
+        seconds = exchange.served.deadlines.get(exchange.surface)
+    return None if seconds is None else exchange.arrival + seconds
