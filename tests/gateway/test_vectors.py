@@ -105,7 +105,8 @@ def test_vectors_are_scaled_and_in_order() -> None:
         wanted = np.array([tokens, 3, 0, -1]) / np.linalg.norm([tokens, 3, 0, -1])
         assert each["embedding"] == pytest.approx(wanted)
     assert [each["index"] for each in found["data"]] == [0, 1]
-    assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    details = {"cached_tokens": 2}
+    assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": details}
 
 
 def test_base64_is_little_endian_floats() -> None:
