@@ -166,4 +166,5 @@ _ENGINE_TABLE: Final = (
 )
 _BOARDS: Final = {"core": _CORE_TABLE, "engine": _ENGINE_TABLE}
 BOARDS: Final = tuple(_BOARDS)
+NAMES: Final = tuple(dict.fromkeys(engine.name for board in _BOARDS.values() for engine in board))
 PEERS: Final = ("llama.cpp", "openvino", "vllm", "transformers")

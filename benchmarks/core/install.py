@@ -61,6 +61,18 @@ def set_up(peer: str) -> dict[str, str]:
     return versions
 
 
+def set_up_server(peer: str) -> None:
+    """What a peer's server needs beside that; ../serve measures it."""
+    if peer == "llama.cpp" and not places.LLAMA_SERVER.exists():
+        _install_tools()
+        _configure_llama(_llama_source(), "-DWITH_SERVER=ON")
+        tools = places.environment("llama.cpp") / "bin"
+        run([tools / "cmake", "--build", places.LLAMA_BUILD, "--target", "llama-server"], log="install-llama.cpp")
+    elif peer == "transformers" and not (places.STAMPS / "transformers-serving").exists():
+        _install(peer, ("transformers[serving]",))
+        (places.STAMPS / "transformers-serving").touch()
+
+
 def vllm_preloads() -> list[Path]:
     """The allocator and the OpenMP library that vLLM's documentation asks to load first; those that could be had."""
     places_to_look = [
@@ -105,15 +117,20 @@ def _build_llama() -> dict[str, str]:
     source = _llama_source()
     _guard_tile_configuration(source)
     tools = places.environment("llama.cpp") / "bin"
-    cmake = [
-        tools / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release",
-        f"-DLLAMA_SOURCE={source}", "-S", places.HERE / "llama", "-B", places.LLAMA_BUILD,
-    ]  # fmt: skip
-    run(cmake, log="install-llama.cpp")
+    _configure_llama(source)
     run([tools / "cmake", "--build", places.LLAMA_BUILD, "--target", "llama_driver"], log="install-llama.cpp")
     compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, timeout=30).stdout.splitlines()
     package = source.parents[1].name
     return {"xllamacpp": package.removeprefix("xllamacpp-"), "compiler": compiler[0] if compiler else "unknown"}
+
+
+def _configure_llama(source: Path, *details: str) -> None:
+    tools = places.environment("llama.cpp") / "bin"
+    cmake = [
+        tools / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release",
+        f"-DLLAMA_SOURCE={source}", *details, "-S", places.HERE / "llama", "-B", places.LLAMA_BUILD,
+    ]  # fmt: skip
+    run(cmake, log="install-llama.cpp")
 
 
 def _install_tools() -> None:

@@ -21,6 +21,7 @@ LOGS: Final = BUILD / "logs"
 STAMPS: Final = BUILD / "stamps"  # what is installed, with its versions
 LLAMA_BUILD: Final = BUILD / "build-llama"
 LLAMA_DRIVER: Final = LLAMA_BUILD / "llama_driver"
+LLAMA_SERVER: Final = LLAMA_BUILD / "bin" / "llama-server"
 
 
 def environment(peer: str) -> Path:

@@ -24,7 +24,7 @@ import convert
 import install
 import places
 from commands import CommandError, without_places
-from engines import BOARDS, CONFIGURATION, PEERS, PRECISION_BITS, THREADS, Engine, engines
+from engines import BOARDS, CONFIGURATION, NAMES, PEERS, PRECISION_BITS, THREADS, Engine, engines
 from probes import Prober, describe
 from report import table
 from turns import Entrant, Stage, play_round, warm
@@ -52,9 +52,9 @@ def _end(number: int, frame: object) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     versions, failures = _set_up(options.peers)
-    found = engines(
-        options.board, [peer for peer in options.peers if peer in versions], options.precisions, options.only
-    )
+    peers = [peer for peer in options.peers if peer in versions]
+    found = engines(options.board, peers, options.precisions, options.only)
+    found = [engine for engine in found if engine.name not in options.leave_out]
     entrants = {shape: _entrants(found, shape, failures) for shape in options.shapes}
     if options.setup:
         for failure in failures:
@@ -141,6 +141,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", type=_listed(PEERS), default=list(PEERS))
     parser.add_argument("--shapes", type=_listed(convert.SHAPES), default=list(convert.SHAPES))
     parser.add_argument("--precisions", type=_listed(PRECISION_BITS), default=list(PRECISION_BITS))
+    parser.add_argument("--leave-out", type=_listed(NAMES), default=[], help="engines, such as 'llama.cpp Q8_0'")
     parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="kinds of workloads")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")

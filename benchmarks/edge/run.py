@@ -100,11 +100,9 @@ def main() -> int:
             },
         }
         upstream = ours("upstream", "echo.py", CHUNK_PACE, client_core)
-        if peers:
-            try:
-                entrants["chunks"]["litellm"] = keep(servers.start_litellm(upstream, core=server_core))
-            except ServerError as error:
-                fail("litellm", str(error))
+        if options.awake:
+            for core in cores[:2]:
+                keep(servers.start_awake(core))
         for number in range(1, options.repeat + 1):
             for kind in options.only:
                 if kind == "memory" and number > 1:
@@ -112,21 +110,28 @@ def main() -> int:
                 there = entrants["streams" if kind == "streams" else "chunks"]
                 if kind == "memory":
                     there = {"millrace": ours("millrace-memory", "serve_mock.py", CHUNK_PACE)}
-                names = [name for name in there if name != "litellm" or kind in PEER_KINDS]
+                names = [*there, *(peers if kind in PEER_KINDS else ())]
                 # Each round begins one server later than the one before.
                 for place in range(len(names)):
                     name = names[(place + number - 1) % len(names)]
                     print(f"round {number} of {options.repeat}: {kind}, {name}", flush=True)
-                    if name == "litellm" and (code := there[name].ended()) is not None:
-                        fail(name, f"its process had ended with {code} by round {number}; it was started again")
-                        there[name] = keep(servers.start_litellm(upstream, core=server_core))
                     try:
-                        values = _turn(MEASURES[kind](there[name], sizes, number))
+                        server = there.get(name) or servers.start_litellm(upstream, core=server_core)
+                    except ServerError as error:
+                        fail(name, str(error))
+                        continue
+                    try:
+                        values = _turn(MEASURES[kind](server, sizes, number))
                     except (FailedError, OSError, TimeoutError) as error:
                         fail(name, f"{kind}: {type(error).__name__} {str(error)[:300]}")
                         continue
                     finally:
-                        there[name].settle()
+                        if name in there:
+                            server.settle()
+                        else:  # a peer lives for a turn: what it was overloaded with goes with it
+                            if (code := server.ended()) is not None:
+                                fail(name, f"its process ended with {code} in round {number}, {kind}")
+                            server.end()
                     turn = {"round": number, "kind": kind, "server": name, "load": os.getloadavg()[0], **values}
                     results["turns"].append(turn)
                     _save(results, options.out)
@@ -203,6 +208,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="which measurements")
+    parser.add_argument(
+        "--awake", action="store_true", help="keep the cores awake at idle priority, where the machine is a virtual one"
+    )
     parser.add_argument("--peers", type=_listed(("litellm",)), default=["litellm"], help="litellm, or nothing")
     parser.add_argument("--memory-requests", type=int, default=Sizes().memory_last, help="of the measurement of memory")
     parser.add_argument("--setup", action="store_true", help="install the peer, and no more")

@@ -69,6 +69,10 @@ URL = "url = 'http://127.0.0.1:1/v1'"
         ),
         ("models.a.upstream.url = 'ftp://h'", "models.a.upstream.url: expected http:// or https:// with a host"),
         ("models.'a.b'.upstreams.x.url = ''", 'models."a.b".upstreams.x.url: expected a text that is not empty'),
+        (
+            "models.a.upstream = {url = 'http://h', breaker = {open_s = 90}}",
+            "models.a.upstream.breaker.open_most_s: expected at least open_s, 90, found 60",
+        ),
         ("models.'a.b'.upstreams.x.url = 'x'", 'models."a.b".upstreams.x.url: expected http:// or https://'),
         (f"models.a.upstream = {{{URL}, key_env = 'K'}}", "models.a.upstream.key_env: the environment variable K is"),
         (f"models.a.upstream = {{{URL}, key = 'k', key_env = 'K'}}", "models.a.upstream: expected one of key and"),

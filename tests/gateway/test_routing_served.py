@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from millrace.config import ConfigError, ModelConfig, PriceConfig
+from millrace.config.breaker import BreakerConfig
 from millrace.config.caches import ExactConfig
 from millrace.config.routing import (
-    BreakerConfig,
     CascadeConfig,
     ChainConfig,
     HedgeConfig,

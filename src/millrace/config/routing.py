@@ -1,4 +1,4 @@
-"""What the configuration can say of routing: rules, splits, cascades, chains, hedges, breakers and health checks.
+"""What the configuration can say of routing: rules, splits, cascades, chains, hedges and health checks.
 
 Owns the shapes and their defaults. What must hold between them is checks's; what they mean is the other modules'.
 """
@@ -9,9 +9,9 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
+from millrace.config.breaker import BreakerConfig, Part
 from millrace.config.kinds import Count, Milliseconds, Seconds, Section, Share, Text
 
-Part = Annotated[float, Meta(gt=0, le=1)]
 Percent = Annotated[float, Meta(gt=0, le=100)]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: Final[tuple[Day, ...]] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -93,19 +93,6 @@ class HedgeConfig(Section, frozen=True):
     least_ms: Milliseconds = 50.0  # bounds of the wait for the first
     most_ms: Milliseconds = 5000.0
     samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # latest times that the quantile is taken over
-
-
-class BreakerConfig(Section, frozen=True):
-    """When a variant is left alone, and when it is tried again."""
-
-    window_s: Seconds = 30.0  # that is looked at
-    least_calls: Count = 10  # in it, before anything follows from them
-    failures: Part = 0.5  # share of failed calls that opens it
-    slow_s: Seconds | None = None  # a first token that takes longer is slow
-    slow: Part = 0.8  # share of slow calls that opens it
-    open_s: Seconds = 5.0  # until it is tried again; doubled after each try that fails
-    open_most_s: Seconds = 60.0
-    probes: Count = 3  # calls that are let through then, and must all do well
 
 
 class HealthConfig(Section, frozen=True):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from millrace.config.breaker import UpstreamBreakerConfig
 from millrace.config.kinds import Count, Seconds, Secret, Section, Share, Text
 
 # Header values may be secrets too.
@@ -175,17 +176,6 @@ class Retries(Section, frozen=True):
     after_s: Seconds = 60.0  # most of an upstream's Retry-After that clients are told
 
 
-class BreakerConfig(Section, frozen=True):
-    """When nothing more is sent for a while."""
-
-    window_s: Seconds = 30.0  # that is looked at
-    least: Count = 10  # attempts in it, before anything follows from them
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of them that failed or were slow
-    slow_s: Seconds = 30.0  # to the first output, from which on an attempt counts as slow
-    open_s: Seconds = 5.0  # until one request may try again; twice as long after each time that it fails
-    longest_s: Seconds = 60.0
-
-
 class HealthConfig(Section, frozen=True):
     path: str | None = None  # asked with GET; as its kind has it by default; "" asks nothing
     interval_s: Seconds = 10.0
@@ -217,7 +207,7 @@ class UpstreamConfig(Section, frozen=True):
     proxy_env: bool = False  # through the proxy that the environment names (HTTPS_PROXY, NO_PROXY)
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
-    breaker: BreakerConfig = BreakerConfig()
+    breaker: UpstreamBreakerConfig = UpstreamBreakerConfig()
     health: HealthConfig = HealthConfig()
 
 
@@ -263,6 +253,7 @@ def findings(config: UpstreamConfig, environ: Mapping[str, str], where: str) -> 
             yield here, "expected names and values that an HTTP header can have"
         elif name.lower() in _OURS:
             yield here, f"{name.lower()} follows from the request"
+    yield from config.breaker.findings(f"{where}.breaker")
     takes = takes_of(config)
     if not (takes.chat or takes.completions or takes.embeddings):
         yield f"{where}.takes", "expected one at least of chat, completions and embeddings"

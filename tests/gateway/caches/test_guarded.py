@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from millrace.gateway.breaker import Streak
 from millrace.gateway.caches.key import Wanted
-from millrace.gateway.caches.stores import Breaker, Found, Gathering, Guarded, Removals, Scope
+from millrace.gateway.caches.stores import Found, Gathering, Guarded, Removals, Scope
 from millrace.gateway.errors import ApiError
 from tests.gateway.caches.caching import Broken, Clock, turns, wanted
 from tests.gateway.edging import asynchronous
@@ -30,7 +31,7 @@ async def test_a_store_that_hangs_costs_its_bound_and_no_more() -> None:
 async def test_after_some_failures_it_is_left_alone_and_then_tried_once() -> None:
     clock, failed = Clock(), list[str]()
     store = Broken("get")
-    guarded = Guarded(store, breaker=Breaker(failures=3, rest_s=5.0, clock=clock), failed=failed.append)
+    guarded = Guarded(store, breaker=Streak(failures=3, rest_s=5.0, clock=clock), failed=failed.append)
     for _ in range(5):
         assert await guarded.get(wanted()) is None
     assert (len(store.calls), failed) == (3, ["get"] * 3 + ["skipped"] * 2)
@@ -49,7 +50,7 @@ async def test_after_some_failures_it_is_left_alone_and_then_tried_once() -> Non
 async def test_while_it_is_tried_nobody_else_waits() -> None:
     clock = Clock()
     store = Broken("get")
-    guarded = Guarded(store, get_s=60.0, breaker=Breaker(failures=1, rest_s=5.0, clock=clock))
+    guarded = Guarded(store, get_s=60.0, breaker=Streak(failures=1, rest_s=5.0, clock=clock))
     await guarded.get(wanted())
     clock.now += 5.0
     store.hanging = {"get"}
@@ -75,7 +76,7 @@ async def test_a_late_event_loop_is_no_failure_of_the_store() -> None:
             return await super().get(wanted)
 
     store = Late(hanging=["get"])
-    guarded = Guarded(store, get_s=0.01, breaker=Breaker(failures=1, clock=clock), clock=clock, failed=failed.append)
+    guarded = Guarded(store, get_s=0.01, breaker=Streak(failures=1, clock=clock), clock=clock, failed=failed.append)
     for _ in range(3):
         assert await guarded.get(wanted()) is None
     store.hanging.clear()
@@ -137,7 +138,7 @@ async def test_lookups_that_went_together_fail_together_and_the_next_ones_do_not
 async def test_an_invalidation_that_fails_is_an_error() -> None:
     failed: list[str] = []
     store = Broken("remove", "get")
-    guarded = Guarded(store, remove_s=0.01, breaker=Breaker(failures=1), failed=failed.append)
+    guarded = Guarded(store, remove_s=0.01, breaker=Streak(failures=1), failed=failed.append)
     await guarded.get(wanted())
     for hanging in ((), ("remove",)):
         store.hanging = set(hanging)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import MillraceError
-from millrace.gateway.limits.breaker import Breaker
+from millrace.gateway.breaker import Streak
 from millrace.gateway.limits.limiter import Limiter
 from millrace.gateway.limits.local import LocalStore
 from millrace.gateway.limits.redis_calls import GoneError, RedisCalls
@@ -140,7 +140,7 @@ class Scripted:
     """Calls that answer as they are told; None: the store is gone."""
 
     def __init__(self, *answers: list[int] | None) -> None:
-        self.breaker = Breaker()
+        self.breaker = Streak(failures=3)
         self.answers = list(answers)
         self.asked: list[bytes] = []
 
@@ -192,10 +192,10 @@ async def test_what_is_owed_is_bounded_and_forgotten_when_it_has_lapsed() -> Non
 
 def test_a_breaker_opens_after_failures_in_a_row_and_is_tried_after_a_while() -> None:
     clock = Clock()
-    breaker = Breaker(failures=2, skip_s=5.0, clock=clock)
+    breaker = Streak(failures=2, rest_s=5.0, clock=clock)
     for _ in range(3):
         breaker.failed()
-        breaker.worked()
+        breaker.succeeded()
     breaker.failed()
     assert (breaker.open, breaker.due, breaker.left()) == (False, False, 0.0)
     breaker.failed()
@@ -206,7 +206,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_tried_after_a_while() ->
     assert (breaker.open, breaker.due, breaker.left()) == (True, True, 0.0)
     breaker.failed()
     assert (breaker.open, breaker.due) == (True, False)
-    breaker.worked()
+    breaker.succeeded()
     assert not breaker.open
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.config.routing import BreakerConfig, HedgeConfig, RoutingConfig
+from millrace.config.breaker import BreakerConfig
+from millrace.config.routing import HedgeConfig, RoutingConfig
 from millrace.gateway.asked import Asked
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from millrace.config import upstreams
+from millrace.config.breaker import UpstreamBreakerConfig
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "upstreams.md"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME.upstream]`": upstreams.UpstreamConfig,
     "`timeouts`": upstreams.Timeouts,
     "`retries`": upstreams.Retries,
-    "`breaker`": upstreams.BreakerConfig,
+    "`breaker`": UpstreamBreakerConfig,
     "`health`": upstreams.HealthConfig,
     "`takes`": upstreams.Takes,
 }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from millrace.config import Config, ModelConfig, SurfaceConfig
-from millrace.config.upstreams import BreakerConfig, Retries, Takes, UpstreamConfig
+from millrace.config.breaker import UpstreamBreakerConfig
+from millrace.config.upstreams import Retries, Takes, UpstreamConfig
 from millrace.engine.request import Request
 from millrace.errors import MillraceError
 from millrace.gateway.errors import ApiError
@@ -144,7 +145,11 @@ def test_a_fingerprint_is_of_the_server_and_not_of_how_long_it_is_waited_for() -
         FAR,
         UpstreamConfig(url=f"{FAR.url}/", kind="openai"),
         UpstreamConfig(
-            url=FAR.url, kind="openai", key="geheim", retries=Retries(most=0), breaker=BreakerConfig(least=1)
+            url=FAR.url,
+            kind="openai",
+            key="geheim",
+            retries=Retries(most=0),
+            breaker=UpstreamBreakerConfig(least_calls=1),
         ),
     ]
     assert len({one(config).fingerprint for config in same}) == 1

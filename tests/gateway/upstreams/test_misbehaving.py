@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace.config.upstreams import BreakerConfig, Retries, Timeouts
+from millrace.config.breaker import UpstreamBreakerConfig
+from millrace.config.upstreams import Retries, Timeouts
 from millrace.gateway.asked import Piece
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
@@ -417,7 +418,7 @@ async def test_further_attempts_are_bounded() -> None:
 
 @asynchronous
 async def test_a_storm_of_refusals_is_not_answered_with_a_storm_of_attempts() -> None:
-    quiet = BreakerConfig(least=10_000)
+    quiet = UpstreamBreakerConfig(least_calls=10_000)
     retries = Retries(most=2, base_s=0.001, share=0.1, reserve=3)
     async with faking(refuses(429)) as fake, upstream_of(fake, breaker=quiet, retries=retries) as upstream:
         for _ in range(50):
@@ -431,7 +432,7 @@ async def test_a_storm_of_refusals_is_not_answered_with_a_storm_of_attempts() ->
 @asynchronous
 async def test_a_storm_opens_the_breaker_and_one_attempt_closes_it() -> None:
     now = [1000.0]
-    breaker = BreakerConfig(least=4, open_s=5.0)
+    breaker = UpstreamBreakerConfig(least_calls=4, open_s=5.0)
     async with (
         faking(*[refuses(429)] * 4, streams()) as fake,
         upstream_of(fake, breaker=breaker, retries=ONCE, clock=lambda: now[0]) as upstream,

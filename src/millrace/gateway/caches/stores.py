@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
+from millrace.gateway.breaker import Streak
 from millrace.gateway.caches.key import Wanted
 from millrace.gateway.errors import ApiError
 
@@ -96,46 +97,6 @@ class Removals:
         return any(self._latest[-place].has(wanted) for place in range(1, new + 1))
 
 
-class Breaker:
-    """Closed: calls pass. After some failures in a row it opens, and no call passes for a while; then one does, as a
-    try, and its outcome decides."""
-
-    def __init__(self, *, failures: int = 5, rest_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = failures
-        self._rest_s = rest_s
-        self._clock = clock
-        self._failures = 0
-        self._until = 0.0  # of its rest
-        self._trying = False
-
-    @property
-    def open(self) -> bool:
-        return self._failures >= self._most
-
-    def passes(self) -> bool:
-        if not self.open:
-            return True
-        if self._trying or self._clock() < self._until:
-            return False
-        self._trying = True
-        return True
-
-    def succeeded(self) -> None:
-        self._failures, self._trying = 0, False
-
-    def failed(self) -> bool:
-        """Whether it is this failure that opened it."""
-        was_open = self.open
-        self._trying = False
-        self._failures = min(self._failures + 1, self._most)
-        self._until = self._clock() + self._rest_s
-        return self.open and not was_open
-
-    def left(self) -> None:
-        """A call that was given up says nothing of the store."""
-        self._trying = False
-
-
 class Gathering:
     """Lookups that come while others are under way go together, as one call of `find`: a crowd of requests must not
     make a store look slow that answers each of them at once."""
@@ -201,7 +162,7 @@ class Guarded:
         get_s: float | None = 0.05,  # that a request waits; None: the store answers at once
         put_s: float = 1.0,  # nobody waits for it
         remove_s: float = 5.0,  # that an administrator waits
-        breaker: Breaker | None = None,
+        breaker: Streak | None = None,
         clock: Callable[[], float] = time.monotonic,
         failed: Callable[[str], None] = lambda call: None,
     ) -> None:
@@ -209,7 +170,7 @@ class Guarded:
         self._get_s = get_s
         self._put_s = put_s
         self._remove_s = remove_s
-        self._breaker = breaker or Breaker(clock=clock)
+        self._breaker = breaker or Streak(clock=clock)
         self._clock = clock
         self._failed = failed
 
@@ -259,11 +220,11 @@ class Guarded:
                 async with asyncio.timeout(seconds):
                     result = await call(*arguments)
         except asyncio.CancelledError:
-            self._breaker.left()
+            self._breaker.dropped()
             raise
         except Exception as error:
             if seconds is not None and isinstance(error, TimeoutError) and self._clock() - begun > _LATE * seconds:
-                self._breaker.left()
+                self._breaker.dropped()
                 self._failed("late")
                 return None
             if self._breaker.failed():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from millrace.errors import MillraceError
-from millrace.gateway.limits.breaker import Breaker
+from millrace.gateway.breaker import Streak
 
 Result = TypeVar("Result")
 # Why a call did not come through: no answer in time; no connection, or a broken one; no memory; another error of the
@@ -55,7 +55,7 @@ class RedisCalls:
         note: Callable[[str], None] = lambda why: None,  # told of each round trip that failed
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.breaker: Final = Breaker(failures=failures, skip_s=skip_s, clock=clock)
+        self.breaker: Final = Streak(failures=failures, rest_s=skip_s, clock=clock)
         self._url = url
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -109,7 +109,7 @@ class RedisCalls:
         if wrong:
             self._count(_why(wrong[0]))
         else:
-            self.breaker.worked()
+            self.breaker.succeeded()
         for call, answer in zip(batch, answers, strict=True):
             if not call.answer.done():
                 if isinstance(answer, Exception):

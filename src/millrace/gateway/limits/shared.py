@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from millrace.errors import MillraceError
-from millrace.gateway.limits.breaker import Breaker
+from millrace.gateway.breaker import Streak
 from millrace.gateway.limits.limit_set import MINUTE, Refusal, Scope, Standing, Wish
 from millrace.gateway.limits.local import UNLIMITED
 from millrace.gateway.limits.redis_calls import GoneError
@@ -43,7 +43,7 @@ class Calls(Protocol):
     """What RedisCalls does."""
 
     @property
-    def breaker(self) -> Breaker: ...
+    def breaker(self) -> Streak: ...
 
     async def call(self, keys: Sequence[str], payload: bytes, *, probe: bool = False) -> list[int]: ...
 

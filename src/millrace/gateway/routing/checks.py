@@ -67,12 +67,7 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", variant, variants, here)
         if hedge.least_ms > hedge.most_ms:
             yield f"{here}.most_ms", f"expected at least least_ms, {hedge.least_ms:g}, found {hedge.most_ms:g}"
-    breaker = config.breaker
-    if breaker.open_most_s < breaker.open_s:
-        yield (
-            f"{where}.breaker.open_most_s",
-            f"expected at least open_s, {breaker.open_s:g}, found {breaker.open_most_s:g}",
-        )
+    yield from config.breaker.findings(f"{where}.breaker")
 
 
 def _rule(rule: RuleConfig, config: RoutingConfig, variants: Collection[str], where: str) -> Iterator[Finding]:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from millrace.gateway.asked import Choice, Piece
+from millrace.gateway.breaker import Breaker, Permit
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
-from millrace.gateway.routing.health import Breaker, Permit
 from millrace.gateway.routing.parts import Answers, Clock, Take, count_of, produces
 
 # Errors that say nothing of the variant: the request asks for too much, or the server itself is about to end.

@@ -16,9 +16,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from millrace.gateway.asked import Choice
+from millrace.gateway.breaker import Permit
 from millrace.gateway.upstreams import faults, usage
 from millrace.gateway.upstreams.body import Wanted
-from millrace.gateway.upstreams.breaker import Permit
 from millrace.gateway.upstreams.connection import Reply
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
 from millrace.gateway.upstreams.sse import EventReader, TooLongError
@@ -330,7 +330,7 @@ class Attempts(Generic[Item]):
         self._over = True
         if self._permit is not None and self.sent is not None and not self.reader.started:
             waited = self._clock() - self.sent
-            if waited > self._upstream.config.breaker.slow_s:
+            if self._upstream.breaker.is_slow(waited):
                 self._upstream.worked(self._permit, waited)
         self._leave()
 

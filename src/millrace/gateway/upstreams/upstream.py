@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 
 from millrace.config.upstreams import UpstreamConfig, health_path, takes_of
 from millrace.errors import MillraceError
+from millrace.gateway.breaker import Breaker, Permit
 from millrace.gateway.upstreams import faults
-from millrace.gateway.upstreams.breaker import Breaker, Permit
 from millrace.gateway.upstreams.connection import Wires
 from millrace.gateway.upstreams.places import Budget, Places
 from millrace.models.config_json import MOST_VOCAB
@@ -75,7 +75,7 @@ class Upstream:
         self.clock = clock
         self.chance = chance
         self.places = Places(name, config.connections, config.queue)
-        self.breaker = Breaker(config.breaker, clock)
+        self.breaker = Breaker(config.breaker, clock=clock)
         self.budget = Budget(config.retries)
         self.wires = Wires(name, config, key, clock)
         self.secret = key or name  # that tenants' salts are made with
@@ -141,7 +141,7 @@ class Upstream:
     @property
     def ready(self) -> bool:
         """Whether anything is sent at the moment."""
-        return self.healthy is not False and self.breaker.ready()
+        return self.healthy is not False and self.breaker.ready
 
     @property
     def idle(self) -> bool:
@@ -152,8 +152,8 @@ class Upstream:
         """UpstreamError where nothing is sent at the moment."""
         if self.healthy is False:
             raise faults.shut(self.name, "unhealthy", self.config.health.interval_s)
-        if not self.breaker.ready():
-            raise faults.shut(self.name, "open", max(1.0, self.breaker.wait()))
+        if not self.breaker.ready:
+            raise faults.shut(self.name, "open", max(1.0, self.breaker.retry_after()))
 
     def enter(self) -> Permit:
         """For one attempt. UpstreamError where nothing is sent at the moment."""
@@ -166,14 +166,14 @@ class Upstream:
     def worked(self, permit: Permit, seconds: float) -> None:
         """An attempt's first output came, after so long."""
         self._ttft = seconds if self._ttft is None else self._ttft + _SMOOTHING * (seconds - self._ttft)
-        permit.worked(slow=seconds > self.config.breaker.slow_s)
+        permit.succeeded(seconds)
 
     def failed(self, permit: Permit, error: faults.UpstreamError) -> None:
         """An attempt came to nothing, or its answer broke off."""
         self.count("failed")
         self._reasons[error.reason] = self._reasons.get(error.reason, 0) + 1
         if not error.fault:
-            permit.worked()
+            permit.succeeded()
             return
         opened = self.breaker.opened
         permit.failed()

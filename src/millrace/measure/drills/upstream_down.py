@@ -27,7 +27,7 @@ CONFIG = """
 url = "http://127.0.0.1:{port}/v1"
 timeouts = {{ connect_s = 1.0, first_s = 5.0, chunk_s = 2.0 }}
 retries = {{ most = 0 }}
-breaker = {{ least = 4, share = 0.5, open_s = {open}, longest_s = {open} }}
+breaker = {{ least_calls = 4, failures = 0.5, open_s = {open}, open_most_s = {open} }}
 
 [routing.chains.main]
 steps = [{{ variant = "mini@remote" }}, {{ variant = "mini", then = "restart" }}]

@@ -1,0 +1,139 @@
+"""What each server is asked, by `millrace bench`, and which numbers of its result count.
+
+Owns the loads. How figures are defined is docs/bench.md's; servers and rounds are the other files'.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import places
+
+from millrace.measure.bench.result import Figures, Result, read
+
+OBJECTIVES: Final = ("ttft:1500", "tpot:200")  # of a chat, on two cores without AMX
+PROMPT: Final = 256  # tokens, the chat template included
+ANSWER: Final = 64
+SHARED: Final = 1200  # tokens that prompts have in common
+MOST_SECONDS: Final = 900.0  # of one load
+
+
+class LoadError(Exception):
+    """The load could not be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    flags: tuple[str, ...]
+    metrics: Callable[[Result], dict[str, float]]
+    quick: tuple[str, ...] = ()  # in place of the flags' counts, to see that everything works
+
+
+def _at_once(users: int) -> Callable[[Result], dict[str, float]]:
+    def metrics(result: Result) -> dict[str, float]:
+        found = _latencies(result.figures, f"c{users}")
+        found[f"c{users}-tokens"] = result.figures.output_throughput
+        return found
+
+    return metrics
+
+
+def _latencies(figures: Figures, name: str) -> dict[str, float]:
+    if figures.ttft is None or figures.itl is None or figures.completed < figures.requests:
+        raise LoadError(f"{figures.failed} of {figures.requests} requests failed: {figures.errors}")
+    return {
+        f"{name}-ttft": figures.ttft.p50,
+        f"{name}-ttft-p99": figures.ttft.p99,
+        f"{name}-itl": figures.itl.p50,
+        f"{name}-itl-p99": figures.itl.p99,
+    }
+
+
+def _later_turns(result: Result) -> dict[str, float]:
+    found = [row.ttft * 1e3 for row in result.rows if row.turn > 0 and row.ok and row.ttft is not None]
+    if not found:
+        raise LoadError("no later turn was answered")
+    return {"turns-ttft": median(found)}
+
+
+def _shared(result: Result) -> dict[str, float]:
+    return {"prefix-ttft": _latencies(result.figures, "x")["x-ttft"]}
+
+
+def _goodput(result: Result) -> dict[str, float]:
+    return {"goodput": max((stage.figures.goodput or 0.0 for stage in result.stages), default=0.0)}
+
+
+def _closed(users: int, requests: int) -> tuple[str, ...]:
+    return (
+        *("--concurrency", str(users), "--requests", str(requests)),
+        *("--input-tokens", str(PROMPT), "--output-tokens", str(ANSWER)),
+    )
+
+
+LOADS: Final = (
+    Load("c1", _closed(1, 6), _at_once(1), _closed(1, 2)),
+    Load("c8", _closed(8, 24), _at_once(8), _closed(8, 8)),
+    Load("c32", _closed(32, 64), _at_once(32), _closed(32, 32)),
+    Load(
+        "turns",
+        (
+            *("--concurrency", "2", "--requests", "16", "--turns", "4", "--think", "0.2"),
+            *("--input-tokens", "200", "--output-tokens", "32"),
+        ),
+        _later_turns,
+        ("--concurrency", "2", "--requests", "4", "--turns", "2", "--input-tokens", "64", "--output-tokens", "8"),
+    ),
+    Load(
+        "prefix",
+        (
+            *("--concurrency", "2", "--requests", "12", "--prefixes", "1", "--prefix-tokens", str(SHARED)),
+            *("--prefix-kind", "system", "--input-tokens", "64", "--output-tokens", "16"),
+        ),
+        _shared,
+        (
+            *("--concurrency", "2", "--requests", "4", "--prefixes", "1", "--prefix-tokens", "200"),
+            *("--prefix-kind", "system", "--input-tokens", "32", "--output-tokens", "8"),
+        ),
+    ),
+    Load(
+        "goodput",
+        (
+            *("--sweep", "0.2..", "--requests", "20", "--sweep-refine", "1", "--sweep-stages", "5", "--drain", "30"),
+            *("--workload", "chat", "--scale", "0.5", "--goodput", *OBJECTIVES),
+        ),
+        _goodput,
+        (
+            *("--rate", "0.5", "--requests", "4", "--drain", "30"),
+            *("--workload", "chat", "--scale", "0.25", "--goodput", *OBJECTIVES),
+        ),
+    ),
+)
+
+
+def measure(load: Load, url: str, *, seed: int, quick: bool) -> dict[str, float]:
+    """LoadError where it did not work, or not in time."""
+    flags: Sequence[str] = load.quick if quick and load.quick else load.flags
+    with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
+        out = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "millrace", "bench", url, "--json", str(out), "--seed", str(seed)),
+            *("--token-mismatch", "off", "--no-live", *flags),
+        ]
+        places.LOGS.mkdir(parents=True, exist_ok=True)
+        with (places.LOGS / "serve-bench.log").open("ab") as log:
+            try:
+                done = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=MOST_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise LoadError(f"not done after {MOST_SECONDS:.0f} s") from None
+        if not out.exists():
+            raise LoadError(f"millrace bench ended with {done.returncode}")
+        return load.metrics(read(out))

@@ -1,0 +1,146 @@
+"""A results file as a Markdown page: bars with pass or fail, medians with their spread, machine, versions, command.
+
+    python benchmarks/serve/report.py RESULTS.json [OUT.md]
+
+Owns the bars and the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+UNITS: Final = {"memory": (2**20, "MiB"), "start": (1.0, "s"), "goodput": (1.0, "req/s")}
+HIGHER_IS_BETTER: Final = frozenset({"c1-tokens", "c8-tokens", "c32-tokens", "goodput"})
+TITLES: Final = {
+    "c1": "one at a time",
+    "c8": "8 at once",
+    "c32": "32 at once",
+    "turns-ttft": "TTFT of a conversation's later turns, p50",
+    "prefix-ttft": "TTFT with a shared prefix, p50",
+    "goodput": "goodput",
+    "memory": "memory at the end (PSS)",
+    "start": "start to first token",
+}
+WHAT: Final = {
+    "ttft": "TTFT p50",
+    "ttft-p99": "TTFT p99",
+    "itl": "ITL p50",
+    "itl-p99": "ITL p99",
+    "tokens": "output tokens/s",
+}
+ITL_ALONE: Final = {"int4": 0.75, "int8": 0.9}
+
+
+def bar_of(metric: str, precision: str) -> float | None:
+    """Of the best peer's: at most so much of its time or memory, at least so many times its rate. None: no bar."""
+    load, _, what = metric.partition("-")
+    if metric in ("turns-ttft", "prefix-ttft"):
+        return 0.4
+    if what in ("ttft", "ttft-p99"):
+        return 0.6
+    if what == "itl":
+        return ITL_ALONE.get(precision) if load == "c1" else 0.5
+    return {"c8-tokens": 2.0, "c32-tokens": 2.5, "goodput": 2.5, "memory": 1.0, "start": 1.0}.get(metric)
+
+
+def table(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    rounds = "one short round, so no result" if results["quick"] else f"{results['repeat']} rounds"
+    lines = [
+        "# Servers side by side",
+        "",
+        f"- Machine: {machine.get('cpu', machine)}",
+        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds}",
+        f"- Command: `{results['command']}`",
+        "- Versions: " + "; ".join(f"{peer}: {_listed(found)}" for peer, found in results["versions"].items()),
+        "",
+    ]
+    shapes = dict.fromkeys(timing["shape"] for timing in results["timings"])
+    for shape in shapes:
+        mine = [timing for timing in results["timings"] if timing["shape"] == shape]
+        lines += [f"## {shape}", ""]
+        for precision in dict.fromkeys(timing["precision"] for timing in mine):
+            lines += _section(precision, [timing for timing in mine if timing["precision"] == precision])
+    lines += ["## What was asked", "", "| load | `millrace bench` |", "|---|---|"]
+    lines += [f"| {name} | `{flags}` |" for name, flags in results["loads"].items()]
+    lines += ["", "| server | configuration |", "|---|---|"]
+    lines += [f"| {peer} | {text} |" for peer, text in results["configuration"].items()]
+    if results["failures"]:
+        lines += ["", "## Failures", ""]
+        lines += [f"- {each.get('server', each.get('peer'))}: {each['reason']}" for each in results["failures"]]
+    return "\n".join(lines) + "\n"
+
+
+def _section(precision: str, timings: list[dict[str, Any]]) -> list[str]:
+    servers = list(dict.fromkeys(timing["server"] for timing in timings))
+    servers.sort(key=lambda name: not name.startswith("millrace"))
+    lines = [
+        f"### {precision}",
+        "",
+        f"| | {' | '.join(servers)} | of the best peer | bar | |",
+        "|---" * (len(servers) + 4) + "|",
+    ]
+    for metric in dict.fromkeys(timing["metric"] for timing in timings):
+        cells: list[str] = []
+        medians: dict[str, float] = {}
+        for server in servers:
+            values = [each["value"] for each in timings if each["server"] == server and each["metric"] == metric]
+            if values:
+                medians[server] = median(values)
+            cells.append(_cell(metric, values))
+        ours = next((value for server, value in medians.items() if server.startswith("millrace")), None)
+        peers = [value for server, value in medians.items() if not server.startswith("millrace")]
+        ratio = None
+        if ours is not None and peers:
+            best = (max if metric in HIGHER_IS_BETTER else min)(peers)
+            ratio = ours / best if best else None
+        lines.append(f"| {_title(metric)} | {' | '.join(cells)} | {_verdict(metric, precision, ratio)} |")
+    return [*lines, ""]
+
+
+def _verdict(metric: str, precision: str, ratio: float | None) -> str:
+    bar = bar_of(metric, precision)
+    sign = "≥" if metric in HIGHER_IS_BETTER else "≤"
+    shown = "" if bar is None else f"{sign} {bar:g}"
+    if ratio is None:
+        return f"- | {shown} | "
+    word = ""
+    if bar is not None:
+        word = "pass" if (ratio >= bar if sign == "≥" else ratio <= bar) else "**fail**"
+    return f"{ratio:.2f} | {shown} | {word}"
+
+
+def _title(metric: str) -> str:
+    if metric in TITLES:
+        return TITLES[metric]
+    load, _, what = metric.partition("-")
+    return f"{TITLES.get(load, load)}: {WHAT.get(what, what)}"
+
+
+def _cell(metric: str, values: list[float]) -> str:
+    if not values:
+        return "-"
+    scale, unit = UNITS.get(metric, (1.0, "/s" if metric.endswith("tokens") else "ms"))
+    middle, least, most = (value / scale for value in (median(values), min(values), max(values)))
+    spread = f" ({least:.4g} to {most:.4g})" if len(values) > 1 else ""
+    return f"{middle:.4g} {unit}{spread}"
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def main() -> None:
+    page = table(json.loads(Path(sys.argv[1]).read_text()))
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(page)
+    else:
+        print(page)
+
+
+if __name__ == "__main__":
+    main()
