@@ -105,6 +105,8 @@ def _medians(summary: Summary, shape: str) -> list[str]:
         lines.append(f"| {precision} | {engine} | {cells} |")
     for precision in order:
         floors = [(metric, summary.floor((shape, precision, metric))) for metric in metrics]
+        if all(value is None for _, value in floors):
+            continue
         cells = " | ".join("" if value is None else _number(value) for _, value in floors)
         lines.append(f"| {precision} | *floor* | {cells} |")
     return lines
@@ -137,6 +139,8 @@ def _number(value: float) -> str:
     """Three digits that count."""
     if value >= 100:
         return f"{value:,.0f}"
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 

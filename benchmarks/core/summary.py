@@ -48,9 +48,9 @@ class Summary:
             self.rows[shape, precision, metric].append(Row(engine, peer, metric, tuple(values)))
 
     def ours(self, key: Key, engine: str | None = None) -> Row | None:
-        """Millrace's row; `engine`: the one of that name, where there are several."""
-        rows = self.rows.get(key, [])
-        return next((row for row in rows if (row.engine == engine if engine else row.peer == "millrace")), None)
+        """Millrace's row at that precision; `engine`: that of another of our engines."""
+        wanted = engine or f"millrace {key[1]}"
+        return next((row for row in self.rows.get(key, []) if row.engine == wanted), None)
 
     def best_peer(self, key: Key) -> Row | None:
         peers = [row for row in self.rows.get(key, []) if row.peer not in OURS]

@@ -16,7 +16,7 @@ import msgspec
 
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.exchange import Caller
-from millrace.gateway.turn import PUSH
+from millrace.gateway.turn import BODY, GONE, PUSH
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,6 +50,8 @@ class Call:
         "_push",
         "_receive",
         "_send",
+        "_take",
+        "_when_gone",
         "caller",
         "headers",
         "id",
@@ -64,8 +66,11 @@ class Call:
         self.scope = scope
         self._receive = receive
         self._send = send
-        # The edge's way around a coroutine for each chunk; another ASGI server has none.
-        self._push: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(PUSH)
+        # The edge's ways around coroutines; another ASGI server has none.
+        extensions: Mapping[str, Any] = scope.get("extensions", {})
+        self._push: Callable[[bytes], bool] | None = extensions.get(PUSH)
+        self._take: Callable[[], bytes | None] | None = extensions.get(BODY)
+        self._when_gone: Callable[[Callable[[], None] | None], None] | None = extensions.get(GONE)
         self._offered = b""  # and what waits to be sent there
         self.id = id  # of the request, in its headers and in the log
         self.headers: Mapping[str, str] = {
@@ -86,6 +91,10 @@ class Call:
 
     async def body(self, most: int, seconds: float) -> bytes:
         """All of it; ApiError where it is too long or takes too long."""
+        if self._take is not None and (whole := self._take()) is not None:
+            if len(whole) > most:
+                raise _too_large(most)
+            return whole
         chunks: list[bytes] = []
         async for chunk in self.chunks(most, seconds):
             chunks.append(chunk)
@@ -124,6 +133,19 @@ class Call:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return
+
+    def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back when the client has left, until what it gives is called. To be called when the body was read."""
+        if (when_gone := self._when_gone) is not None:
+            when_gone(callback)
+            return lambda: when_gone(None)
+        watch = asyncio.ensure_future(self.gone())
+        watch.add_done_callback(lambda done: None if done.cancelled() else callback())
+
+        def end() -> None:
+            watch.cancel()
+
+        return end
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result; GoneError where the client leaves before, and then the work is cancelled."""

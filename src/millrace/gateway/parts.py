@@ -509,7 +509,7 @@ class Parts:
 
     async def _check(self, exchange: Exchange, recall: Recall) -> None:
         assert self.semantic is not None
-        asked = replace(exchange.asked, surface="batch", deadline_s=None, stream=False)
+        asked = exchange.asked.but(surface="batch", deadline_s=None, stream=False)
         with suppress(ApiError):
             fresh = answer_of(await self.whole(part_of(exchange, exchange.served, asked)))
             await self.semantic.check(recall, fresh, self._embedder(exchange.caller, "batch"))

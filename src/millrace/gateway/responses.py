@@ -221,7 +221,7 @@ def with_history(found: ResponsesAsked, earlier_items: Sequence[Any]) -> Respons
     items = [*earlier_items, *found.items]
     check_count("input", len(items), found.most)
     messages = messages_of(found.told["instructions"], items, whole=True)
-    return replace(found, items=items, asked=replace(found.asked, messages=messages))
+    return replace(found, items=items, asked=found.asked.but(messages=messages))
 
 
 def _logprobs_wanted(given: Mapping[str, Any], limits: Limits) -> int | None:

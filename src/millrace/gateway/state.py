@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -224,7 +223,7 @@ class State:
             else:
                 dialect = BATCHED[url]
                 asked = dialect.read(encoded, {}, self._config.limits)
-            asked = replace(asked, surface=asked.surface or "batch")
+            asked = asked.but(surface=asked.surface or "batch")
             return 200, await answer_whole(app.exchange(caller, asked, url), dialect, app.parts)
         except Exception as error:
             told = as_api_error(error)

@@ -65,9 +65,7 @@ async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> di
 async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
     way = Way(exchange, parts)
-    watch = asyncio.ensure_future(call.gone())
-    watch.add_done_callback(lambda done: None if done.cancelled() else way.cancel())
-    with _settling(way, watch):
+    with _settling(way, call.watch(way.cancel)):
         await way.begin()
         if way.gone:
             raise GoneError  # while its prompt was cut into tokens
@@ -89,7 +87,7 @@ async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Map
 
 
 @contextmanager
-def _settling(way: Way, watch: asyncio.Future[None] | None = None) -> Generator[None]:
+def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[None]:
     """Settles at the end, whatever it is, and watches the client no more."""
     error: ApiError | None = None
     try:
@@ -103,8 +101,8 @@ def _settling(way: Way, watch: asyncio.Future[None] | None = None) -> Generator[
         error = ApiError("the server has ended", kind="overloaded_error", code="draining")
         raise
     finally:
-        if watch is not None:
-            watch.cancel()
+        if unwatch is not None:
+            unwatch()
         way.settle(error)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import http
 import re
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 Message = MutableMapping[str, Any]
 
-PUSH: Final = "millrace.push"  # our extension of ASGI: writes a part of the body at once; whether there is more room
+# Our extensions of ASGI, each a way around a coroutine.
+PUSH: Final = "millrace.push"  # writes a part of the body at once; whether there is more room
+BODY: Final = "millrace.body"  # the request's body where all of it is there and none was asked for; else None
+GONE: Final = "millrace.gone"  # calls back once, in a turn of the loop of its own, when the client has left
 
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 _REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read to keep the connection
@@ -30,6 +33,7 @@ class Turn:
     __slots__ = (
         "_chunked",
         "_connection",
+        "_leaving",
         "_told",
         "_unwritten",
         "_waiter",
@@ -58,7 +62,7 @@ class Turn:
         expects: bool,
     ) -> None:
         self.scope = scope
-        scope["extensions"] = {PUSH: self.push}
+        scope["extensions"] = {PUSH: self.push, BODY: self.take, GONE: self.when_gone}
         self.keep = keep  # the connection, after the response
         self.modern = modern  # HTTP/1.1, not 1.0
         self.declared = declared  # bytes of the body; None where it comes in chunks
@@ -75,6 +79,7 @@ class Turn:
         self._chunked = False
         self._unwritten: int | None = None  # bytes that the response still owes; None where it did not say how many
         self._waiter: asyncio.Future[None] | None = None
+        self._leaving: Callable[[], None] | None = None  # called when the client leaves
 
     async def receive(self) -> Message:
         connection = self._connection
@@ -94,9 +99,27 @@ class Turn:
                 self._waiter = None
         return {"type": "http.disconnect"}
 
+    def take(self) -> bytes | None:
+        """See BODY."""
+        if self.left or self.complete or self._told or not self.whole or self.expects:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self._told = True
+        self._connection.pace()
+        return body
+
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
+        """See GONE. None: nobody wants to know any more."""
+        self._leaving = callback
+        if callback is not None and self.left:
+            self.wake()
+
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self.left and self._leaving is not None:
+            leaving, self._leaving = self._leaving, None
+            asyncio.get_running_loop().call_soon(leaving)
 
     def lose(self) -> None:
         self.left = self.lost = True

@@ -35,6 +35,7 @@ _TEXT_METHODS: Final = frozenset(
     "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines "
     "startswith strip swapcase title upper zfill".split()
 )
+_DICT_NAMES: Final = frozenset(dir(dict))
 _READABLE: Final[tuple[tuple[type[Any], frozenset[str]], ...]] = (
     (str, _TEXT_METHODS),
     (dict, frozenset({"copy", "get", "items", "keys", "values"})),
@@ -157,6 +158,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         result = super().call(__context, __obj, *args, **kwargs)
         # `get` hands out what was there before.
         return result if isinstance(owner, dict) and __obj.__name__ == "get" else budget.made(result)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # The fields of messages are most of what templates read, and jinja gets there by an exception for each.
+        if type(cast(object, obj)) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         return BUDGET.get().operate(operator, left, right, self.binop_table[operator])

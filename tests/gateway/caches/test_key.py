@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -78,16 +77,16 @@ def found(changed: Asked, **options: Any) -> Wanted:
     return wanted
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(Asked)])
+@pytest.mark.parametrize("field", Asked.__struct_fields__)
 def test_every_field_of_a_request_is_in_the_key_or_in_a_list_with_its_reason(field: str) -> None:
     plain = asked(sampling=DRAWN)
     if field == "sampling" or field in OF_THE_PROMPT:
         return  # below
     if field in WITHOUT_EFFECT:
         assert WITHOUT_EFFECT[field]
-        assert key(replace(plain, **{field: OTHER_WITHOUT_EFFECT[field]})) == key(plain)
+        assert key(plain.but(**{field: OTHER_WITHOUT_EFFECT[field]})) == key(plain)
     else:
-        assert key(replace(plain, **{field: OTHER_ASKED[field]})) != key(plain)
+        assert key(plain.but(**{field: OTHER_ASKED[field]})) != key(plain)
 
 
 @pytest.mark.parametrize("field", Sampling.__struct_fields__)
@@ -108,7 +107,7 @@ def test_the_likeliest_tokens_do_not_depend_on_how_others_would_be_drawn(field: 
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
-    there = {field.name for field in fields(Asked)}
+    there = set(Asked.__struct_fields__)
     assert {*WITHOUT_EFFECT, *OF_THE_PROMPT} <= there
     assert set(OF_DRAWING) <= set(Sampling.__struct_fields__)
     assert {*OTHER_ASKED, *WITHOUT_EFFECT, *OF_THE_PROMPT} == there
@@ -125,7 +124,7 @@ def test_who_asks_and_what_answers_is_in_the_key() -> None:
         key(served=served(max_tokens=100)),
         key(served=served(context=1024)),
         key(served=served(reasoning=REASONING_FORMATS["think"])),
-        key(replace(asked(sampling=DRAWN), messages=None, prompts=["Hello"])),
+        key(asked(sampling=DRAWN).but(messages=None, prompts=["Hello"])),
     ]
     assert len(set(keys)) == len(keys)
     assert all(len(each) == 32 for each in keys)
@@ -158,11 +157,11 @@ def test_what_has_no_order_has_none_in_the_key_and_what_has_one_keeps_it() -> No
 def test_without_tokens_the_messages_are_in_the_key() -> None:
     plain = asked(sampling=DRAWN)
     others = (
-        replace(plain, messages=[{"role": "user", "content": "Hello!"}]),
-        replace(plain, template={"enable_thinking": False}),
-        replace(plain, think=False),
-        replace(plain, messages=None, prompts=["Hello"]),
-        replace(plain, messages=None, prompts=["Hello", "there"]),
+        plain.but(messages=[{"role": "user", "content": "Hello!"}]),
+        plain.but(template={"enable_thinking": False}),
+        plain.but(think=False),
+        plain.but(messages=None, prompts=["Hello"]),
+        plain.but(messages=None, prompts=["Hello", "there"]),
     )
     keys = {key(each, prompts=None) for each in (plain, *others)}
     assert len(keys) == len(others) + 1

@@ -27,7 +27,7 @@ def served(name: str, surface: str = "chat") -> Served:
 
 def asked_for(text: str = "Hello", **changes: object) -> Asked:
     asked = Asked(model="mini", messages=[{"role": "user", "content": text}])
-    return dataclasses.replace(asked, **changes)  # pyright: ignore[reportArgumentType]
+    return asked.but(**changes)
 
 
 def exchange_of(asked: Asked | None = None, *, variant: str = "mini", tenant: str = "acme") -> Exchange:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -87,11 +86,11 @@ def test_a_conversation_is_the_same_at_all_of_its_turns(system: str, later: list
 
 def test_an_id_comes_before_a_user_and_a_user_before_how_it_began() -> None:
     plain = asked_for("Hello")
-    of_user = replace(plain, user="anna")
-    named = replace(of_user, metadata={"conversation": "17"})
+    of_user = plain.but(user="anna")
+    named = of_user.but(metadata={"conversation": "17"})
     assert len({place(each) for each in (plain, of_user, named)}) == 3
-    assert place(named) == place(replace(asked_for("Goodbye"), metadata={"conversation": "17"}))
-    assert place(of_user) == place(replace(asked_for("Goodbye"), user="anna"))
+    assert place(named) == place(asked_for("Goodbye").but(metadata={"conversation": "17"}))
+    assert place(of_user) == place(asked_for("Goodbye").but(user="anna"))
     assert place(plain) != place(asked_for("Goodbye"))
 
 

@@ -39,7 +39,8 @@ def fixed(**options: Any) -> SemanticOptions:
 
 
 def tagged(text: str | Asked, *tags: str) -> Asked:
-    return replace(asking(text) if isinstance(text, str) else text, metadata={"cache_tags": ",".join(tags)})
+    asked = asking(text) if isinstance(text, str) else text
+    return asked.but(metadata={"cache_tags": ",".join(tags)})
 
 
 class Bench:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any, Final, get_args
 
@@ -86,7 +85,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "seed": ({"sampling": Sampling(seed=5)}, None),
     "logprobs": ({"sampling": Sampling(logprobs=2)}, "logprobs"),
 }
-FIELDS: Final = [each.name for each in dataclasses.fields(Asked)] + list(Sampling.__struct_fields__)
+FIELDS: Final = list(Asked.__struct_fields__) + list(Sampling.__struct_fields__)
 # Chat and completions, and nothing beyond them.
 _SWITCHES: Final[dict[str, Any]] = {
     name: False for name in Takes.__struct_fields__ if isinstance(getattr(KINDS["vllm"], name), bool)

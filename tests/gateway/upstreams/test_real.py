@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,10 +19,11 @@ from millrace.errors import RequestError
 from millrace.gateway.asked import Piece
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
+from millrace.models.loading import BUNDLED
 from tests.gateway.edging import Running, asynchronous, fails, say, serving, until, words
 from tests.gateway.upstreams.faking import answered, exchange, pieces_of, relayed, soon, text_of, upstream_of
 
-GGUF = Path(os.environ.get("MILLRACE_TEST_GGUF", "build/peers/models/qwen2.5-0.5b/q4_0.gguf"))
+CONVERTER = Path(__file__).parents[3] / "benchmarks" / "core" / "convert" / "gguf_file.py"
 
 
 def millrace(running: Running, **changes: Any) -> Any:
@@ -174,13 +174,13 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[str]:
-    """The URL of a llama.cpp server in a process of its own."""
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a llama.cpp server in a process of its own, which serves our mini."""
     pytest.importorskip("xllamacpp", reason="the package xllamacpp is not installed: no llama.cpp server to ask")
-    if not GGUF.exists():
-        pytest.skip(f"there is no model for llama.cpp: {GGUF} (or name one in MILLRACE_TEST_GGUF)")
+    file = tmp_path_factory.mktemp("gguf") / "mini.gguf"
+    subprocess.run([sys.executable, str(CONVERTER), str(BUNDLED / "mini"), str(file)], check=True, timeout=120)
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(GGUF)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SERVE, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

@@ -11,7 +11,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -55,7 +55,7 @@ WITHOUT_EFFECT: Final = {
 OF_DRAWING: Final = ("top_k", "top_p", "min_p", "seed")
 
 _ASKED: Final = tuple(
-    field.name for field in fields(Asked) if field.name not in WITHOUT_EFFECT and field.name not in OF_THE_PROMPT
+    name for name in Asked.__struct_fields__ if name not in WITHOUT_EFFECT and name not in OF_THE_PROMPT
 )
 _GREEDY: Final = tuple(name for name in Sampling.__struct_fields__ if name not in OF_DRAWING)
 _UNSEEDED: Final = tuple(name for name in Sampling.__struct_fields__ if name != "seed")

@@ -184,9 +184,7 @@ class CascadeAnswering(Composed):
 def _measured(asked: Asked) -> Asked:
     """The same, with log-probabilities."""
     sampling = asked.sampling
-    return dataclasses.replace(
-        asked, sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0))
-    )
+    return asked.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
 
 
 def _trimmed(piece: Piece, wanted: int | None) -> Piece:

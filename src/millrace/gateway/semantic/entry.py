@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -162,4 +162,4 @@ def primed(asked: Asked, entry: Entry) -> Asked:
     """The request with the kept question and its answer as a turn before the user's own: an example for the model."""
     assert asked.messages is not None
     example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]
-    return replace(asked, messages=[*asked.messages[:-1], *example, asked.messages[-1]])
+    return asked.but(messages=[*asked.messages[:-1], *example, asked.messages[-1]])

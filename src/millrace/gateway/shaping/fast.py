@@ -6,7 +6,7 @@ held to a grammar, or that may be a call, is not cut, because half of one is wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -36,9 +36,9 @@ def fast(
             sampling = structs.replace(sampling, **{name: most})
             shaped = (*shaped, Shaped(name, value, most))
     if reasons and asked.think is None and not options.think:
-        asked = replace(asked, think=False)
+        asked = asked.but(think=False)
         shaped = (*shaped, Shaped("reasoning", None, "off"))
-    return replace(asked, sampling=sampling), shaped
+    return asked.but(sampling=sampling), shaped
 
 
 def is_formed(asked: Asked) -> bool:
@@ -51,4 +51,4 @@ def shortened(asked: Asked, most: int) -> tuple[Asked, tuple[Shaped, ...]]:
     if is_formed(asked) or (asked.max_tokens is not None and asked.max_tokens <= most):
         return asked, ()
     told = Shaped("max_tokens", asked.max_tokens, most)
-    return replace(asked, max_tokens=most, min_tokens=min(asked.min_tokens, most)), (told,)
+    return asked.but(max_tokens=most, min_tokens=min(asked.min_tokens, most)), (told,)

@@ -56,7 +56,7 @@ def numbered(asked: Asked, served: Served, options: SourceOptions) -> tuple[Aske
             return asked, None, ()
     options = replace(options, total_tokens=min(options.total_tokens, served.context // 2))  # there is a question, too
     selected = select(sources, options, counter(served))
-    return replace(asked, messages=written(messages, selected, options), sources=()), selected, selected.shaped
+    return asked.but(messages=written(messages, selected, options), sources=()), selected, selected.shaped
 
 
 def _tagged(message: Message) -> bool:
@@ -107,4 +107,4 @@ async def fitted(
     if not found.dropped:
         return Changed(asked)
     shaped = found.shaped or (Shaped("turns", found.before, found.after),)
-    return Changed(replace(asked, messages=found.messages), shaped)
+    return Changed(asked.but(messages=found.messages), shaped)

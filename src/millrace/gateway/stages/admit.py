@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from millrace.gateway.ledger.budgets import Fallback, Refuse
 from millrace.gateway.ledger.records import Entry
@@ -46,7 +45,7 @@ async def _limit(course: Course, scopes: Sequence[Scope]) -> int:
     exchange.headers |= course.reservation.headers()
     if course.reservation.most_output < most:
         most = max(count, course.reservation.most_output)
-        exchange.asked = replace(exchange.asked, max_tokens=most // count)
+        exchange.asked = exchange.asked.but(max_tokens=most // count)
     return most
 
 

@@ -7,7 +7,6 @@ the prompt that it will see.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from millrace.gateway.answering import prompts_of
 from millrace.gateway.errors import ApiError
@@ -29,7 +28,7 @@ def identify(course: Course) -> None:
     surface = surface_of(exchange.caller, asked.surface, exchange.served.surface)
     exchange.surface = surface
     if asked.surface != surface:
-        exchange.asked = asked = replace(asked, surface=surface)
+        exchange.asked = asked = asked.but(surface=surface)
     if asked.profile == "fast":
         exchange.asked, shaped = fast(asked, parts.fast_options, reasons=exchange.served.reasoning is not None)
         course.shaped += shaped
@@ -44,7 +43,7 @@ def identify(course: Course) -> None:
         left = tuple(tool for tool in asked.tools if tool.name not in switch.slow_tools)
         if len(left) < len(asked.tools):
             course.shaped.append(Shaped("tools", len(asked.tools), len(left)))
-            exchange.asked = replace(asked, tools=left)
+            exchange.asked = asked.but(tools=left)
     if switch.max_tokens is not None:  # after the tools: an answer that may be a call is not cut
         exchange.asked, shaped = shortened(exchange.asked, switch.max_tokens)
         course.shaped += shaped
