@@ -100,9 +100,6 @@ def main() -> int:
             },
         }
         upstream = ours("upstream", "echo.py", CHUNK_PACE, client_core)
-        if options.awake:
-            for core in cores[:2]:
-                keep(servers.start_awake(core))
         for number in range(1, options.repeat + 1):
             for kind in options.only:
                 if kind == "memory" and number > 1:
@@ -208,9 +205,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="which measurements")
-    parser.add_argument(
-        "--awake", action="store_true", help="keep the cores awake at idle priority, where the machine is a virtual one"
-    )
     parser.add_argument("--peers", type=_listed(("litellm",)), default=["litellm"], help="litellm, or nothing")
     parser.add_argument("--memory-requests", type=int, default=Sizes().memory_last, help="of the measurement of memory")
     parser.add_argument("--setup", action="store_true", help="install the peer, and no more")

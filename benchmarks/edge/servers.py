@@ -86,17 +86,6 @@ def start(name: str, script: str, arguments: Sequence[str], *, core: int | None)
     raise ServerError(f"{name} did not start: {_tail(name)}")
 
 
-def start_awake(core: int) -> Running:
-    """Keeps a core awake; ServerError where there is no compiler."""
-    program = BUILD / "awake"
-    BUILD.mkdir(parents=True, exist_ok=True)
-    try:
-        subprocess.run(["cc", "-O1", "-o", program, HERE / "awake.c"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ServerError(f"awake.c cannot be compiled: {error}") from None
-    return Running(f"awake-{core}", _spawn(f"awake-{core}", [str(program), str(core)], None), 0)
-
-
 def start_litellm(upstream: Running, *, core: int | None) -> Running:
     """Its proxy before `upstream`, as its documentation asks for production: no debugging, no log of requests."""
     with socket.create_server(("127.0.0.1", 0)) as free:
