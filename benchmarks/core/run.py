@@ -10,15 +10,15 @@ See ../README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import convert
 import install
@@ -27,6 +27,7 @@ from commands import CommandError, without_places
 from engines import BOARDS, CONFIGURATION, NAMES, PEERS, PRECISION_BITS, THREADS, Engine, engines
 from probes import Prober, describe
 from report import table
+from runs import commit, end, listed, now, save
 from turns import Entrant, Stage, play_round, warm
 from workloads import KINDS, WORKLOADS, Prompts
 
@@ -37,17 +38,12 @@ FORMAT: Final = 1  # of the results file
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     try:
         return _measure(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _end(number: int, frame: object) -> None:
-    """Leaves by an exception, so that the children end with the run."""
-    sys.exit(128 + number)
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -66,13 +62,13 @@ def _measure(options: argparse.Namespace) -> int:
         "format": FORMAT,
         "board": options.board,
         "command": f"python benchmarks/core/run.py {shlex.join(sys.argv[1:])}",
-        "started": _now(),
+        "started": now(),
         "finished": None,
         "quick": options.quick,
         "repeat": options.repeat,
         "seed": options.seed,
         "machine": describe(prober.machine),
-        "versions": {"millrace": _commit(), **versions},
+        "versions": {"millrace": {"commit": commit()}, **versions},
         "configuration": {peer: CONFIGURATION[peer] for peer in dict.fromkeys(each.peer for each in found)},
         "facts": {},
         "floors": [],
@@ -80,18 +76,20 @@ def _measure(options: argparse.Namespace) -> int:
         "timings": [],
     }
 
-    def save() -> None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        part = options.out.with_name(f"{options.out.name}.part")
-        part.write_text(json.dumps(results, indent=1) + "\n")
-        part.replace(options.out)
-
     prompts = Prompts(options.seed)
     for shape in options.shapes:
         spec = open_model(places.model(shape, "hf")).spec
         workloads = [workload.short() if options.quick else workload for workload in WORKLOADS]
         stage = Stage(
-            shape, workloads, options.only, prober, prompts, results["timings"], failures, results["facts"], save
+            shape,
+            workloads,
+            options.only,
+            prober,
+            prompts,
+            results["timings"],
+            failures,
+            results["facts"],
+            lambda: save(results, options.out),
         )
         starting = [entrant for entrant in entrants[shape] if "start" in entrant.engine.kinds]
         if starting and "start" in options.only:
@@ -102,8 +100,8 @@ def _measure(options: argparse.Namespace) -> int:
             for entry in prober.floors(spec, options.precisions):
                 results["floors"].append({"round": number, "shape": shape, **entry})
             play_round(stage, entrants[shape], number)
-    results["finished"] = _now()
-    save()
+    results["finished"] = now()
+    save(results, options.out)
     print()
     print(table(results))
     return 0
@@ -138,11 +136,11 @@ def _entrants(found: list[Engine], shape: str, failures: list[dict[str, Any]]) -
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure Millrace's bare core against CPU peers.")
-    parser.add_argument("--peers", type=_listed(PEERS), default=list(PEERS))
-    parser.add_argument("--shapes", type=_listed(convert.SHAPES), default=list(convert.SHAPES))
-    parser.add_argument("--precisions", type=_listed(PRECISION_BITS), default=list(PRECISION_BITS))
-    parser.add_argument("--leave-out", type=_listed(NAMES), default=[], help="engines, such as 'llama.cpp Q8_0'")
-    parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="kinds of workloads")
+    parser.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
+    parser.add_argument("--shapes", type=listed(convert.SHAPES), default=list(convert.SHAPES))
+    parser.add_argument("--precisions", type=listed(PRECISION_BITS), default=list(PRECISION_BITS))
+    parser.add_argument("--leave-out", type=listed(NAMES), default=[], help="engines, such as 'llama.cpp Q8_0'")
+    parser.add_argument("--only", type=listed(KINDS), default=list(KINDS), help="kinds of workloads")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--setup", action="store_true", help="install the peers, convert the models, and no more")
@@ -155,30 +153,6 @@ def _options() -> argparse.Namespace:
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
     return options
-
-
-def _listed(known: Iterable[str]) -> Any:
-    names = list(known)
-
-    def parse(text: str) -> list[str]:
-        found = [word for word in text.split(",") if word]
-        unknown = [word for word in found if word not in names]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
-        return found
-
-    return parse
-
-
-def _commit() -> dict[str, str]:
-    """Which Millrace this is; a tree with changes says so."""
-    command = ["git", "-C", str(places.REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    return {"commit": found.stdout.strip() or "unknown"}
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 if __name__ == "__main__":

@@ -11,19 +11,18 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import json
 import os
 import platform
 import resource
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import measures
 import servers
@@ -31,6 +30,7 @@ import uvloop
 from client import FailedError
 from measures import Sizes
 from report import table
+from runs import commit, end, listed, now, save
 from servers import Running, ServerError
 
 FORMAT: Final = 1  # of the results file
@@ -41,7 +41,7 @@ CHUNK_PACE: Final = 100.0  # tokens a second of each of the streams whose chunks
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     sizes = Sizes(memory_last=options.memory_requests)
     if options.quick:
         sizes = sizes.short()
@@ -52,7 +52,7 @@ def main() -> int:
     results: dict[str, Any] = {
         "format": FORMAT,
         "command": f"python benchmarks/edge/run.py {shlex.join(sys.argv[1:])}".strip(),
-        "started": _now(),
+        "started": now(),
         "finished": None,
         "quick": options.quick,
         "repeat": options.repeat,
@@ -131,17 +131,12 @@ def main() -> int:
                             server.end()
                     turn = {"round": number, "kind": kind, "server": name, "load": os.getloadavg()[0], **values}
                     results["turns"].append(turn)
-                    _save(results, options.out)
-    results["finished"] = _now()
-    _save(results, options.out)
+                    save(results, options.out)
+    results["finished"] = now()
+    save(results, options.out)
     print()
     print(table(results))
     return 0
-
-
-def _end(number: int, frame: object) -> None:
-    """Leaves by an exception, so that the servers end with the run."""
-    sys.exit(128 + number)
 
 
 Measure = Callable[[Running, Sizes, int], Awaitable[dict[str, float]]]
@@ -168,13 +163,6 @@ def _turn(measure: Awaitable[dict[str, float]]) -> dict[str, float]:
         gc.enable()
 
 
-def _save(results: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f"{out.name}.part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(out)
-
-
 def _machine(cores: list[int]) -> dict[str, Any]:
     cpu = next(
         (
@@ -190,22 +178,16 @@ def _machine(cores: list[int]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    command = ["git", "-C", str(servers.REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     packages = {name: importlib.metadata.version(name) for name in ("uvicorn", "uvloop", "httptools", "msgspec")}
-    return {"millrace": commit or "unknown", **packages}
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"millrace": commit(), **packages}
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure what Millrace's gateway costs.")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
-    parser.add_argument("--only", type=_listed(KINDS), default=list(KINDS), help="which measurements")
-    parser.add_argument("--peers", type=_listed(("litellm",)), default=["litellm"], help="litellm, or nothing")
+    parser.add_argument("--only", type=listed(KINDS), default=list(KINDS), help="which measurements")
+    parser.add_argument("--peers", type=listed(("litellm",)), default=["litellm"], help="litellm, or nothing")
     parser.add_argument("--memory-requests", type=int, default=Sizes().memory_last, help="of the measurement of memory")
     parser.add_argument("--setup", action="store_true", help="install the peer, and no more")
     parser.add_argument("--out", type=Path, default=servers.BUILD / "results.json")
@@ -215,17 +197,6 @@ def _options() -> argparse.Namespace:
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
     return options
-
-
-def _listed(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        found = [word for word in text.split(",") if word]
-        unknown = [word for word in found if word not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-        return found
-
-    return parse
 
 
 if __name__ == "__main__":

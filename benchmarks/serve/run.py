@@ -9,17 +9,16 @@ leaves what it has. See ../README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "core"))  # its environments, models and places
 
 import convert
@@ -31,6 +30,7 @@ from commands import CommandError, without_places
 from loads import LOADS, Load, LoadError
 from probes import Prober, describe
 from report import HIGHER_IS_BETTER, table
+from runs import commit, end, listed, now, save
 from servers import PEERS, SERVERS, Running, Server, ServerError
 
 FORMAT: Final = 1  # of the results file
@@ -41,7 +41,7 @@ PRECISIONS: Final = ("int8", "int4", "bf16")
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, end)
     try:
         return Run(options).play()
     except KeyboardInterrupt:
@@ -66,13 +66,13 @@ class Run:
         self.results = {
             "format": FORMAT,
             "command": f"python benchmarks/serve/run.py {shlex.join(sys.argv[1:])}",
-            "started": _now(),
+            "started": now(),
             "finished": None,
             "quick": options.quick,
             "repeat": options.repeat,
             "seed": options.seed,
             "machine": describe(Prober(servers.THREADS).machine),
-            "versions": {"millrace": _commit(), **self.versions},
+            "versions": {"millrace": {"commit": commit()}, **self.versions},
             "configuration": servers.CONFIGURATION,
             "loads": {load.name: " ".join(load.flags) for load in self.loads},
             "failures": self.failures,
@@ -85,8 +85,8 @@ class Run:
             shift = number % len(entrants)
             for shape, server, model in entrants[shift:] + entrants[:shift]:
                 self._turn(number, shape, server, model)
-        self.results["finished"] = _now()
-        self._save()
+        self.results["finished"] = now()
+        save(self.results, self.options.out)
         print(table(self.results))
         return 0
 
@@ -135,7 +135,7 @@ class Run:
         except (ServerError, OSError) as failure:
             self._failed(without_places(str(failure)), peer=server.peer, server=server.name, shape=shape, round=number)
         print(f"  {server.name}: turn of {time.monotonic() - begun:.0f} s", flush=True)
-        self._save()
+        save(self.results, self.options.out)
 
     def _ask(self, number: int, shape: str, server: Server, load: Load, running: Running) -> None:
         try:
@@ -147,7 +147,7 @@ class Run:
             return
         for metric, value in found.items():
             self._note(number, shape, server, metric, value)
-        self._save()
+        save(self.results, self.options.out)
 
     def _note(self, number: int, shape: str, server: Server, metric: str, value: float) -> None:
         self.timings.append(
@@ -185,20 +185,13 @@ class Run:
         self.failures.append({**what, "reason": reason})
         print(f"  {what.get('server', what.get('peer'))}: failed: {reason}", file=sys.stderr, flush=True)
 
-    def _save(self) -> None:
-        out: Path = self.options.out
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(f"{out.name}.part")
-        part.write_text(json.dumps(self.results, indent=1) + "\n")
-        part.replace(out)
-
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure Millrace's server beside CPU peers' servers.")
-    parser.add_argument("--peers", type=_listed(PEERS), default=["llama.cpp", "openvino", "vllm"])
-    parser.add_argument("--shapes", type=_listed(convert.SHAPES), default=["qwen2.5-0.5b"])
-    parser.add_argument("--precisions", type=_listed(PRECISIONS), default=["int8", "int4"])
-    parser.add_argument("--loads", type=_listed([load.name for load in LOADS]), default=[load.name for load in LOADS])
+    parser.add_argument("--peers", type=listed(PEERS), default=["llama.cpp", "openvino", "vllm"])
+    parser.add_argument("--shapes", type=listed(convert.SHAPES), default=["qwen2.5-0.5b"])
+    parser.add_argument("--precisions", type=listed(PRECISIONS), default=["int8", "int4"])
+    parser.add_argument("--loads", type=listed([load.name for load in LOADS]), default=[load.name for load in LOADS])
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--setup", action="store_true", help="install the peers, convert the models, and no more")
@@ -210,30 +203,6 @@ def _options() -> argparse.Namespace:
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
     return options
-
-
-def _listed(known: Iterable[str]) -> Any:
-    names = list(known)
-
-    def parse(text: str) -> list[str]:
-        found = [word for word in text.split(",") if word]
-        unknown = [word for word in found if word not in names]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
-        return found
-
-    return parse
-
-
-def _commit() -> dict[str, str]:
-    """Which Millrace this is; a tree with changes says so."""
-    command = ["git", "-C", str(places.REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    return {"commit": found.stdout.strip() or "unknown"}
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 if __name__ == "__main__":

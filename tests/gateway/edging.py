@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -258,11 +258,37 @@ class Running:
 
 
 def config_of(folder: Path, **server: Any) -> Config:
-    named = {"models", "keys", "limits", "log"}
+    named = {"models", "keys", "limits", "log", "routing"}
     others = {name: server.pop(name) for name in list(server) if name in named}
     return Config(
         server=ServerConfig(port=0, **server), storage=Storage(folder=str(folder)), **({"log": Log()} | others)
     )
+
+
+Runs = TypeVar("Runs", bound=Running)
+
+
+@contextlib.asynccontextmanager
+async def living(
+    made: Server, running_of: Callable[[asyncio.Task[None]], Runs], *, loaded: bool = True
+) -> AsyncIterator[Runs]:
+    """Runs a server in this loop and ends it; then nothing of it may be left. `running_of`: by its task."""
+    others = asyncio.all_tasks()
+    task = asyncio.create_task(made.run(signals=False))
+    running = running_of(task)
+    try:
+        await until(lambda: made.app.ready or not loaded or task.done())
+        yield running
+        if not task.done():
+            await running.settled()
+    finally:
+        for client in running.clients:
+            client.leave()
+        made.end()
+        await task
+    await asyncio.sleep(0)
+    left = {each for each in asyncio.all_tasks() if each not in others and not each.done()}
+    assert not left, left
 
 
 @contextlib.asynccontextmanager
@@ -273,23 +299,9 @@ async def serving(*, loaded: bool = True, config: Config | None = None, **server
         fleet = FakeFleet(engine)
         if not loaded:
             fleet.loaded.clear()
-        others = asyncio.all_tasks()
         made = Server(config or config_of(Path(folder), **server), fleet=fleet)
-        task = asyncio.create_task(made.run(signals=False))
-        running = Running(made, engine, fleet, task)
-        try:
-            await until(lambda: made.app.ready or not loaded or task.done())
+        async with living(made, lambda task: Running(made, engine, fleet, task), loaded=loaded) as running:
             yield running
-            if not task.done():
-                await running.settled()
-        finally:
-            for client in running.clients:
-                client.leave()
-            made.end()
-            await task
-        await asyncio.sleep(0)
-        left = {each for each in asyncio.all_tasks() if each not in others and not each.done()}
-        assert not left, left
         assert not made.edge.connections
         assert fleet.closed
 

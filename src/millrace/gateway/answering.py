@@ -18,7 +18,7 @@ from millrace.engine.request import Request
 from millrace.engine.sampling import Chosen
 from millrace.engine.stream import Stream
 from millrace.errors import MillraceError
-from millrace.gateway.asked import Choice, Piece, Tool, Usage, total
+from millrace.gateway.asked import Piece, Tool, Usage, total
 from millrace.gateway.errors import ApiError, as_api_error, invalid
 from millrace.gateway.exchange import Exchange, Prompt
 from millrace.gateway.fleet import Served
@@ -132,17 +132,6 @@ class Answering:
         self._usages[piece.index] = piece.usage or Usage()
         exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
         exchange.finish = piece.finish or ""
-
-    async def choices(self) -> list[Choice]:
-        """The whole of it."""
-        found = [Choice(index) for index in range(len(self._streams) * self.exchange.asked.n)]
-
-        def add(piece: Piece) -> bool:
-            found[piece.index].add(piece)
-            return True
-
-        await self.run(add)
-        return found
 
     def cancel(self) -> None:
         """The client is gone: what runs ends by the engine's next step."""

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millrace.gateway.asked import Choice, Piece, Restart
 from millrace.gateway.caches.exact import Hit
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.routing.compose import decisions_of
-from millrace.gateway.routing.parts import count_of
 from millrace.gateway.routing.router import Plan, headers_of
 from millrace.gateway.shaping.told import header_value
 from millrace.gateway.stages.admit import admit
@@ -76,20 +74,6 @@ class Way:
         """Hands every piece to `take` as it comes. True once every choice has ended; False as soon as `take` wants no
         more for now, and then this is to be called again. ApiError where the answer is refused or fails."""
         return await run(self._course, take)
-
-    async def choices(self) -> list[Choice]:
-        """The whole of it."""
-        found = {index: Choice(index) for index in range(count_of(self.exchange.asked))}
-
-        def add(piece: Piece) -> bool:
-            if isinstance(piece, Restart):
-                found[piece.index] = Choice(piece.index)
-            else:
-                found[piece.index].add(piece)
-            return True
-
-        await self.run(add)
-        return [found[index] for index in sorted(found)]
 
     def relayed(self) -> UpstreamAnswering | None:
         """An upstream's answer whose bytes can go to a client as they are: nobody here wants to see a piece of it."""

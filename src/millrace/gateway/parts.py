@@ -52,7 +52,7 @@ from millrace.gateway.limits.script import script
 from millrace.gateway.limits.shared import SharedStore
 from millrace.gateway.routing.compose import Composer, hedgings_of
 from millrace.gateway.routing.health import Health
-from millrace.gateway.routing.parts import Answers, part_of
+from millrace.gateway.routing.parts import Answers, choices_of, part_of
 from millrace.gateway.routing.router import Plan, Router
 from millrace.gateway.semantic.embedding import ServedEmbedder
 from millrace.gateway.semantic.entry import Answer as Kept
@@ -443,12 +443,15 @@ class Parts:
             metrics.of(metrics.routes, decision.stage, decision.chosen).inc()
         return self._composer.answering(exchange, plan)
 
-    def _make(self, variant: str, exchange: Exchange, asked: Asked) -> Answers:
-        return self._plain(part_of(exchange, self.fleet.served[variant], asked))
+    def _make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answers:
+        return self._plain(part_of(exchange, self.fleet.served[variant], asked), alone)
 
-    def _plain(self, exchange: Exchange) -> Answers:
+    def _plain(self, exchange: Exchange, alone: bool = True) -> Answers:
+        """`alone`: nothing else takes part in the answer, so that it can begin anew while nobody has heard of it."""
         upstream = exchange.served.upstream
-        return Answering(exchange) if upstream is None else UpstreamAnswering(exchange, upstream)
+        if upstream is None:
+            return Answering(exchange)
+        return UpstreamAnswering(exchange, upstream, anew=alone and not exchange.asked.stream)
 
     async def prompt_tokens(self, exchange: Exchange) -> int:
         """Of an exchange that an upstream answers."""
@@ -519,7 +522,7 @@ class Parts:
         answers = self._plain(exchange)
         try:
             await answers.begin()
-            return await answers.choices()
+            return await choices_of(answers)
         finally:
             answers.settle()
 

@@ -19,6 +19,7 @@ from millrace.gateway.errors import ApiError, as_api_error
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.flow import Way
 from millrace.gateway.parameters import Table
+from millrace.gateway.routing.parts import choices_of
 
 if TYPE_CHECKING:
     from millrace.gateway.parts import Parts
@@ -56,7 +57,7 @@ async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> di
     way = Way(exchange, parts)
     with _settling(way):
         await way.begin()
-        body = dialect.whole(exchange, await way.choices())
+        body = dialect.whole(exchange, await choices_of(way))
         if dialect.keep is not None:
             await dialect.keep()
         return body
@@ -76,7 +77,7 @@ async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Map
             else:
                 await _relay(call, way, relayed, dialect, headers)
         else:
-            choices = await way.choices()
+            choices = await choices_of(way)
             if way.gone:
                 raise GoneError
             body = dialect.whole(exchange, choices)

@@ -204,40 +204,45 @@ class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
     deadline: float | None = None  # seconds from its arrival
 
 
+def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a trace that are not blank, with their numbers; RequestError for one of more than `most` bytes."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            raw = file.readline(most + 1)
+            if not raw:
+                return
+            if len(raw) > most:
+                raise RequestError(f"{path}, line {number}: longer than {most} bytes", parameter="trace")
+            if raw.strip():
+                yield number, raw
+
+
 def read_trace(path: Path, *, seed: int = 0) -> Iterator[Call]:
     """The calls of a trace file; RequestError names the line that is wrong."""
     decoder = msgspec.json.Decoder(TraceLine)
     rng = random.Random(f"{seed} trace")
     last = 0.0
-    with path.open("rb") as file:
-        for number in itertools.count(1):
-            raw = file.readline(MOST_LINE + 1)
-            if not raw:
-                return
-            if not raw.strip():
-                continue
-            try:
-                if len(raw) > MOST_LINE:
-                    raise msgspec.ValidationError(f"longer than {MOST_LINE} bytes")
-                line = decoder.decode(raw)
-                _check_line(line, last)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise RequestError(f"{path}, line {number}: {error}", parameter="trace") from None
-            last = line.at
-            shared = min(line.prefix_tokens, line.prompt)
-            prefix = _run(random.Random(f"{seed} {line.tenant} {line.prefix}"), shared) if line.prefix else ()
-            prompt = prefix + _run(rng, line.prompt - len(prefix))
-            yield Call(
-                line.at,
-                line.tenant,
-                line.surface,
-                prompt,
-                line.answer,
-                not line.prefix,
-                line.weight,
-                line.priority,
-                line.deadline,
-            )
+    for number, raw in trace_lines(path, MOST_LINE):
+        try:
+            line = decoder.decode(raw)
+            _check_line(line, last)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}, line {number}: {error}", parameter="trace") from None
+        last = line.at
+        shared = min(line.prefix_tokens, line.prompt)
+        prefix = _run(random.Random(f"{seed} {line.tenant} {line.prefix}"), shared) if line.prefix else ()
+        prompt = prefix + _run(rng, line.prompt - len(prefix))
+        yield Call(
+            line.at,
+            line.tenant,
+            line.surface,
+            prompt,
+            line.answer,
+            not line.prefix,
+            line.weight,
+            line.priority,
+            line.deadline,
+        )
 
 
 def _check_line(line: TraceLine, last: float) -> None:

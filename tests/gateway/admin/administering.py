@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig
 from millrace.gateway.admin.administration import Administration
 from millrace.gateway.server import Server
 from millrace.gateway.tool_formats import tool_format_of
-from tests.gateway.edging import CHAT, Answer, FakeEngine, FakeFleet, Running, config_of, tokenizer, until
+from tests.gateway.edging import CHAT, Answer, FakeEngine, FakeFleet, Running, config_of, living, tokenizer
 from tests.gateway.tenants.standing import Clock, bearer, declared
 
 ROOT = "root-secret"
@@ -100,15 +99,5 @@ async def administered(
         administration._routes._usage = usage
     if caches is not None:
         administration.invalidations._caches = caches
-    task = asyncio.create_task(server.run(signals=False))
-    running = Administered(server, engine, fleet, task)
-    try:
-        await until(lambda: server.app.ready or task.done())
+    async with living(server, lambda task: Administered(server, engine, fleet, task)) as running:
         yield running
-        if not task.done():
-            await running.settled()
-    finally:
-        for client in running.clients:
-            client.leave()
-        server.end()
-        await task

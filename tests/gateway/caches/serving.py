@@ -18,7 +18,7 @@ from millrace.engine.stream import Stream
 from millrace.gateway.fleet import Fleet, Served
 from millrace.gateway.server import Server
 from millrace.observe import metrics
-from tests.gateway.edging import Answer, FakeEngine, FakeFleet, Running, request, say, until
+from tests.gateway.edging import Answer, FakeEngine, FakeFleet, Running, living, request, say, until
 
 RED = {"authorization": "Bearer red-secret"}
 BLUE = {"authorization": "Bearer blue-secret"}
@@ -130,23 +130,9 @@ async def caching(
     )
     engine = FakeEngine()
     fleet = ManyFleet(engine, others or {})
-    before = asyncio.all_tasks()
     made = Server(config, fleet=fleet)
-    task = asyncio.create_task(made.run(signals=False))
-    running = Caching(made, engine, fleet, task)
-    try:
-        await until(lambda: made.app.ready or task.done())
+    async with living(made, lambda task: Caching(made, engine, fleet, task)) as running:
         yield running
-        if not task.done():
-            await running.settled()
-    finally:
-        for client in running.clients:
-            client.leave()
-        made.end()
-        await task
-    await asyncio.sleep(0)
-    left = {each for each in asyncio.all_tasks() if each not in before and not each.done()}
-    assert not left, left
 
 
 def finish(stream: Stream, text: str = "") -> None:

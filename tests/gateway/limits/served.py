@@ -22,7 +22,7 @@ from millrace.engine.wire import Ending, Output, Usage
 from millrace.gateway.limits.limiter import Limiter
 from millrace.gateway.limits.local import LocalStore
 from millrace.gateway.server import Server
-from tests.gateway.edging import CHAT, Answer, Client, FakeEngine, FakeFleet, Running, request, tokenizer, until
+from tests.gateway.edging import CHAT, Answer, Client, FakeEngine, FakeFleet, Running, living, request, tokenizer
 
 ADMIN = KeyConfig(name="root", key="key-of-root", tenant="operator", admin="read")
 PATH = "/v1/chat/completions"
@@ -204,14 +204,7 @@ async def served(
         parts = server.parts
         parts.limiter = Limiter(local=LocalStore(clock=clock), clock=clock, sleep=clock.sleep, note=parts.limiter.note)
     prepare(server)
-    task = asyncio.create_task(server.run(signals=False))
-    running = Serving(server, engines["mini"], fleet, task, clock=clock, engines=engines)
-    try:
-        await until(lambda: server.app.ready or task.done())
+    async with living(
+        server, lambda task: Serving(server, engines["mini"], fleet, task, clock=clock, engines=engines)
+    ) as running:
         yield running
-        await running.settled()
-    finally:
-        for client in running.clients:
-            client.leave()
-        server.end()
-        await task

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.engine.sampling import Sampling
-from millrace.gateway.asked import Asked, Choice, Finish, Piece, TokenLogprob, Usage, total
+from millrace.gateway.asked import Asked, Finish, Piece, TokenLogprob, Usage, total
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
@@ -109,9 +109,6 @@ class Scripted:
             self.exchange.usage = total([self._usages[each] for each in sorted(self._usages)], self.exchange.asked.n)
         else:
             self._tokens[piece.index] = self._tokens.get(piece.index, 0) + 1
-
-    async def choices(self) -> list[Choice]:
-        raise AssertionError("who is composed of parts runs them")
 
     def cancel(self) -> None:
         self.gone = True

@@ -14,7 +14,7 @@ from millrace.gateway.asked import Piece
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.routing.cascade import Cascade, CascadeAnswering
 from millrace.gateway.routing.confidence import MEASURES, TOP, Confidence
-from millrace.gateway.routing.parts import summed
+from millrace.gateway.routing.parts import choices_of, summed
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import (
     PROMPT,
@@ -214,7 +214,7 @@ async def test_a_whole_answer_is_that_of_the_model_that_was_decided_for() -> Non
         stage = Stage(exchange_of())
         cascade = cascade_of(stage, answer("small", logprob=logprob))
         await cascade.begin()
-        (choice,) = await cascade.choices()
+        (choice,) = await choices_of(cascade)
         assert choice.content == text
         cascade.settle()
         assert choice.usage == stage.exchange.usage

@@ -14,7 +14,7 @@ from millrace.gateway.asked import CallDelta, Choice, Piece, Usage
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
 from millrace.gateway.routing.joining import DivergedError, Joining, Said
-from millrace.gateway.routing.parts import itemised, summed
+from millrace.gateway.routing.parts import choices_of, itemised, summed
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import (
     PROMPT,
@@ -230,9 +230,9 @@ async def test_a_choice_that_is_whole_stays_and_only_the_others_go_on() -> None:
 async def test_a_whole_answer_needs_no_mark() -> None:
     for then in ("continue", "restart", "error"):
         stage = Stage(exchange_of())
-        fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), then))
+        fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), then), whole=True)
         await fallback.begin()
-        (choice,) = await fallback.choices()
+        (choice,) = await choices_of(fallback)
         fallback.settle()
         assert choice.content == "Paris"
         assert choice.usage == stage.exchange.usage

@@ -251,7 +251,7 @@ class House:
             self.make, self.health, settled=lambda _, error, gone: self.ended.append((error, gone)), **options
         )
 
-    def make(self, variant: str, exchange: Exchange, asked: Asked) -> Answers:
+    def make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answers:
         part = Scripted(part_of(exchange, served(variant), asked), self.scripts[variant].pop(0))
         self.parts.append(part)
         return part

@@ -16,6 +16,7 @@ from millrace.config.upstreams import HealthConfig, Retries, Timeouts, UpstreamC
 from millrace.gateway.asked import Asked, Choice, Piece
 from millrace.gateway.exchange import Caller, Exchange
 from millrace.gateway.fleet import Served
+from millrace.gateway.routing.parts import choices_of
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.upstream import Upstream
 from millrace.models.loading import BUNDLED, open_model
@@ -240,6 +241,13 @@ async def hangs_in_the_stream(line: Line) -> None:
     await line.gone()
 
 
+async def breaks(line: Line) -> None:
+    await line.head()
+    await line.say(sse(chunk("Hel"), chunk("lo"), done=False))
+    await asyncio.sleep(0.05)  # so that it is read before the reset throws it away
+    line.reset()
+
+
 # Who asks
 
 
@@ -288,10 +296,10 @@ def exchange(*, tenant: str = "acme", **asked: Any) -> Exchange:
 
 async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:
     """The whole answer."""
-    answering = UpstreamAnswering(exchange(**asked), upstream)
+    answering = UpstreamAnswering(exchange(**asked), upstream, anew=True)
     try:
         await answering.begin()
-        return await answering.choices()
+        return await choices_of(answering)
     finally:
         answering.settle()
 

@@ -10,6 +10,7 @@ import pytest
 from millrace.config.upstreams import HealthConfig, Timeouts
 from millrace.gateway.asked import Piece
 from millrace.gateway.errors import ApiError
+from millrace.gateway.routing.parts import choices_of
 from millrace.gateway.upstreams.answering import UpstreamAnswering
 from millrace.gateway.upstreams.faults import UpstreamError
 from tests.gateway.edging import asynchronous, until
@@ -60,7 +61,7 @@ async def test_one_that_left_before_it_began_asks_for_nothing() -> None:
         answering = UpstreamAnswering(exchange(), upstream)
         await answering.begin()
         answering.cancel()
-        assert [choice.content for choice in await answering.choices()] == [""]
+        assert [choice.content for choice in await choices_of(answering)] == [""]
         answering.settle()
         assert fake.heard == []
 

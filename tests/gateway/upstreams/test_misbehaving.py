@@ -21,6 +21,7 @@ from tests.gateway.upstreams.faking import (
     Fake,
     Line,
     answered,
+    breaks,
     chunk,
     exchange,
     faking,
@@ -68,13 +69,6 @@ async def trickles(line: Line) -> None:
     while True:
         await line.say(b"x")
         await asyncio.sleep(0.02)
-
-
-async def breaks(line: Line) -> None:
-    await line.head()
-    await line.say(sse(chunk("Hel"), chunk("lo"), done=False))
-    await asyncio.sleep(0.05)  # so that it is read before the reset throws it away
-    line.reset()
 
 
 def failing(**changes: Any) -> dict[str, Any]:

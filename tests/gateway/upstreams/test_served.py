@@ -10,7 +10,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from millrace.config import ModelConfig
+from millrace.config.routing import RoutingConfig, RuleConfig
 from millrace.config.upstreams import Retries, Takes, Timeouts
 from millrace.gateway.server import Server
 from tests.gateway.edging import (
@@ -28,6 +31,7 @@ from tests.gateway.upstreams.faking import (
     Fake,
     Handler,
     Line,
+    breaks,
     chunk,
     config,
     faking,
@@ -44,12 +48,14 @@ STREAM = CHAT | {"stream": True}
 
 
 @contextlib.asynccontextmanager
-async def through(*answers: Handler, **changes: Any) -> AsyncGenerator[tuple[Running, Fake]]:
+async def through(
+    *answers: Handler, routing: RoutingConfig | None = None, **changes: Any
+) -> AsyncGenerator[tuple[Running, Fake]]:
     """A server that serves the fake's model, and nothing else: no engine of ours runs."""
     async with faking(*answers) as fake:
         with tempfile.TemporaryDirectory() as folder:
             models = {"mini": ModelConfig(upstream=config(fake, **changes))}
-            server = Server(config_of(Path(folder), models=models))
+            server = Server(config_of(Path(folder), models=models, routing=routing or RoutingConfig()))
             task = asyncio.create_task(server.run(signals=False))
             running = Running(server, FakeEngine(), cast(Any, server.fleet), task)
             try:
@@ -78,6 +84,21 @@ async def test_chats_are_answered_whole_and_as_streams() -> None:
         streamed = await soon(running.ask("POST", "/v1/chat/completions", STREAM))
         assert streamed.text == "Hello!"
         assert ended("finished") == finished + 2
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@asynchronous
+async def test_an_answer_that_breaks_is_asked_for_anew_unless_the_client_has_heard_of_it(routed: bool) -> None:
+    routing = RoutingConfig(rules=(RuleConfig("all", variant="mini"),)) if routed else None
+    async with through(breaks, streams(), breaks, streams(), routing=routing) as (running, fake):
+        whole = await soon(running.ask("POST", "/v1/chat/completions", CHAT))
+        assert whole.json["choices"][0]["message"]["content"] == "Hello!"
+        assert whole.json["usage"]["completion_tokens"] == 3
+        assert len(fake.heard) == 2
+        streamed = await soon(running.ask("POST", "/v1/chat/completions", STREAM))
+        assert streamed.text == "Hello"
+        assert b"error" in streamed.body
+        assert len(fake.heard) == 3
 
 
 @asynchronous

@@ -22,7 +22,8 @@ from millrace.gateway.routing.parts import Answers, Clock, Composed, Decision, F
 from millrace.gateway.routing.router import Plan
 from millrace.gateway.routing.watched import Watched
 
-Make = Callable[[str, Exchange, Asked], Answers]  # a variant's plain answering, as a part of an exchange
+# A variant's plain answering, as a part of an exchange; the bool: nothing else takes part in the answer at its time.
+Make = Callable[[str, Exchange, Asked, bool], Answers]
 
 
 class Composer:
@@ -48,9 +49,10 @@ class Composer:
         self._clock = clock
 
     def answering(self, exchange: Exchange, plan: Plan) -> Composed:
-        factory = self._variant(exchange, plan.variant)
+        alone = plan.small is None or plan.cascade is None
+        factory = self._variant(exchange, plan.variant, alone)
         if plan.small is not None and plan.cascade is not None:
-            small, large, cascade = self._variant(exchange, plan.small), factory, plan.cascade
+            small, large, cascade = self._variant(exchange, plan.small, False), factory, plan.cascade
 
             def make_cascade(asked: Asked) -> Answers:
                 whole = part_of(exchange, exchange.served, asked)
@@ -58,7 +60,7 @@ class Composer:
 
             factory = make_cascade
         steps = [Step(plan.variant, factory)]
-        steps += [Step(step.variant, self._variant(exchange, step.variant), step.then) for step in plan.steps]
+        steps += [Step(step.variant, self._variant(exchange, step.variant, True), step.then) for step in plan.steps]
         return FallbackAnswering(
             exchange,
             steps,
@@ -69,9 +71,9 @@ class Composer:
             clock=self._clock,
         )
 
-    def _variant(self, exchange: Exchange, variant: str) -> Factory:
+    def _variant(self, exchange: Exchange, variant: str, alone: bool) -> Factory:
         hedging = self._hedgings.get(variant)
-        watched = partial(self._watched, exchange, variant)
+        watched = partial(self._watched, exchange, variant, alone and hedging is None)
         if hedging is None:
             return watched
 
@@ -82,8 +84,8 @@ class Composer:
 
         return make
 
-    def _watched(self, exchange: Exchange, variant: str, asked: Asked) -> Answers:
-        part = self._make(variant, exchange, asked)
+    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: Asked) -> Answers:
+        part = self._make(variant, exchange, asked, alone)
         if variant in self._own_breakers:
             return part
         return Watched(part, self._health.breaker(variant), clock=self._clock)

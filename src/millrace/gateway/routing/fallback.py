@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from millrace.config.routing import Then
-from millrace.gateway.asked import Choice, Piece, Usage
+from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.routing.joining import DivergedError, Joining, Said
@@ -124,10 +124,6 @@ class FallbackAnswering(Composed):
                 self._sum_up()
             return ended
 
-    async def choices(self) -> list[Choice]:
-        self._whole = True
-        return await super().choices()
-
     async def _run(self, part: Answers, take: Take) -> bool:
         if self._heard or self._is_last():
             return await part.run(lambda piece: self._pass(piece, take))
@@ -227,6 +223,11 @@ class FallbackAnswering(Composed):
 
     def _pass(self, piece: Piece, take: Take) -> bool:
         index = piece.index
+        if isinstance(piece, Restart):  # by the step itself, which only an answer has that nobody has heard yet
+            if self._finished.pop(index, None) is not None:
+                self._open += 1
+            self._said.pop(index, None)
+            return take(piece)
         if not self._heard and produces(piece) and self._serving is not None:
             self._heard = True
             self.exchange.served = self._serving.exchange.served  # a cascade knows by now

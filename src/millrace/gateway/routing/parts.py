@@ -34,8 +34,6 @@ class Answers(Protocol):
 
     async def run(self, take: Take) -> bool: ...
 
-    async def choices(self) -> list[Choice]: ...
-
     def cancel(self) -> None: ...
 
     def settle(self, error: ApiError | None = None) -> None: ...
@@ -101,6 +99,29 @@ def produces(piece: Piece) -> bool:
     return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
 
 
+class Runs(Protocol):
+    """What makes the pieces of an exchange's answer: an Answers, or a flow.Way."""
+
+    exchange: Exchange
+
+    async def run(self, take: Take) -> bool: ...
+
+
+async def choices_of(answers: Runs) -> list[Choice]:
+    """The whole of what is run."""
+    found = [Choice(index) for index in range(count_of(answers.exchange.asked))]
+
+    def add(piece: Piece) -> bool:
+        if isinstance(piece, Restart):
+            found[piece.index] = Choice(piece.index)
+        else:
+            found[piece.index].add(piece)
+        return True
+
+    await answers.run(add)
+    return found
+
+
 class Composed(ABC):
     """One answering made of several. Whoever makes it settles it; it settles its parts."""
 
@@ -132,19 +153,6 @@ class Composed(ABC):
 
     @abstractmethod
     async def run(self, take: Take) -> bool: ...
-
-    async def choices(self) -> list[Choice]:
-        found = {index: Choice(index) for index in range(count_of(self.exchange.asked))}
-
-        def add(piece: Piece) -> bool:
-            if isinstance(piece, Restart):
-                found[piece.index] = Choice(piece.index)
-            else:
-                found.setdefault(piece.index, Choice(piece.index)).add(piece)
-            return True
-
-        await self.run(add)
-        return [found[index] for index in sorted(found)]
 
     def cancel(self) -> None:
         self.gone = True

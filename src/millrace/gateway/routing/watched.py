@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from millrace.gateway.asked import Choice, Piece
+from millrace.gateway.asked import Piece
 from millrace.gateway.breaker import Breaker, Permit
 from millrace.gateway.errors import ApiError
 from millrace.gateway.exchange import Exchange
-from millrace.gateway.routing.parts import Answers, Clock, Take, count_of, produces
+from millrace.gateway.routing.parts import Answers, Clock, Take, produces
 
 # Errors that say nothing of the variant: the request asks for too much, or the server itself is about to end.
 _NOT_ITS_FAULT = frozenset({"deadline_unreachable", "draining", "too_many_requests"})
@@ -71,16 +71,6 @@ class Watched:
         if ended and not self.gone and self._permit is not None:
             self._permit.succeeded(self._first)
         return ended
-
-    async def choices(self) -> list[Choice]:
-        found = {index: Choice(index) for index in range(count_of(self.exchange.asked))}
-
-        def add(piece: Piece) -> bool:
-            found[piece.index].add(piece)
-            return True
-
-        await self.run(add)
-        return list(found.values())
 
     def cancel(self) -> None:
         self.gone = True

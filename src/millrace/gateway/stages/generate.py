@@ -14,7 +14,8 @@ async def generate(course: Course) -> None:
     looked = course.looked
     if parts.exact is not None and looked is not None and looked.uses.looks:
         shared, plan = part_of(exchange, exchange.served, exchange.asked), course.plan
-        whole = bool(plan.steps) and not exchange.asked.stream
+        # What may begin anew, unheard, is not for those who hear it as it comes.
+        whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
         terms = Terms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
         course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
         course.follows = True

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 from millrace.errors import MillraceError
-from millrace.gateway.asked import Choice, Piece, Usage, total
+from millrace.gateway.asked import Piece, Restart, Usage, total
 from millrace.gateway.errors import ApiError, as_api_error
 from millrace.gateway.exchange import Exchange
 from millrace.gateway.upstreams import usage
 from millrace.gateway.upstreams.attempts import Attempts, Reader
 from millrace.gateway.upstreams.body import Wanted, wanted_of
+from millrace.gateway.upstreams.faults import UpstreamError
 from millrace.gateway.upstreams.normal import AnswerReader
 from millrace.gateway.upstreams.relay import RelayReader, relayable
 from millrace.gateway.upstreams.upstream import Upstream
@@ -49,8 +50,10 @@ async def prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
 class UpstreamAnswering:
     """An exchange under way. All of it belongs to one event loop."""
 
-    def __init__(self, exchange: Exchange, upstream: Upstream) -> None:
+    def __init__(self, exchange: Exchange, upstream: Upstream, *, anew: bool = False) -> None:
+        """`anew`: whoever runs it bears a Restart, so that an answer that breaks off is asked for once more."""
         self.exchange = exchange
+        self._anew = anew
         self.upstream = upstream
         self.gone = False  # the client has left
         self.counted: usage.Counted | None = None  # the usage with its source, once it is known
@@ -93,26 +96,17 @@ class UpstreamAnswering:
         """
         if self._pieces is None:
             self._pieces = self._attempts(self._reader)
-        return await self._pieces.run(partial(self._hand, take))
+        return await self._pieces.run(partial(self._hand, take), again=self._again if self._anew else None)
 
-    async def choices(self) -> list[Choice]:
-        """The whole of it. An answer that breaks off is asked for anew: nobody has seen anything of it."""
-        found: list[Choice] = []
-
-        def begin() -> None:
-            found[:] = [Choice(index) for index in range(self._asked().choices)]
-            self._usages.clear()
-
-        def add(piece: Piece) -> bool:
-            found[piece.index].add(piece)
-            return True
-
-        begin()
-        self._pieces = self._attempts(self._reader)
-        await self._pieces.run(partial(self._hand, add), again=begin)
-        return found
+    def _again(self, error: UpstreamError) -> list[Piece]:
+        """What was handed on does not count."""
+        self._usages.clear()
+        name, why = self.exchange.served.name, error.code or error.kind
+        return [Restart(index, variant=name, why=why) for index in range(self._asked().choices)]
 
     def _hand(self, take: Callable[[Piece], bool], piece: Piece) -> bool:
+        if isinstance(piece, Restart):
+            return take(piece)
         self._note_time()
         if piece.finish is not None:
             exchange = self.exchange

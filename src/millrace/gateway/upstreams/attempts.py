@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from millrace.gateway.asked import Choice
@@ -25,6 +25,7 @@ from millrace.gateway.upstreams.sse import EventReader, TooLongError
 from millrace.gateway.upstreams.upstream import Upstream
 
 Item = TypeVar("Item")
+Again = Callable[[UpstreamError], Sequence[Item]]
 
 
 class Reader(Protocol[Item]):
@@ -109,11 +110,12 @@ class Attempts(Generic[Item]):
         self._over = False
         self._waiting: asyncio.Task[Any] | None = None
 
-    async def run(self, take: Callable[[Item], bool], *, again: Callable[[], None] | None = None) -> bool:
+    async def run(self, take: Callable[[Item], bool], *, again: Again[Item] | None = None) -> bool:
         """Hands on what comes. True at the end; False as soon as `take` wants no more for now. While nobody runs this,
         nothing is read.
 
-        `again`: the caller can forget what it has, so that another attempt may be made all the same.
+        `again`: the caller can forget what it has, so that another attempt may be made all the same; what this tells it
+        comes before the attempt's own.
         """
         self._heard = self._clock()  # the time that nobody asked is not the upstream's
         while not self.gone:
@@ -343,7 +345,7 @@ class Attempts(Generic[Item]):
             self._permit = None
         self._leave()
 
-    async def _tries_again(self, error: UpstreamError, again: Callable[[], None] | None) -> bool:
+    async def _tries_again(self, error: UpstreamError, again: Again[Item] | None) -> bool:
         """Whether another attempt is made; then its wait is over."""
         if not error.again or (self._handed and again is None):
             return False
@@ -358,10 +360,10 @@ class Attempts(Generic[Item]):
         self._upstream.count("retries")
         if not await self._unless_gone(asyncio.sleep(wait)):
             return True
-        if again is not None:
-            again()
-        self._error, self._handed = None, False
         self._ready.clear()
+        if again is not None and self._handed:
+            self._ready.extend(again(error))
+        self._error, self._handed = None, False
         self._whole = None
         self._body.clear()
         self._events = EventReader(self._upstream.config.event_bytes)

@@ -17,7 +17,7 @@ import msgspec
 
 from millrace.errors import RequestError
 from millrace.measure.bench.workloads import Prefix, Session, Turn
-from millrace.measure.workloads import TraceLine
+from millrace.measure.workloads import TraceLine, trace_lines
 
 TraceFormat = Literal["auto", "millrace", "mooncake", "vllm"]
 MOST_LINE: Final = 8 * 1024 * 1024  # bytes of a line: 8 MiB, as prompts may be in it
@@ -50,27 +50,19 @@ def read_trace(path: Path, *, form: TraceFormat = "auto", speed: float = 1.0) ->
     readers = {"millrace": _ours, "mooncake": _mooncake, "vllm": _custom}
     reader: Callable[[bytes, int], Session] | None = readers.get(form)
     last = 0.0
-    with path.open("rb") as file:
-        numbers = itertools.count()
-        for line in itertools.count(1):
-            raw = file.readline(MOST_LINE + 1)
-            if not raw:
-                return
-            if not raw.strip():
-                continue
-            try:
-                if len(raw) > MOST_LINE:
-                    raise msgspec.ValidationError(f"longer than {MOST_LINE} bytes")
-                if reader is None:
-                    reader = readers[_form_of(raw)]
-                session = reader(raw, next(numbers))
-                if session.at is not None:
-                    if not last <= session.at < math.inf:
-                        raise msgspec.ValidationError(f"its time is {session.at:g} s, before that of the line above")
-                    last = session.at
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise RequestError(f"{path}, line {line}: {error}", parameter="trace") from None
-            yield session if session.at is None else replace(session, at=session.at / speed)
+    numbers = itertools.count()
+    for line, raw in trace_lines(path, MOST_LINE):
+        try:
+            if reader is None:
+                reader = readers[_form_of(raw)]
+            session = reader(raw, next(numbers))
+            if session.at is not None:
+                if not last <= session.at < math.inf:
+                    raise msgspec.ValidationError(f"its time is {session.at:g} s, before that of the line above")
+                last = session.at
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}, line {line}: {error}", parameter="trace") from None
+        yield session if session.at is None else replace(session, at=session.at / speed)
 
 
 def _form_of(raw: bytes) -> str:

@@ -1,0 +1,55 @@
+"""What the benchmarks' command lines and results files have in common.
+
+Owns the reading of lists, which Millrace was measured and when, and the writing of a results file, which is whole
+whenever a run is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+
+
+def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For argparse: names with commas between, each of them known."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        unknown = [word for word in found if word not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+        return found
+
+    return parse
+
+
+def commit() -> str:
+    """Which Millrace this is; a tree with changes says so."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return found.stdout.strip() or "unknown"
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def save(results: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f"{out.name}.part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(out)
+
+
+def end(number: int, frame: object) -> None:
+    """For SIGTERM: leaves by an exception, so that what was started ends with the run."""
+    sys.exit(128 + number)
