@@ -62,13 +62,14 @@ class Server:
 
 
 CONFIGURATION: Final = {
-    "millrace": '`weights` int8 (or int4, bf16) and no guesses (`speculation = "none"`: the text of random weights goes round '
-    "in circles, which n-grams foresee too well), everything else by default",
+    "millrace": "`weights` int8 (or int4, bf16) and no guesses (`speculation` none: the text of random weights goes "
+    "round in circles, which n-grams foresee too well), everything else by default",
     "llama.cpp": f"llama-server from the source in xllamacpp's sdist, built for the machine: `-np {MOST_AT_ONCE} -kvu "
     f"-c {KV_TOKENS}`, chatml template, everything else by default (prefixes of a slot are reused)",
     "openvino": "ContinuousBatchingPipeline with prefix caching and steps of at most 2,048 tokens behind "
     "openvino_http.py",
-    "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, tcmalloc and Intel's OpenMP preloaded",
+    "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, tcmalloc and "
+    "Intel's OpenMP preloaded",
     "transformers": "`transformers serve --continuous-batching`",
 }
 
