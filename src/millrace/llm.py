@@ -200,6 +200,7 @@ class AsyncLLM:
         waits: Waits | None = None,
         drain_seconds: float = 30.0,
         progress: Callable[[int, int], None] | None = None,  # bytes of weights that a worker has packed, and of all
+        early: bool = False,  # the workers begin to load before `start`; then it is to be started or abandoned
         **options: Any,
     ) -> None:
         if replicas < 1:
@@ -209,10 +210,16 @@ class AsyncLLM:
         folder = open_model(find_model(str(model)))
         self.variant = Variant.of(str(folder.path), **options)
         self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
-        self._asking = Asking(folder.tokenizer, context=self.context, alone="chat")
         self._width = folder.spec.hidden_size
         config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds)
         self.supervisor = Supervisor([config] * replicas, watch=watch, progress=progress)
+        if early:
+            self.supervisor.begin()
+        try:
+            self._asking = Asking(folder.tokenizer, context=self.context, alone="chat")
+        except BaseException:
+            self.abandon()
+            raise
         self.client = Client(self.supervisor.paths, waits=waits)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -227,6 +234,10 @@ class AsyncLLM:
         await self.supervisor.start()
         self.client.start()
         await self.client.ready(_CONNECT)
+
+    def abandon(self) -> None:
+        """In the place of `close`, where it was never started."""
+        self.supervisor.abandon()
 
     async def close(self) -> None:
         """Cancels what runs, and ends the workers."""

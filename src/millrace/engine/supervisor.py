@@ -1,7 +1,7 @@
 """Keeps worker processes alive: starts them, notices when one is dead or stuck, and starts it again.
 
-Owns the processes, the private folder of their sockets, and the pauses between restarts. Knows nothing of requests:
-those that a lost worker ran are continued by the clients, which find its successor under the same path.
+Owns which processes there are, the private folder of their sockets, and the pauses between restarts. Knows nothing of
+requests: those that a lost worker ran are continued by the clients, which find its successor under the same path.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import contextlib
 import logging
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from millrace.engine import wire
 from millrace.engine.connection import Connection
 from millrace.engine.wire import Loading, Started, WorkerConfig
+from millrace.engine.worker_process import WorkerProcess
 from millrace.errors import MillraceError
 
 log = logging.getLogger(__name__)
-
-_LINE: Final = 64 * 1024  # bytes of a worker's report
 
 
 class StartError(MillraceError):
@@ -55,7 +52,8 @@ class Watch:
 class _Worker:
     config: WorkerConfig
     socket: Path
-    process: asyncio.subprocess.Process | None = None
+    process: WorkerProcess | None = None
+    begun: bool = False  # the process has not been waited for yet
     started: asyncio.Future[Started] | None = None
     task: asyncio.Task[None] | None = None
     restarts: int = 0
@@ -100,6 +98,19 @@ class Supervisor:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    def begin(self) -> None:
+        """The processes load while their supervisor does other things. It is to be started or abandoned then."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # `start` tries again, and tells
+                worker.process, worker.begun = self._launch(worker), True
+
+    def abandon(self) -> None:
+        """Undoes `begin`, where nothing was started."""
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.abandon()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     async def start(self) -> list[Started]:
         """Starts all workers; returns when each can take requests. An error of the first start is raised."""
         loop = asyncio.get_running_loop()
@@ -121,14 +132,11 @@ class Supervisor:
     async def _end(self, worker: _Worker, *, drain: bool) -> None:
         process = worker.process
         if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM if drain else signal.SIGKILL)
+            process.send_signal(signal.SIGTERM if drain else signal.SIGKILL)
             try:
                 await asyncio.wait_for(process.wait(), worker.config.drain_seconds + self._watch.kill)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                await self._kill(process)
         if worker.task is not None:
             worker.task.cancel()
             await asyncio.gather(worker.task, return_exceptions=True)
@@ -162,23 +170,16 @@ class Supervisor:
 
     async def _spawn(self, worker: _Worker) -> Started:
         """A new process, when it can take requests. StartError where it cannot."""
-        process = worker.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "millrace.engine.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE,
-            start_new_session=True,  # Ctrl-C in a terminal is the supervisor's to act on: it drains
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        config = msgspec.structs.replace(worker.config, socket=str(worker.socket))
+        process = worker.process
+        if process is None or not worker.begun:
+            try:
+                process = worker.process = self._launch(worker)
+            except OSError as error:
+                raise StartError(f"there can be no process for the worker: {error.strerror or error}") from None
+        worker.begun = False
         try:
-            # Standard input stays open: its end tells a worker that nobody watches over it any more.
-            process.stdin.write(msgspec.json.encode(config) + b"\n")
             async with asyncio.timeout(self._watch.start):
-                report = await self.report_of(process.stdout)
+                report = await self.report_of(await process.output())
         except TimeoutError:
             await self._kill(process)
             raise StartError(f"the worker did not start within {self._watch.start:g} s") from None
@@ -193,6 +194,10 @@ class Supervisor:
             raise StartError(report.error)
         return report
 
+    def _launch(self, worker: _Worker) -> WorkerProcess:
+        config = msgspec.structs.replace(worker.config, socket=str(worker.socket))
+        return WorkerProcess(msgspec.json.encode(config) + b"\n")
+
     async def report_of(self, lines: asyncio.StreamReader) -> Started:
         """What a worker says at the end of its start; before it, how far it is."""
         while True:
@@ -202,9 +207,8 @@ class Supervisor:
             if self._progress is not None:
                 self._progress(said.done, said.total)
 
-    async def _kill(self, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    async def _kill(self, process: WorkerProcess) -> None:
+        process.kill()
         await process.wait()
 
     async def _until_gone(self, worker: _Worker) -> str:

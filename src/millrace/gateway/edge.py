@@ -36,7 +36,6 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
 
-BACKLOG: Final = 2048  # connections that the kernel keeps for us
 _SLICE: Final = 16 * 1024  # most bytes that are parsed at once, between two looks at the bounds
 _FIELD: Final = 32  # bytes that a header counts beside its own, as in HTTP/2: it takes memory of its own
 _UNREAD: Final = 64 * 1024  # bytes of a body that wait for the application: then the socket is not read
@@ -74,9 +73,9 @@ class Edge:
         self._second = 0
         self._date = b""
 
-    async def listen(self, listening: socket.socket) -> None:
+    async def listen(self, listening: socket.socket, backlog: int) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=BACKLOG)
+        self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=backlog)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
         """Lets what runs finish, for so long at most, or until somebody hurries. New requests are still answered."""

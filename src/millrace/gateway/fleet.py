@@ -57,6 +57,8 @@ class _Runs(Protocol):
 
     async def start(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -158,21 +160,36 @@ class Fleet:
         self._runs: dict[str, _Runs] = {}  # by the variant's name
 
     @classmethod
-    def of(cls, config: Config, loading: Loading | None = None, *, environ: Mapping[str, str] | None = None) -> Fleet:
-        """Opens the models' folders; nothing runs yet. MillraceError for what cannot be served. `environ`: where the
-        upstreams' keys are, this process's by default."""
+    def of(
+        cls,
+        config: Config,
+        loading: Loading | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        early: bool = False,
+    ) -> Fleet:
+        """Opens the models' folders. MillraceError for what cannot be served. `environ`: where the upstreams' keys are,
+        this process's by default. `early`: the first engine begins to load at once, so that its processes do while this
+        one reads tokenizers and whatever else it needs; then the fleet is to be started or abandoned."""
         made: dict[str, tuple[Served, _Runs]] = {}
+        runs: list[AsyncLLM] = []
         aliases: dict[str, str] = {}
         keys = os.environ if environ is None else environ
-        for name, model in config.models.items():
-            aliases |= dict.fromkeys(model.aliases, name)
-            for full, variant in variants_of(name, model, config.surfaces).items():
-                progress = None if loading is None else partial(loading, full)
-                engine = _engine(variant, model, config.server, progress)
-                made[full] = _served(full, model, engine, config), engine
-            for full, configured in upstreams_of(name, model).items():
-                upstream = Upstream.of(full, configured, keys)
-                made[full] = served_by(upstream, model, config), upstream
+        try:
+            for name, model in config.models.items():
+                aliases |= dict.fromkeys(model.aliases, name)
+                for full, variant in variants_of(name, model, config.surfaces).items():
+                    progress = None if loading is None else partial(loading, full)
+                    engine = _engine(variant, model, config.server, progress, early=early and not runs)
+                    runs.append(engine)
+                    made[full] = _served(full, model, engine, config), engine
+                for full, configured in upstreams_of(name, model).items():
+                    upstream = Upstream.of(full, configured, keys)
+                    made[full] = served_by(upstream, model, config), upstream
+        except BaseException:
+            for engine in runs:
+                engine.abandon()
+            raise
         order = names_of(config)
         default = config.default_model or next(iter(config.models))
         fleet = cls({full: made[full][0] for full in order}, aliases, default)
@@ -186,6 +203,11 @@ class Fleet:
             if progress is not None:
                 progress(name)
             await each.start()
+
+    def abandon(self) -> None:
+        """In the place of `close`, where it was never started."""
+        for each in self._runs.values():
+            each.abandon()
 
     async def close(self) -> None:
         """Ends all of them, also where one cannot be ended."""
@@ -224,13 +246,24 @@ class Fleet:
 
 
 def _engine(
-    variant: Variant, model: ModelConfig, server: Server, progress: Callable[[int, int], None] | None
+    variant: Variant,
+    model: ModelConfig,
+    server: Server,
+    progress: Callable[[int, int], None] | None,
+    *,
+    early: bool,
 ) -> AsyncLLM:
     options = msgspec.structs.asdict(variant)
     path = options.pop("model")
     waits = Waits(patience=server.worker_s)
     return AsyncLLM(
-        path, replicas=model.replicas, waits=waits, drain_seconds=server.drain_s, progress=progress, **options
+        path,
+        replicas=model.replicas,
+        waits=waits,
+        drain_seconds=server.drain_s,
+        progress=progress,
+        early=early,
+        **options,
     )
 
 

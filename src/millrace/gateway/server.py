@@ -20,16 +20,12 @@ import structlog
 
 from millrace.config import Config
 from millrace.errors import MillraceError
-from millrace.gateway.app import App
-from millrace.gateway.database import Database
-from millrace.gateway.edge import BACKLOG, Bounds, Edge
 from millrace.gateway.fleet import Fleet, Loading
 from millrace.gateway.log import configure_log
-from millrace.gateway.parts import Parts
-from millrace.gateway.state import State
 
 log: Final = structlog.stdlib.get_logger("millrace")
 
+_BACKLOG: Final = 2048  # connections that the kernel keeps for us
 _GARBAGE: Final = (5_000, 20, 20)  # when its generations are looked at; a request leaves next to no cycles
 _OWN_FILES: Final = 512  # open files that are no connections: models, the database, uploads, workers' sockets
 _HURRY: Final = 2.0  # seconds that the engines and the storage have once somebody is impatient
@@ -81,13 +77,28 @@ class Server:
         self.config = config
         self.listening = listen(config)
         try:
-            # What is wrong with a model or a key is said before anything is started.
-            self.fleet = Fleet.of(config, loading) if fleet is None else fleet
-            self.database = Database(config.storage.path)
-            self.parts = Parts(config, self.fleet, self.database, os.environ)
+            self.fleet = Fleet.of(config, loading, early=True) if fleet is None else fleet
         except BaseException:
             self.listening.close()
             raise
+        try:
+            self._make()
+        except BaseException:
+            self.listening.close()
+            self.fleet.abandon()
+            raise
+
+    def _make(self) -> None:
+        """All but the engines, which load meanwhile: therefore these are imported only now."""
+        from millrace.gateway.app import App
+        from millrace.gateway.database import Database
+        from millrace.gateway.edge import Bounds, Edge
+        from millrace.gateway.parts import Parts
+        from millrace.gateway.state import State
+
+        config = self.config
+        self.database = Database(config.storage.path)
+        self.parts = Parts(config, self.fleet, self.database, os.environ)
         self.url = url_of(config, self.listening)
         self.state = State(config, self.database, self.parts.directory)
         self.app = App(config, self.fleet, self.parts, routes=self.state.routes())
@@ -110,7 +121,7 @@ class Server:
             starting: asyncio.Task[None] | None = None
             try:
                 _allow_connections(self.config.server.connections)
-                await self.edge.listen(self.listening)
+                await self.edge.listen(self.listening, _BACKLOG)
                 starting = asyncio.create_task(self._start())
                 if await _first(starting, self._ending):
                     starting.result()
@@ -213,7 +224,7 @@ def listen(config: Config) -> socket.socket:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience)
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)  # seconds
         found.bind(address)
-        found.listen(BACKLOG)
+        found.listen(_BACKLOG)
         found.setblocking(False)
     except OSError as error:
         found.close()

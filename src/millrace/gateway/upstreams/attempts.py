@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from millrace.gateway.asked import Choice
 from millrace.gateway.breaker import Permit
 from millrace.gateway.upstreams import faults, usage
 from millrace.gateway.upstreams.body import Wanted
-from millrace.gateway.upstreams.connection import Reply
 from millrace.gateway.upstreams.faults import BrokenStreamError, UpstreamError
 from millrace.gateway.upstreams.sse import EventReader, TooLongError
 from millrace.gateway.upstreams.upstream import Upstream
+
+if TYPE_CHECKING:
+    from millrace.gateway.upstreams.connection import Reply
 
 Item = TypeVar("Item")
 Again = Callable[[UpstreamError], Sequence[Item]]

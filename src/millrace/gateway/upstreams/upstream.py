@@ -17,7 +17,6 @@ from millrace.config.upstreams import UpstreamConfig, health_path, takes_of
 from millrace.errors import MillraceError
 from millrace.gateway.breaker import Breaker, Permit
 from millrace.gateway.upstreams import faults
-from millrace.gateway.upstreams.connection import Wires
 from millrace.gateway.upstreams.places import Budget, Places
 from millrace.models.config_json import MOST_VOCAB
 from millrace.models.json_file import read_json
@@ -77,6 +76,8 @@ class Upstream:
         self.places = Places(name, config.connections, config.queue)
         self.breaker = Breaker(config.breaker, clock=clock)
         self.budget = Budget(config.retries)
+        from millrace.gateway.upstreams.connection import Wires  # what it needs takes long to import
+
         self.wires = Wires(name, config, key, clock)
         self.secret = key or name  # that tenants' salts are made with
         self.healthy: bool | None = None  # by the health check; None where nothing was asked yet
@@ -102,6 +103,9 @@ class Upstream:
         """Begins the health checks; requests wait for none of them."""
         if health_path(self.config):
             self._watching = asyncio.create_task(self._watch())
+
+    def abandon(self) -> None:
+        """In the place of `close`, where it was never started."""
 
     async def close(self) -> None:
         if self._watching is not None:
