@@ -73,20 +73,22 @@ def _goodput(result: Result) -> dict[str, float]:
 
 
 def _closed(users: int, requests: int, prompt: int = PROMPT) -> tuple[str, ...]:
+    """No request begins after 45 seconds; those that run have two minutes to end."""
     return (
-        *("--concurrency", str(users), "--requests", str(requests), "--warmup", "2"),
+        *("--concurrency", str(users), "--requests", str(requests), "--seconds", "45", "--drain", "120"),
+        *("--warmup", "2"),
         *("--input-tokens", str(prompt), "--output-tokens", str(ANSWER)),
     )
 
 
 LOADS: Final = (
-    Load("c1", _closed(1, 6), _at_once(1), _closed(1, 2)),
-    Load("c8", _closed(8, 24), _at_once(8), _closed(8, 8)),
-    Load("c32", _closed(32, 64, PROMPT // 2), _at_once(32), _closed(32, 32, PROMPT // 2)),
+    Load("c1", _closed(1, 5), _at_once(1), _closed(1, 2)),
+    Load("c8", _closed(8, 16), _at_once(8), _closed(8, 8)),
+    Load("c32", _closed(32, 48, PROMPT // 2), _at_once(32), _closed(32, 32, PROMPT // 2)),
     Load(
         "turns",
         (
-            *("--concurrency", "2", "--requests", "12", "--turns", "3", "--think", "0.2", "--warmup", "2"),
+            *("--concurrency", "2", "--requests", "9", "--turns", "3", "--think", "0.2", "--warmup", "2"),
             *("--input-tokens", "200", "--output-tokens", "32"),
         ),
         _later_turns,
@@ -95,7 +97,7 @@ LOADS: Final = (
     Load(
         "prefix",
         (
-            *("--concurrency", "2", "--requests", "10", "--prefixes", "1", "--prefix-tokens", str(SHARED)),
+            *("--concurrency", "2", "--requests", "8", "--prefixes", "1", "--prefix-tokens", str(SHARED)),
             *("--prefix-kind", "system", "--input-tokens", "64", "--output-tokens", "16", "--warmup", "2"),
         ),
         _shared,
@@ -107,7 +109,7 @@ LOADS: Final = (
     Load(
         "goodput",
         (
-            *("--sweep", "0.5..", "--requests", "12", "--sweep-refine", "1", "--sweep-stages", "4", "--drain", "20"),
+            *("--sweep", "0.5..", "--requests", "10", "--sweep-refine", "1", "--sweep-stages", "3", "--drain", "20"),
             *("--workload", "chat", "--scale", "0.5", "--warmup", "2", "--goodput", *OBJECTIVES),
         ),
         _goodput,

@@ -35,7 +35,7 @@ from servers import PEERS, SERVERS, Running, Server, ServerError
 
 FORMAT: Final = 1  # of the results file
 FAILURES_ALLOWED: Final = 2  # of one server on one shape, before it gets no more turns
-BEHIND: Final = 4.0  # times the best peer's: a peer that is further behind in every metric of a load is not asked again
+BEHIND: Final = 2.5  # times the best peer's: a peer that is further behind in every metric of a load is not asked again
 SLOW_START: Final = 120.0  # seconds: a peer that takes longer to start takes part in the first round alone
 PRECISIONS: Final = ("int8", "int4", "bf16")
 

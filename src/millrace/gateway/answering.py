@@ -215,8 +215,9 @@ async def tokens_of(
     """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens."""
     tokenizer = served.tokenizer
     if isinstance(text, str):
-        # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says.
-        if len(text) > served.context * tokenizer.longest_piece:
+        # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says. (They are looked
+        # for when the first long text comes: it takes a while.)
+        if len(text) > served.context and len(text) > served.context * tokenizer.longest_piece:
             raise _too_long(served, f"more than {served.context}", parameter)
         if len(text) > _LONG_TEXT:
             tokens = tuple(await asyncio.to_thread(tokenizer.encode, text, not whole))
