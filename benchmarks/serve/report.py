@@ -1,8 +1,8 @@
 """A results file as a Markdown page: bars with pass or fail, medians with their spread, machine, versions, command.
 
-    python benchmarks/serve/report.py RESULTS.json [OUT.md]
+    python benchmarks/serve/report.py RESULTS.json [MORE.json ...] [OUT.md]
 
-Owns the bars and the page.
+Of several files the rounds are put together: each has turns of all that it compares. Owns the bars and the page.
 """
 
 from __future__ import annotations
@@ -143,10 +143,22 @@ def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One run of them all, described as the first."""
+    found = dict(runs[0])
+    found["timings"] = [timing for run in runs for timing in run["timings"]]
+    found["failures"] = [failure for run in runs for failure in run["failures"]]
+    found["repeat"] = sum(run["repeat"] for run in runs)
+    found["finished"] = runs[-1]["finished"]
+    found["command"] = "`; `".join(run["command"] for run in runs)
+    return found
+
+
 def main() -> None:
-    page = table(json.loads(Path(sys.argv[1]).read_text()))
-    if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(page)
+    files = [Path(word) for word in sys.argv[1:]]
+    page = table(together([json.loads(path.read_text()) for path in files if path.suffix == ".json"]))
+    if files[-1].suffix == ".md":
+        files[-1].write_text(page)
     else:
         print(page)
 
