@@ -160,7 +160,7 @@ class Running:
 
     def memory(self) -> int:
         """Bytes of all its processes, what they share counted once (PSS)."""
-        return sum(_pss(pid) for pid in _group(self._process.pid))
+        return sum(_pss(pid) for pid in _with_children(self._process.pid))
 
     def why(self) -> str:
         return commands.tail(self._log)
@@ -252,14 +252,17 @@ def _says(event: dict[str, Any]) -> bool:
     return bool(delta.get("content") or delta.get("reasoning_content"))
 
 
-def _group(leader: int) -> list[int]:
-    found: list[int] = []
+def _with_children(leader: int) -> list[int]:
+    """A process and all that descend from it, whatever session they have made for themselves."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == leader or int(fields[3]) == leader:  # its process group, its session
-                    found.append(int(entry.name))
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [leader]
+    for process in found:
+        found += children.get(process, [])
     return found
 
 
