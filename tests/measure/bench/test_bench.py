@@ -309,8 +309,12 @@ def test_ctrl_c_ends_a_run_with_what_it_has() -> None:
         if snapshot.doing == "running":
             signal.raise_signal(signal.SIGINT)
 
-    with Fake(OpenAI()) as fake:
-        result = measured(fake, rates=(50.0,), seconds=60.0, watch=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
+    try:
+        with Fake(OpenAI()) as fake:
+            result = measured(fake, rates=(50.0,), seconds=60.0, watch=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.figures.completed > 5
     assert [stage.name for stage in result.stages] == ["interrupted"]
     assert any("interrupted" in warning for warning in result.warnings)
