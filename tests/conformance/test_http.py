@@ -248,7 +248,8 @@ def test_cache_off_computes_the_prompt_anew(http: httpx2.Client) -> None:
 
 def test_it_says_that_it_lives_and_what_it_counts(http: httpx2.Client) -> None:
     assert http.get("/health/live").json() == {"status": "live"}
-    assert http.get("/health/ready").json() == {"status": "ready", "models": ["mini"]}
+    for path in ("/health/ready", "/health"):
+        assert http.get(path).json() == {"status": "ready", "models": ["mini"]}
     reply = http.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
     assert "millrace_" in reply.text

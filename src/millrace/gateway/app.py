@@ -152,6 +152,7 @@ class App:
             Route("GET", "/v1/models/{model}", self._model, "One of them."),
             Route("GET", "/health/live", self._live, "Whether the server runs.", open=True),
             Route("GET", "/health/ready", self._ready, "Whether it takes requests.", open=True),
+            Route("GET", "/health", self._ready, "The same, where tools for other servers look.", open=True),
             Route("GET", "/metrics", self._metrics, "Counters and times, for Prometheus.", open=True),
         )
 
