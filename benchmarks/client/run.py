@@ -204,10 +204,11 @@ def _mock(*flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _millrace() -> Iterator[str]:
-    """`millrace serve` with the bundled model. Its guesses by n-grams are off: with them a chunk has several tokens."""
+    """`millrace serve` with the bundled model on one thread, so that the client has a core of its own: guidellm needs one,
+    and what it takes from a server it does not measure. Guesses are off: with them a chunk has several tokens."""
     with tempfile.TemporaryDirectory(prefix="millrace-client-") as folder:
         log, config = Path(folder) / "log", Path(folder) / "millrace.toml"
-        config.write_text('[models.mini.options]\nspeculation = "none"\n')
+        config.write_text('[models.mini.options]\nthreads = 1\nspeculation = "none"\n')
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "millrace", "serve", "--port", "0", "--config", str(config)],
