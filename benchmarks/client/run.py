@@ -204,8 +204,8 @@ def _mock(*flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _millrace() -> Iterator[str]:
-    """`millrace serve` with the bundled model on one thread, so that the client has a core of its own: guidellm needs one,
-    and what it takes from a server it does not measure. Guesses are off: with them a chunk has several tokens."""
+    """`millrace serve` with the bundled model on one thread, so that the client has a core of its own: guidellm needs
+    one, and does not measure what it takes from a server. Guesses are off: with them a chunk has several tokens."""
     with tempfile.TemporaryDirectory(prefix="millrace-client-") as folder:
         log, config = Path(folder) / "log", Path(folder) / "millrace.toml"
         config.write_text('[models.mini.options]\nthreads = 1\nspeculation = "none"\n')
