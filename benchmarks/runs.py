@@ -1,7 +1,7 @@
 """What the benchmarks' command lines and results files have in common.
 
-Owns the reading of lists, which Millrace was measured and when, and the writing of a results file, which is whole
-whenever a run is ended.
+Owns the reading of lists and of the shorter command lines, which Millrace was measured and when, and the writing of a
+results file, which is whole whenever a run is ended.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
         return found
 
     return parse
+
+
+def options(what: str, kinds: Iterable[str], *, repeat: str, out: Path) -> argparse.Namespace:
+    """The command line of a run of several kinds of measurements. `repeat`: what that flag means."""
+    known = list(kinds)
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--kinds", type=listed(known), default=known, help=f"of {','.join(known)}")
+    parser.add_argument("--repeat", type=int, default=3, help=repeat)
+    parser.add_argument("--out", type=Path, default=out, help="results file")
+    return parser.parse_args()
 
 
 def commit() -> str:

@@ -8,7 +8,6 @@ guidellm, in turns before the same server. Results are written after each.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -31,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "core"))  # its env
 import commands
 import install
 import places
-from runs import commit, end, listed, now, save
+from runs import commit, end, now, options, save
 
 import millrace
 from millrace.measure.bench.result import Result, read
@@ -65,7 +64,7 @@ AGREEMENT: Final[tuple[tuple[str, int, int], ...]] = (
 
 
 def main() -> int:
-    options = _options()
+    asked = options("Measure the client of millrace bench.", KINDS, repeat="rounds", out=places.BUILD / "client.json")
     signal.signal(signal.SIGTERM, end)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -78,19 +77,19 @@ def main() -> int:
         "ceiling": [],
         "agreement": [],
     }
-    if "agreement" in options.kinds:
+    if "agreement" in asked.kinds:
         results["guidellm"] = install.set_up("guidellm")
-    for _ in range(options.repeat):
-        if "ceiling" in options.kinds:
+    for _ in range(asked.repeat):
+        if "ceiling" in asked.kinds:
             for name, pace, load in CEILING:
                 results["ceiling"].append({"load": name, **_ceiling(pace, load)})
-                save(results, options.out)
-        if "agreement" in options.kinds:
+                save(results, asked.out)
+        if "agreement" in asked.kinds:
             for server, users, requests in AGREEMENT:
                 results["agreement"].append({"server": server, "users": users, **_agreement(server, users, requests)})
-                save(results, options.out)
+                save(results, asked.out)
     results["finished"] = now()
-    save(results, options.out)
+    save(results, asked.out)
     print(page(results))
     return 0
 
@@ -270,14 +269,6 @@ def page(results: dict[str, Any]) -> str:
             cells.append(f"{ratio:.3f} ({mine:.1f}, {theirs:.1f}){mark}")
         lines.append(f"| {server} | {users} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure the client of millrace bench.")
-    parser.add_argument("--kinds", type=listed(KINDS), default=list(KINDS), help=f"of {','.join(KINDS)}")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds")
-    parser.add_argument("--out", type=Path, default=places.BUILD / "client.json", help="results file")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

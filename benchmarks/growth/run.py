@@ -9,7 +9,6 @@ repetitions, since what is wanted is the cost and not what else the machine does
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import shlex
@@ -27,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "core"))  # its mod
 
 import places
 from probes import Prober, describe
-from runs import commit, end, listed, now, save
+from runs import commit, end, now, options, save
 
 from millrace import AsyncLLM
 from millrace.models.random_model import write_random_model
@@ -50,7 +49,8 @@ SECONDS: Final = 600.0  # of one request
 
 
 async def main() -> int:
-    options = _options()
+    out = places.BUILD / "growth.json"
+    asked = options("Measure how our engine's cost grows.", KINDS, repeat="of which the least counts", out=out)
     results: dict[str, Any] = {
         "command": f"python benchmarks/growth/run.py {shlex.join(sys.argv[1:])}".strip(),
         "started": now(),
@@ -59,11 +59,11 @@ async def main() -> int:
         "machine": describe(Prober(max(THREADS)).machine),
         "timings": [],
     }
-    run = Run(results, options.out, options.repeat)
-    for kind in options.kinds:
+    run = Run(results, asked.out, asked.repeat)
+    for kind in asked.kinds:
         await getattr(run, kind)()
     results["finished"] = now()
-    save(results, options.out)
+    save(results, asked.out)
     return 0
 
 
@@ -171,14 +171,6 @@ class _Engine:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._stack.aclose()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure how the cost of Millrace's engine grows.")
-    parser.add_argument("--kinds", type=listed(KINDS), default=list(KINDS), help=f"of {','.join(KINDS)}")
-    parser.add_argument("--repeat", type=int, default=3, help="of which the least counts")
-    parser.add_argument("--out", type=Path, default=places.BUILD / "growth.json", help="results file")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

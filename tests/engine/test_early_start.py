@@ -19,9 +19,17 @@ from millrace.gateway.fleet import Fleet
 from millrace.models.loading import BUNDLED_NAMES
 
 
-def config_of(folder: Path, **changes: object) -> wire.WorkerConfig:
-    variant = Variant.of(str(folder), weights="int8", cache=False, context=512, kv_tokens=1024, threads=1)
-    return wire.WorkerConfig(variant=variant, **changes)  # pyright: ignore[reportArgumentType]
+def config_of(folder: Path, public_prefixes: tuple[tuple[int, ...], ...] = ()) -> wire.WorkerConfig:
+    variant = Variant.of(
+        str(folder),
+        weights="int8",
+        cache=False,
+        context=512,
+        kv_tokens=1024,
+        threads=1,
+        public_prefixes=public_prefixes,
+    )
+    return wire.WorkerConfig(variant=variant)
 
 
 def is_there(pid: int | None) -> bool:
@@ -79,14 +87,8 @@ def test_of_what_is_abandoned_nothing_is_left(tiny_folder: Path) -> None:
 
 
 def test_a_configuration_that_no_pipe_holds_holds_nobody_up(tiny_folder: Path) -> None:
-    config = config_of(tiny_folder)
     prefixes = tuple(tuple(range(place, place + 400)) for place in range(100))
-    variant = Variant.of(
-        *(str(tiny_folder),),
-        **{"weights": "int8", "cache": False, "context": 512, "kv_tokens": 1024, "threads": 1},
-        public_prefixes=prefixes,
-    )
-    supervisor = Supervisor([wire.WorkerConfig(variant=variant, drain_seconds=config.drain_seconds)])
+    supervisor = Supervisor([config_of(tiny_folder, prefixes)])
     supervisor.begin()
 
     async def serve() -> None:

@@ -171,16 +171,16 @@ def test_no_request_is_overtaken_by_one_that_came_much_later() -> None:
         assert keys[0] <= keys[1]
 
 
-def test_those_that_must_be_late_get_one_turn_in_eight() -> None:
+def test_those_that_must_be_late_get_one_turn_in_four() -> None:
     queue = Queue()
     for place in range(50):
         queue.add("a", now=place * 1e-3, late=1.0)
     for place in range(100):
         queue.add("a", now=2.0 + place * 1e-3, late=50.0)
     served = [queue.serve(now=3.0, tokens=1.0) for _ in range(40)]
-    assert POLICY.late_turns == 8
-    assert sum(job.late == 1.0 for job in served) == 5
-    assert [job.number for job in served if job.late == 1.0] == list(range(1, 6))
+    assert POLICY.late_turns == 4
+    assert sum(job.late == 1.0 for job in served) == 10
+    assert [job.number for job in served if job.late == 1.0] == list(range(1, 11))
 
 
 def test_lateness_changes_the_share_of_tenants_by_a_few_requests_only() -> None:

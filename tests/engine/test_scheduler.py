@@ -99,6 +99,31 @@ def test_streams_slower_than_their_objective_still_let_prompts_in() -> None:
     assert long.computed > 400
 
 
+@pytest.mark.parametrize("late_stretch", [1.0, 3.0])
+def test_prompts_that_are_late_share_what_is_too_little_for_both(late_stretch: float) -> None:
+    policy = Policy(late_stretch=late_stretch)
+    machine = Machine(Blocks(8192), limits=Limits(max_sequences=200), policy=policy)
+    chats = [machine.must(f"chat {number}", 20, max_tokens=400) for number in range(60)]
+    machine.run(steps=60)
+    objective = policy.pace * SURFACES["chat"].itl
+    alone = exact(60, 60 * 60)
+    assert alone < objective
+    new = [machine.must(f"new {number}", 200, max_tokens=2) for number in range(30)]
+    before = len(machine.plans)
+    machine.run(steps=8)
+    in_time = max(plan.predicted for plan in machine.plans[before:])
+    machine.run(steps=400)
+    longest = max(plan.predicted for plan in machine.plans[before:])
+    assert in_time <= max(objective, SURFACES["chat"].stretch * alone) * 1.05
+    if late_stretch == 1.0:
+        assert longest <= 1.05 * in_time  # the streams alone have become a little slower
+        assert max(map(machine.ttft, new)) > 14.0
+    else:
+        assert 1.2 * in_time < longest <= policy.late_objective * objective
+        assert max(map(machine.ttft, new)) < 11.5
+    assert all(len(machine.times[chat]) == 400 for chat in chats)
+
+
 def test_short_prompts_do_not_keep_long_ones_out(machine: Machine) -> None:
     long = machine.must("long", 3000, surface="agent", max_tokens=2)
     for step in range(400):

@@ -336,6 +336,20 @@ def test_a_tokenizer_past_the_vocabulary_is_refused(tmp_path: Path) -> None:
     assert caught.value.path == str(tmp_path / "tokenizer.json")
 
 
+def test_a_token_past_the_vocabulary_is_found_also_where_ids_are_left_out(tmp_path: Path) -> None:
+    content = json.loads(byte_level().to_str())
+    vocab = content["model"]["vocab"]
+    size = len(vocab)
+    token = max(vocab, key=vocab.__getitem__)
+    vocab[token] = 5000
+    content["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="has id 5000, but the model's vocabulary has 1000"):
+        load(tmp_path)
+    assert load(tmp_path, 5001).token_id(token) == 5000
+    assert size < 1000
+
+
 def test_added_tokens_past_the_vocabulary_are_text_like_any_other(tmp_path: Path) -> None:
     # As in Gemma 3 1B, whose tokenizer has a token for images that only its larger sisters know.
     tokenizer = byte_level()

@@ -239,7 +239,7 @@ class Planner:
         if hidden:
             # Between two steps of the streams, what this one takes comes on top.
             base = forecast.base if running.decoding else 0.0
-            short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
+            late, short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
             streams: list[Job] = []
             aside: list[Job] = []
         else:
@@ -247,18 +247,19 @@ class Planner:
             step.decode(streams)
             base = step.seconds
             surfaces = {job.request.surface for job in streams} if aside else running.surfaces
-            short, long = self._bounds(base, surfaces)
+            late, short, long = self._bounds(base, surfaces)
             forecast.streams(base, step.rows, step.pairs, short)
         prompts = sorted(running.pooling if hidden else running.prefilling, key=_turn)
         rows = step.rows
         least = limits.least_rows
         if self._owed >= 4 * least and self.queue.live(BACKGROUND):
             self._start(step, BACKGROUND, long, now, least=least, most=1)
-        self._fill_prompts(step, prompts, short, long, now, over=False)
+        bounds = (late, short, long)
+        self._fill_prompts(step, prompts, bounds, now, over=False)
         if aside:
             running.decoding = streams + self._along(step, aside, short, _OVER_SKIPS)
         if self.queue.any_over:
-            self._fill_prompts(step, prompts, short, long, now, over=True)
+            self._fill_prompts(step, prompts, bounds, now, over=True)
         # Background work is sure of the rows that it is owed, so that it does not stand still.
         sure = self._owed >= least or self._is_idle(step)
         self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
@@ -283,16 +284,19 @@ class Planner:
         return any(head is not None and not head.account.over for head in heads)
 
     def _fill_prompts(
-        self, step: Step, prompts: list[Job], short: float, long: float, now: float, *, over: bool
+        self, step: Step, prompts: list[Job], bounds: tuple[float, float, float], now: float, *, over: bool
     ) -> None:
         """Rows for the prompts of the foreground, of the tenants that are over their share or of those that are not."""
+        late, short, long = bounds
+        if over:
+            late = short
         least = self._limits.least_rows if not over or self._is_idle(step) else 0
         head = self.queue.head(LONG, now)
         waits = head is not None and head.account.over == over
         kept = 0
         if waits or any(job.line == LONG and job.account.over == over for job in prompts):
             kept = max(self._share(step, short, self._policy.long_share), least)
-        self._give(step, prompts, SHORT, short, now, kept=kept, least=least, over=over)
+        self._give(step, prompts, SHORT, short, now, kept=kept, least=least, late=late, over=over)
         if kept:
             # Where short prompts did not make the step longer, long ones make it only a little longer.
             least = kept if step.seconds > long else least
@@ -347,8 +351,9 @@ class Planner:
             seconds = late if head is not None and self._is_late(head, now) else seconds
         self._start(step, line, seconds, now, kept=kept, least=least - (step.rows - given), over=over)
 
-    def _bounds(self, base: float, names: Iterable[str]) -> tuple[float, float]:
-        """Seconds that a step may last with short prompts in it, and with long ones; `base` with the streams alone.
+    def _bounds(self, base: float, names: Iterable[str]) -> tuple[float, float, float]:
+        """Seconds that a step may last with late short prompts in it, with short ones, and with long ones; `base` with
+        the streams alone.
 
         `names`: the surfaces of those streams.
         """
@@ -356,11 +361,15 @@ class Planner:
         objective = self._policy.pace * min((surface.itl for surface in surfaces), default=math.inf)
         if objective == math.inf:
             bound = max(self._limits.longest_step, 1.5 * base)
-            return bound, bound
+            return bound, bound, bound
         stretch = min(surface.stretch for surface in surfaces)
         # Streams that are slower than their objective whatever is done are made a little slower still.
         slower = max(objective, (1.0 + 0.5 * (min(stretch, 2.0) - 1.0)) * base)
-        return max(objective, min(stretch, 2.0) * base), min(stretch * base, slower)
+        short = max(objective, min(stretch, 2.0) * base)
+        # Streams that alone take most of their objective would leave next to nothing to a queue of prompts, which then
+        # grows: where it is late already, they share what is too little for both.
+        late = min(self._policy.late_objective * objective, self._policy.late_stretch * base)
+        return max(late, short), short, min(stretch * base, slower)
 
     def _is_late(self, job: Job, now: float) -> bool:
         """Whether its first token will be late unless it gets all the rows that there are."""

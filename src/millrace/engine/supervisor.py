@@ -170,13 +170,14 @@ class Supervisor:
 
     async def _spawn(self, worker: _Worker) -> Started:
         """A new process, when it can take requests. StartError where it cannot."""
-        process = worker.process
-        if process is None or not worker.begun:
+        if not worker.begun:
             try:
-                process = worker.process = self._launch(worker)
+                worker.process = self._launch(worker)
             except OSError as error:
                 raise StartError(f"there can be no process for the worker: {error.strerror or error}") from None
         worker.begun = False
+        process = worker.process
+        assert process is not None
         try:
             async with asyncio.timeout(self._watch.start):
                 report = await self.report_of(await process.output())

@@ -59,12 +59,10 @@ class WorkerProcess:
 
     def send_signal(self, number: int) -> None:
         """Does nothing where it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.send_signal(number)
+        self._popen.send_signal(number)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.kill()
+        self._popen.kill()
 
     def abandon(self) -> None:
         """Ends it where no event loop ever ran."""
@@ -94,6 +92,8 @@ class WorkerProcess:
 
 
 async def _until_ended(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return  # what has its number now is another
     try:
         handle = os.pidfd_open(process.pid)
     except (AttributeError, OSError):

@@ -75,18 +75,13 @@ class Server:
 
     def __init__(self, config: Config, *, fleet: Fleet | None = None, loading: Loading | None = None) -> None:
         self.config = config
-        self.listening = listen(config)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.listening = listen(config)
+            undo.callback(self.listening.close)
             self.fleet = Fleet.of(config, loading, early=True) if fleet is None else fleet
-        except BaseException:
-            self.listening.close()
-            raise
-        try:
+            undo.callback(self.fleet.abandon)
             self._make()
-        except BaseException:
-            self.listening.close()
-            self.fleet.abandon()
-            raise
+            undo.pop_all()
 
     def _make(self) -> None:
         """All but the engines, which load meanwhile: therefore these are imported only now."""

@@ -161,6 +161,9 @@ def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
 def _within_vocabulary(text: str, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
     """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
     tokenizer = _parse(text, path)
+    count = tokenizer.get_vocab_size(with_added_tokens=True)
+    if count <= vocab_size and None not in map(tokenizer.id_to_token, range(count)):
+        return tokenizer  # as nearly all: there are no other ids. The whole vocabulary takes twice as long to get
     past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
     if not past:
         return tokenizer

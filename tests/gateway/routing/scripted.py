@@ -103,7 +103,10 @@ class Scripted:
                 each.cancel()
 
     def _count(self, piece: Piece) -> None:
-        if piece.finish is not None and piece.usage is not None:
+        if isinstance(piece, Restart):
+            self._usages.pop(piece.index, None)
+            self._tokens.pop(piece.index, None)
+        elif piece.finish is not None and piece.usage is not None:
             self._usages[piece.index] = piece.usage
             self.exchange.finish = piece.finish
             self.exchange.usage = total([self._usages[each] for each in sorted(self._usages)], self.exchange.asked.n)
@@ -153,9 +156,12 @@ class Client:
     usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
     pieces: list[Piece] = field(default_factory=list[Piece])
     room: Callable[[], bool] = field(default=lambda: True)
+    anew: bool = False  # hears of the answer when it is whole, so that also what has ended may begin anew
 
     def take(self, piece: Piece) -> bool:
         self.pieces.append(piece)
+        if self.anew and isinstance(piece, Restart):
+            self.usages.pop(piece.index, None)
         assert piece.index not in self.usages, "a choice goes on after its end"
         if isinstance(piece, Restart):
             self.restarts.append(piece)

@@ -14,7 +14,7 @@ from millrace.gateway.asked import CallDelta, Choice, Piece, Usage
 from millrace.gateway.errors import ApiError, invalid
 from millrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
 from millrace.gateway.routing.joining import DivergedError, Joining, Said
-from millrace.gateway.routing.parts import choices_of, itemised, summed
+from millrace.gateway.routing.parts import Restart, choices_of, itemised, summed
 from tests.gateway.edging import asynchronous
 from tests.gateway.routing.scripted import (
     PROMPT,
@@ -236,6 +236,19 @@ async def test_a_whole_answer_needs_no_mark() -> None:
         fallback.settle()
         assert choice.content == "Paris"
         assert choice.usage == stage.exchange.usage
+
+
+@asynchronous
+async def test_a_step_that_itself_begins_anew_takes_back_a_choice_that_had_ended() -> None:
+    stage, client = Stage(exchange_of(asked_for(n=2))), Client(anew=True)
+    again: list[Line] = [Restart(0, why="engine_lost"), Restart(1, why="engine_lost")]
+    script: list[Line] = [*answer("first"), said("bro", 1), *again, *answer("one"), *answer("t", "wo", index=1)]
+    fallback = chain(stage, ("a", script, "error"), ("b", answer("never"), "error"), whole=True)
+    assert await deliver(fallback, client) is None
+    assert client.texts == {0: "one", 1: "two"}
+    assert stage.exchange.usage == client.told(2)
+    assert [(each.variant, each.usage.output_tokens, each.charged) for each in fallback.charges] == [("a", 3, True)]
+    stage.check_settled()
 
 
 @asynchronous

@@ -138,6 +138,7 @@ class OpenAI:
     ends_after: int = 5  # tokens, unless ignore_eos is honoured
     refuse_each: int = 0  # every so many requests get 429
     by_chunk: int = 1  # tokens of a chunk
+    seconds: float = 0.0  # before it answers
     told: dict[str, Any] | None = None
     _count: int = field(default=0, init=False)
 
@@ -152,6 +153,7 @@ class OpenAI:
             if self.refuse_each and self._count % self.refuse_each == 0:
                 writer.write(whole(error("too many"), status=429))
             else:
+                await asyncio.sleep(self.seconds)
                 writer.write(self._answer(heard.body))
         else:
             writer.write(whole(error("no such path"), status=404))

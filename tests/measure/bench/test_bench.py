@@ -139,7 +139,7 @@ def test_an_open_loop_sends_by_its_plan() -> None:
 
 
 def test_a_rate_may_have_a_most_at_once() -> None:
-    with Fake(OpenAI()) as fake:
+    with Fake(OpenAI(seconds=0.01)) as fake:
         result = measured(fake, rates=(float("inf"),), concurrency=(2,), requests=20)
         assert (result.figures.completed, result.figures.peak_running) == (20, 2)
         assert any(row.waited > 0.0 for row in result.rows)

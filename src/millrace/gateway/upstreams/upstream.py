@@ -67,6 +67,8 @@ class Upstream:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """`name`: of the variant, as clients know it. `chance`: from 0 to 1, for the waits between attempts."""
+        from millrace.gateway.upstreams.connection import Wires  # what it needs takes long to import
+
         self.name = name
         self.config = config
         self.takes = takes_of(config)
@@ -76,8 +78,6 @@ class Upstream:
         self.places = Places(name, config.connections, config.queue)
         self.breaker = Breaker(config.breaker, clock=clock)
         self.budget = Budget(config.retries)
-        from millrace.gateway.upstreams.connection import Wires  # what it needs takes long to import
-
         self.wires = Wires(name, config, key, clock)
         self.secret = key or name  # that tenants' salts are made with
         self.healthy: bool | None = None  # by the health check; None where nothing was asked yet
