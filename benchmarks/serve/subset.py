@@ -26,7 +26,7 @@ from report import HIGHER_IS_BETTER, bar_of, best_of, cell, of_best, title
 from runs import listed
 from servers import SERVERS
 
-REFERENCE: Final = Path(__file__).resolve().parent / "results" / "2026-11-22-icelake.json"
+REFERENCE: Final = Path(__file__).resolve().parent / "results" / "2026-11-22-icelake-2.json"
 SHAPE: Final = "qwen2.5-0.5b"
 SUBSET: Final = ("c1", "c8", "prefix")
 PRECISIONS: Final = ("int8", "int4")
