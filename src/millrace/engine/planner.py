@@ -6,7 +6,8 @@ request's life beyond that: admission, deadlines and endings are the scheduler's
 A step is filled in this order:
 
 1. a token (and drafts) for every stream of the foreground;
-2. short prompts, which may use the whole inter-token objective, but for a share that is kept for long ones;
+2. short prompts, which may use the whole inter-token objective, and more once they are late, but for a share that is
+   kept for long ones;
 3. long prompts, in chunks, which may stretch the step only a little where nothing else does;
 4. streams and prompts of tenants that are far over their share, where others have prompts to compute;
 5. background prompts in what is left, and background streams while the step stays short.
