@@ -86,5 +86,7 @@ def test_a_function_that_must_be_called_is_called_and_its_output_taken(client: o
 
 
 def test_an_answer_is_parsed_by_its_schema(client: openai.OpenAI) -> None:
-    answer = client.responses.parse(model="mini", input="Order 12, paid.", text_format=Order, max_output_tokens=60)
+    answer = client.responses.parse(
+        model="mini", input="Order 12, paid.", text_format=Order, max_output_tokens=60, temperature=0
+    )
     assert isinstance(answer.output_parsed, Order)

@@ -175,7 +175,7 @@ class Attempts(Generic[Item]):
         try:
             data = await self._reply.read(due)
         except TimeoutError:
-            self._late()
+            self._late(due)
             return
         except UpstreamError:
             if self.gone:
@@ -194,7 +194,7 @@ class Attempts(Generic[Item]):
                 upstream.refuse_where_shut()
                 if not await self._unless_gone(self._place()):
                     return
-            except UpstreamError:
+            except (UpstreamError, TimeoutError):
                 upstream.count("refused")
                 if self._past_deadline():
                     raise TimeoutError from None
@@ -212,7 +212,14 @@ class Attempts(Generic[Item]):
         """A place, noted in the very turn in which it is given, so that it is given back whoever leaves then."""
         upstream = self._upstream
         began = self._clock()
-        await upstream.places.take(self._priority, min(upstream.config.queue_s, self._end() - began))
+        due = min(began + upstream.config.queue_s, self._end())
+        refuses = upstream.places.full
+        try:
+            await upstream.places.take(self._priority, due - began)
+        except UpstreamError:
+            if not refuses and self._past_deadline(due):
+                raise TimeoutError from None
+            raise
         self._placed = True
         self.queued_s = self._clock() - began
 
@@ -225,7 +232,7 @@ class Attempts(Generic[Item]):
         try:
             self._reply = await upstream.wires.post(self._wanted.path, self._wanted.body, due)
         except UpstreamError as error:
-            if error.reason == "timeout" and self._past_deadline():
+            if error.reason == "timeout" and self._past_deadline(due):
                 raise TimeoutError from None
             raise
         self._heard = self._clock()
@@ -301,8 +308,9 @@ class Attempts(Generic[Item]):
     def _end(self) -> float:
         return self._last if self._deadline is None else min(self._last, self._deadline)
 
-    def _past_deadline(self) -> bool:
-        return self._deadline is not None and self._clock() >= min(self._deadline, self._last)
+    def _past_deadline(self, waited: float = 0.0) -> bool:
+        """`waited`: the instant until which was waited in vain. A loop may think it there some milliseconds early."""
+        return self._deadline is not None and max(self._clock(), waited) >= self._end()
 
     def _due(self) -> float:
         """When the next of what comes has to be there."""
@@ -315,14 +323,14 @@ class Attempts(Generic[Item]):
             due = (self.sent or self._heard) + timeouts.first_s
         return min(due, self._end())
 
-    def _late(self) -> None:
-        """Nothing came in time."""
-        if self._past_deadline():
+    def _late(self, due: float) -> None:
+        """Nothing came until `due`."""
+        if self._past_deadline(due):
             self._cut()
         elif self.reader.complete:
             self._ready.extend(self.reader.broken_off())  # it can do without the rest
             self._end_well()
-        elif self._clock() >= self._last:
+        elif max(self._clock(), due) >= self._last:
             raise faults.too_slow(self._upstream.name, "for its whole answer", again=False)
         else:
             what = "for its next word" if self.reader.started else "for a first word"
