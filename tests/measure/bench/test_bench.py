@@ -146,7 +146,7 @@ def test_a_rate_may_have_a_most_at_once() -> None:
 
 
 def test_past_the_bound_on_requests_at_once_nothing_is_sent() -> None:
-    with Fake(OpenAI()) as fake:
+    with Fake(OpenAI(seconds=0.05)) as fake:
         result = measured(fake, rates=(float("inf"),), requests=20, running=5, warmup=0)
         assert result.figures.errors["not sent"] + result.figures.completed == 20
         assert len(sent(fake)) == result.figures.completed
