@@ -146,6 +146,8 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
                          sums.data() + r * layout.groups);
   }
   QuantisedRows quantised{codes.data(), scales.data(), sums.data(), code_stride, layout.groups};
+  const int64_t scratch_stride = round_up(product_scratch(layout), 64);
+  Buffer<uint8_t> scratch(scratch_stride * pool.threads());
   ProductArgs args;
   args.weights = &packed.view;
   args.rows = padded.data();
@@ -156,7 +158,9 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   args.out_stride = layout.outputs;
   nb::gil_scoped_release free;
   std::lock_guard<std::mutex> turn(pool.turn());
-  pool.run(layout.panels, 1, [&](int64_t begin, int64_t end, int) { kernels.product(args, begin, end); });
+  pool.run(layout.panels, 2, [&](int64_t begin, int64_t end, int thread) {
+    kernels.product(args, begin, end, scratch.data() + thread * scratch_stride);
+  });
 }
 
 // A model and what its weights point into.

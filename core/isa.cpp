@@ -37,7 +37,7 @@ bool tiles_multiply() {
   args.out_stride = kPanel;
   for (int i = 0; i < 2; ++i) {
     args.out = found[i];
-    (i == 0 ? avx512_kernels() : amx_kernels()).product(args, 0, 1);
+    (i == 0 ? avx512_kernels() : amx_kernels()).product(args, 0, 1, nullptr);
   }
   return std::memcmp(found[0], found[1], sizeof found[0]) == 0;
 }

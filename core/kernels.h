@@ -85,8 +85,9 @@ struct NormArgs {
 struct Kernels {
   const char* name;
   bool rounds_rows;  // bf16 weights meet rows that are rounded to bf16
-  // Of panels, or with an opening of panels of the opened row.
-  void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel);
+  // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
+  // none.
+  void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
   // For the product with weights of this layout. sums[g] is where its sum of group g starts: minus the zero times the
   // sum of the codes; or, where every channel has a zero of its own, the plain sum.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
@@ -104,6 +105,14 @@ struct Kernels {
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
 static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
   return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * (padded_head_size + 1) + 64;
+}
+
+// Bytes of scratch in which product() may widen int4 codes of two panels; 0 for other weights, and for panels that no
+// near cache would hold.
+static inline int64_t product_scratch(const Layout& layout) {
+  constexpr int64_t kMost = int64_t{1} << 20;
+  const int64_t bytes = layout.format == Format::kInt4 ? 2 * kPanel * layout.padded_inputs : 0;
+  return bytes <= kMost ? bytes : 0;
 }
 
 static inline bool takes_codes(const Kernels& kernels, Format format) {

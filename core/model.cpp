@@ -18,8 +18,12 @@ int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
 constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
 
-// Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing.
-int64_t panel_grain(int64_t panels, int threads) { return std::max<int64_t>(1, panels / (threads * 8)); }
+// Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing, and by twos
+// where that leaves enough, since a product takes two at once.
+int64_t panel_grain(int64_t panels, int threads) {
+  const int64_t grain = std::max<int64_t>(1, panels / (threads * 8));
+  return panels < threads * 8 ? grain : round_up(grain, 2);
+}
 
 // Panels of what a product stores: gates and the values that they open become one.
 int64_t result_panels(const Product& product, const Opening* opening) {
@@ -40,6 +44,7 @@ void* Buffer<T>::allocate(size_t bytes) {
 }
 template class Buffer<float>;
 template class Buffer<int8_t>;
+template class Buffer<uint8_t>;
 template class Buffer<int32_t>;
 
 Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& kernels)
@@ -58,6 +63,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   code_stride_ = 64;
   group_stride_ = 1;
   auto measure = [&](const Product& product) {
+    product_stride_ = std::max(product_stride_, round_up(product_scratch(product.weights.layout), 64));
     code_stride_ = std::max(code_stride_, round_up(code_bytes(product.weights.layout), 64));
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
@@ -111,10 +117,11 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   attention_scratch_ = Buffer<float>(attention_stride_ * threads);
   row_scratch_stride_ = pad_row(std::max(w_.heads * w_.head_size, w_.hidden));
   row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
+  product_scratch_ = Buffer<uint8_t>(product_stride_ * threads);
 }
 
 int64_t Model::scratch_bytes() const {
-  int64_t total = codes_.bytes() + code_scales_.bytes() + code_sums_.bytes();
+  int64_t total = codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
   for (const Buffer<float>* buffer :
        {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
         &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
@@ -326,12 +333,14 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   const int64_t panels = result_panels(product, opening);
   const int64_t grain = panel_grain(panels, pool_.threads());
   if (peaks == nullptr) {
-    pool_.run(panels, grain, [&](int64_t begin, int64_t end, int) { kernels_.product(args, begin, end); });
+    pool_.run(panels, grain, [&](int64_t begin, int64_t end, int thread) {
+      kernels_.product(args, begin, end, product_scratch_of(thread));
+    });
     return;
   }
   static_assert(kPeakBlock == kPanel);
-  pool_.run(panels, std::min(grain, kPeakGrain), [&](int64_t begin, int64_t end, int) {
-    kernels_.product(args, begin, end);
+  pool_.run(panels, std::min(grain, kPeakGrain), [&](int64_t begin, int64_t end, int thread) {
+    kernels_.product(args, begin, end, product_scratch_of(thread));
     const int64_t first = begin * kPanel;
     const int64_t count = std::min(end * kPanel, product.weights.layout.outputs) - first;
     for (int64_t r = 0; r < rows; ++r) kernels_.peaks(out + r * out_stride + first, count, peaks + r * panels + begin);
@@ -504,7 +513,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
                               const Opening* opening) {
     const int64_t panels = result_panels(product_of(layer.experts.front()), opening);
     QuantisedRows codes = quantised();
-    pool_.run(count * panels, panel_grain(panels, pool_.threads()), [&](int64_t begin, int64_t end, int) {
+    pool_.run(count * panels, panel_grain(panels, pool_.threads()), [&](int64_t begin, int64_t end, int thread) {
       for (int64_t item = begin; item < end;) {
         const size_t e = static_cast<size_t>(item / panels);
         const int64_t last = std::min(end, (item / panels + 1) * panels);
@@ -521,7 +530,9 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
         args.out_stride = out_stride;
         args.opening = opening;
         const int64_t first_panel = item % panels;
-        if (args.row_count > 0) kernels_.product(args, first_panel, first_panel + (last - item));
+        if (args.row_count > 0) {
+          kernels_.product(args, first_panel, first_panel + (last - item), product_scratch_of(thread));
+        }
         item = last;
       }
     });

@@ -178,6 +178,7 @@ class Model {
   void keep_wanted(const StepArgs& args);
   void results(const StepArgs& args);
   QuantisedRows quantised() const;
+  uint8_t* product_scratch_of(int thread) { return product_scratch_.data() + thread * product_stride_; }
   void quantise(const float* row, int64_t width, const Product& product, int64_t at);
 
   ModelWeights w_;
@@ -197,10 +198,11 @@ class Model {
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> attention_scratch_, row_scratch_;
   Buffer<int8_t> codes_;
+  Buffer<uint8_t> product_scratch_;
   Buffer<float> code_scales_;
   Buffer<int32_t> code_sums_;
   int64_t code_stride_ = 0, group_stride_ = 0, half_pad_ = 0;
-  int64_t attention_stride_ = 0, row_scratch_stride_ = 0;
+  int64_t attention_stride_ = 0, row_scratch_stride_ = 0, product_stride_ = 0;
 };
 
 }  // namespace millrace

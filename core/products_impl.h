@@ -10,25 +10,26 @@
 namespace millrace {
 namespace {
 
-// Where a step has few rows, the weights come from memory, and the passes over one panel have the time to ask for the
-// next: each asks for its share, evenly while it computes. A single pass is best left to the hardware.
+// The passes over some panels have the time to ask for those after them: each asks for its share, evenly while it
+// computes, or the first pass over the next would wait for memory alone. A single pass is best left to the hardware.
 struct Ahead {
   const uint8_t* next = nullptr;
-  int64_t lines = 0;  // of 64 bytes, with each group, or with each kAskInputs inputs where there are no groups
+  const uint8_t* end = nullptr;
+  int64_t lines = 0;  // of 64 bytes, with each kAskInputs inputs
 
   void ask() {
-    for (int64_t i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+    for (int64_t i = 0; i < lines && next < end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
   }
 };
 
 constexpr int64_t kAskInputs = 16;
-constexpr int64_t kAskPasses = 8;  // with more passes the time of computing hides that of reading
 
-inline Ahead ahead_of(const Layout& layout, const uint8_t* panel, int64_t passes) {
-  if (passes < 2 || passes > kAskPasses) return {};
-  const int64_t times = is_integer(layout.format) ? layout.groups : layout.padded_inputs / kAskInputs;
-  const int64_t lines = layout.panel_bytes / 64;
-  return {panel + layout.panel_bytes, (lines + times * passes - 1) / most(times * passes, 1)};
+// While `panels` of the weights are read, `at_once` of them by a pass, as many after them are asked for.
+inline Ahead ahead_of(const Layout& layout, const uint8_t* after, int64_t panels, int64_t passes, int64_t at_once) {
+  if (passes < 2) return {};
+  const int64_t bytes = panels * layout.panel_bytes;
+  const int64_t asks = most(layout.padded_inputs / kAskInputs * passes * panels / at_once, 1);
+  return {after, after + bytes, (bytes / 64 + asks - 1) / asks};
 }
 
 // A row's totals of one panel become outputs.
@@ -136,143 +137,221 @@ inline int32_t common_zero(const Layout& layout) {
   return symmetric_zero(layout.format) - (layout.format == Format::kInt8 ? kInt8Bias : 0);
 }
 
-template <bool kInt4, bool kAsymmetric, int kRows>
-inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
+// `inputs` (a multiple of 8) of int4 codes as the rows of four bytes that a product multiplies.
+inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
+  for (int64_t k = 0; k < inputs; k += 8, codes += 128, out += 256) {
+    const Codes low = load_codes(codes);
+    const Codes high = load_codes(codes + 64);
+    store_codes(out, low_nibbles(low));
+    store_codes(out + 64, low_nibbles(high));
+    store_codes(out + 128, high_nibbles(low));
+    store_codes(out + 192, high_nibbles(high));
+  }
+}
+
+inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panels, uint8_t* out) {
+  const Layout& layout = weights.layout;
+  const uint8_t* record = weights.data + panel * layout.panel_bytes;
+  for (int64_t g = 0; g < panels * layout.groups; ++g, record += layout.group_bytes, out += layout.group * kPanel) {
+    widen_nibbles(record + layout.header_bytes, layout.group, out);
+  }
+}
+
+// How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
+enum class Held { kBytes, kNibbles, kWidened };
+
+constexpr int64_t kWidenPasses =
+    8;  // as many take longer over nibbles than over what is widened, and widening, together
+
+// kPanels neighbours at once: with two of them a row's inputs are read once for both. `widened`: their codes, where
+// they were widened.
+template <Held kHeld, bool kAsymmetric, int kRows, int kPanels>
+inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row, const uint8_t* widened, Ahead& ahead) {
+  constexpr int kVectors = 2 * kPanels;
   const Layout& layout = args.weights->layout;
   const QuantisedRows& rows = *args.quantised;
-  const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
+  const uint8_t* first_record = args.weights->data + panel * layout.panel_bytes;
   const int64_t first = args.first_row + row;
   const int8_t* row_codes = rows.codes + first * rows.stride;
   const float* row_scales = rows.scales + first * rows.groups_stride;
   const int32_t* row_sums = rows.sums + first * rows.groups_stride;
-  F16 totals[kRows][2];
-  for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
-  for (int64_t g = 0; g < layout.groups; ++g, record += layout.group_bytes, row_codes += layout.group) {
-    ahead.ask();
-    const uint8_t* codes = record + layout.header_bytes;
-    I16 sums[kRows][2];
-    if constexpr (kAsymmetric) {
-      const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
-      const I16 bias = splat_int(kInt4 ? 0 : kInt8Bias);
-      const I16 low = sub_int(bias, load_i16(zeros));
-      const I16 high = sub_int(bias, load_i16(zeros + 16));
+  F16 totals[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) totals[r][v] = splat(0.0f);
+  }
+  for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.group_bytes, row_codes += layout.group) {
+    const uint8_t* records[kVectors];  // of each vector's panel
+    const uint8_t* codes[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      records[v] = first_record + v / 2 * layout.panel_bytes;
+      codes[v] = kHeld == Held::kWidened ? widened + (v / 2 * layout.padded_inputs + g * layout.group) * kPanel
+                                         : records[v] + layout.header_bytes;
+      codes[v] += v % 2 * 64;
+    }
+    I16 sums[kRows][kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      I16 factor = zero_int();  // of a row's sum of codes
+      if constexpr (kAsymmetric) {
+        const int16_t* zeros = reinterpret_cast<const int16_t*>(records[v] + kPanel * 2) + v % 2 * 16;
+        factor = sub_int(splat_int(kHeld == Held::kBytes ? kInt8Bias : 0), load_i16(zeros));
+      }
       for (int r = 0; r < kRows; ++r) {
         const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
-        sums[r][0] = mul_int(low, row_sum);
-        sums[r][1] = mul_int(high, row_sum);
+        sums[r][v] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
       }
-    } else {
-      for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = splat_int(row_sums[r * rows.groups_stride + g]);
     }
-    if constexpr (kInt4) {
-      for (int64_t k = 0; k < layout.group; k += 8, codes += 128) {
-        const Codes low = load_codes(codes);
-        const Codes high = load_codes(codes + 64);
-        const SmallCodes low_first = low_nibbles(low), low_second = high_nibbles(low);
-        const SmallCodes high_first = low_nibbles(high), high_second = high_nibbles(high);
-        for (int r = 0; r < kRows; ++r) {
-          const int8_t* eight = row_codes + r * rows.stride + k;
-          sums[r][0] = dot4_small(dot4_small(sums[r][0], low_first, eight), low_second, eight + 4);
-          sums[r][1] = dot4_small(dot4_small(sums[r][1], high_first, eight), high_second, eight + 4);
+    for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
+      ahead.ask();
+      if constexpr (kHeld == Held::kNibbles) {
+        for (int64_t k = asked; k < asked + kAskInputs; k += 8) {
+          // The codes are read twice: both halves of all vectors at once would not stay in registers.
+          for (int half = 0; half < 2; ++half) {
+            SmallCodes small[kVectors];
+            for (int v = 0; v < kVectors; ++v) {
+              const Codes pairs = load_codes(codes[v] + k * 16);
+              small[v] = half == 0 ? low_nibbles(pairs) : high_nibbles(pairs);
+            }
+            for (int r = 0; r < kRows; ++r) {
+              const int8_t* four = row_codes + r * rows.stride + k + half * 4;
+              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_small(sums[r][v], small[v], four);
+            }
+          }
         }
-      }
-    } else {
+      } else {
 #pragma GCC unroll 4
-      for (int64_t k = 0; k < layout.group; k += 4, codes += 128) {
-        const WideCodes low = widen(load_codes(codes));
-        const WideCodes high = widen(load_codes(codes + 64));
-        for (int r = 0; r < kRows; ++r) {
-          const int8_t* four = row_codes + r * rows.stride + k;
-          sums[r][0] = dot4_wide(sums[r][0], low, four);
-          sums[r][1] = dot4_wide(sums[r][1], high, four);
+        for (int64_t k = asked; k < asked + kAskInputs; k += 4) {
+          if constexpr (kHeld == Held::kBytes) {
+            WideCodes wide[kVectors];
+            for (int v = 0; v < kVectors; ++v) wide[v] = widen(load_codes(codes[v] + k * 32));
+            for (int r = 0; r < kRows; ++r) {
+              const int8_t* four = row_codes + r * rows.stride + k;
+              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_wide(sums[r][v], wide[v], four);
+            }
+          } else {
+            SmallCodes small[kVectors];
+            for (int v = 0; v < kVectors; ++v) small[v] = load_codes(codes[v] + k * 32);
+            for (int r = 0; r < kRows; ++r) {
+              const int8_t* four = row_codes + r * rows.stride + k;
+              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_small(sums[r][v], small[v], four);
+            }
+          }
         }
       }
     }
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
-    const F16 low_scale = load_f16(scales);
-    const F16 high_scale = load_f16(scales + 16);
-    for (int r = 0; r < kRows; ++r) {
-      const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
-      totals[r][0] = fma(mul(to_float(sums[r][0]), low_scale), row_scale, totals[r][0]);
-      totals[r][1] = fma(mul(to_float(sums[r][1]), high_scale), row_scale, totals[r][1]);
+    for (int v = 0; v < kVectors; ++v) {
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(records[v]) + v % 2 * 16);
+      for (int r = 0; r < kRows; ++r) {
+        const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
+        totals[r][v] = fma(mul(to_float(sums[r][v]), scale), row_scale, totals[r][v]);
+      }
     }
   }
-  write_rows<kRows>(args, panel, row, totals);
-}
-
-template <int kRows>
-inline void product_rows(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
-  const Layout& layout = args.weights->layout;
-  switch (layout.format) {
-    case Format::kF32:
-      return product_f32<kRows>(args, panel, row, ahead);
-    case Format::kBf16:
-      return product_bf16<kRows>(args, panel, row, ahead);
-    case Format::kInt8:
-      return layout.asymmetric ? product_integer<false, true, kRows>(args, panel, row, ahead)
-                               : product_integer<false, false, kRows>(args, panel, row, ahead);
-    case Format::kInt4:
-      return layout.asymmetric ? product_integer<true, true, kRows>(args, panel, row, ahead)
-                               : product_integer<true, false, kRows>(args, panel, row, ahead);
+  for (int r = 0; r < kRows; ++r) {
+    for (int p = 0; p < kPanels; ++p) write_row(args, panel + p, row + r, totals[r][2 * p], totals[r][2 * p + 1]);
   }
 }
 
-template <int kRows>
-inline void product_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
+template <Held kHeld, int kRows, int kPanels>
+inline void integers_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, const uint8_t* widened,
+                        Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (count == kRows) return product_rows<kRows>(args, panel, row, ahead);
-    product_of<kRows - 1>(args, panel, row, count, ahead);
+    if (count < kRows) return integers_of<kHeld, kRows - 1, kPanels>(args, panel, row, count, widened, ahead);
+    args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kPanels>(args, panel, row, widened, ahead)
+                                    : product_integer<kHeld, false, kRows, kPanels>(args, panel, row, widened, ahead);
   }
 }
 
-constexpr int kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
+template <int kPanels>
+inline void integers(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, const uint8_t* widened,
+                     Ahead& ahead) {
+  if (args.weights->layout.format == Format::kInt8) {
+    return integers_of<Held::kBytes, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead);
+  }
+  widened == nullptr ? integers_of<Held::kNibbles, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead)
+                     : integers_of<Held::kWidened, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead);
+}
 
-// One panel of the opened row, for at most kMost rows: the outputs stay in the nearest cache until they are opened.
-// `write_outputs` writes them, of one panel of the weights, as `part` says.
+template <int kRows>
+inline void floats_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
+  if constexpr (kRows > 0) {
+    if (count < kRows) return floats_of<kRows - 1>(args, panel, row, count, ahead);
+    args.weights->layout.format == Format::kF32 ? product_f32<kRows>(args, panel, row, ahead)
+                                                : product_bf16<kRows>(args, panel, row, ahead);
+  }
+}
+
+// `panels` of the weights, one or two, opened, for at most kMost rows: the outputs stay in the nearest cache until they
+// are opened. `write_outputs` writes them as its argument says.
 template <int64_t kMost, typename WriteOutputs>
-inline void write_opened(const ProductArgs& args, int64_t panel, int64_t row, int64_t count,
+inline void write_opened(const ProductArgs& args, int64_t panel, int64_t panels, int64_t row, int64_t count,
                          const WriteOutputs& write_outputs) {
   const Opening& opening = *args.opening;
-  float outputs[2][kMost * kPanel] = {};
+  float outputs[kMost * 2 * kPanel] = {};
   ProductArgs part = args;
+  part.out = outputs;
   part.out_row = row;
-  part.out_stride = kPanel;
-  const int parts = opening.gated ? 2 : 1;
-  for (int i = 0; i < parts; ++i) {
-    part.out = outputs[i];
-    part.out_column = (panel * parts + i) * kPanel;
-    write_outputs(part, panel * parts + i);
-  }
+  part.out_stride = panels * kPanel;
+  part.out_column = panel * kPanel;
+  write_outputs(part);
+  const int64_t width = opening.gated ? kPanel : panels * kPanel;
+  const int64_t first = opening.gated ? panel / 2 * kPanel : panel * kPanel;
   for (int64_t r = 0; r < count; ++r) {
-    for (int64_t half = 0; half < kPanel; half += 16) {
-      const int64_t column = panel * kPanel + half;
-      F16 opened = activation_of(opening.kind, load(outputs[0] + r * kPanel + half));
-      if (opening.gated) opened = mul(opened, load(outputs[1] + r * kPanel + half));
+    const float* row_outputs = outputs + r * part.out_stride;
+    for (int64_t i = 0; i < width; i += 16) {
+      F16 opened = activation_of(opening.kind, load(row_outputs + i));
+      if (opening.gated) opened = mul(opened, load(row_outputs + kPanel + i));
       // Beyond the width there may be the NaN of 0 * infinity, which nothing may see.
-      const int64_t held = opening.width - column;
+      const int64_t held = opening.width - first - i;
       if (held < 16) opened = keep_lanes(opened, 0, static_cast<int>(held), splat(0.0f));
-      store(args.out + (row + r) * args.out_stride + column, opened);
+      store(args.out + (row + r) * args.out_stride + first + i, opened);
     }
   }
 }
 
-void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
+// The outputs of many rows are far when they are written, each in a page of its own: they are asked for before they are
+// computed.
+inline void ask_for_outputs(const ProductArgs& args, int64_t panel, int64_t panels, int64_t row, int64_t count) {
+  float* first = args.out + (row - args.out_row) * args.out_stride + panel * kPanel - args.out_column;
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t i = 0; i < panels * kPanel; i += 16) __builtin_prefetch(first + r * args.out_stride + i, 1);
+  }
+}
+
+void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   // As few passes over a panel as the registers allow, all of about the same number of rows.
-  const int64_t most_rows = is_integer(args.weights->layout.format) ? kRowsInteger : kRowsFloat;
-  const int64_t passes = (args.row_count + most_rows - 1) / most_rows;
+  constexpr int64_t kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
   const Layout& layout = args.weights->layout;
+  const bool integer = is_integer(layout.format);
+  const int64_t most_rows = integer ? kRowsInteger : kRowsFloat;
+  const int64_t passes = (args.row_count + most_rows - 1) / most_rows;
   const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    const uint8_t* last = args.weights->data + ((panel + 1) * parts - 1) * layout.panel_bytes;
-    Ahead ahead = ahead_of(layout, last, passes);
+  const int64_t wide = integer && passes > 1 ? kPanelsInteger : 1;  // panels at once; a single pass reads one stream
+  const bool widening = scratch != nullptr && product_scratch(layout) > 0 && passes >= kWidenPasses;
+  const int64_t end = last_panel * parts;
+  for (int64_t panel = first_panel * parts, panels; panel < end; panel += panels) {
+    panels = least(most(wide, parts), end - panel);
+    const int64_t at_once = panels == 2 ? wide : 1;
+    if (widening) widen_panels(*args.weights, panel, panels, scratch);
+    Ahead ahead = ahead_of(layout, args.weights->data + (panel + panels) * layout.panel_bytes, panels, passes, at_once);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
+      auto write_outputs = [&](const ProductArgs& to) {
+        for (int64_t i = 0; i < panels; i += at_once) {
+          const uint8_t* widened = widening ? scratch + i * layout.padded_inputs * kPanel : nullptr;
+          if (!integer) {
+            floats_of<kRowsFloat>(to, panel + i, row, count, ahead);
+          } else if (at_once == 1) {
+            integers<1>(to, panel + i, row, count, widened, ahead);
+          } else {
+            integers<kPanelsInteger>(to, panel + i, row, count, widened, ahead);
+          }
+        }
+      };
+      if (passes > 1) ask_for_outputs(args, panel / parts, panels / parts, row, count);
       if (args.opening != nullptr) {
-        write_opened<kMostRows>(args, panel, row, count, [&](const ProductArgs& part, int64_t of) {
-          product_of<kMostRows>(part, of, row, count, ahead);
-        });
+        write_opened<kMostRows>(args, panel, panels, row, count, write_outputs);
       } else {
-        product_of<kMostRows>(args, panel, row, count, ahead);
+        write_outputs(args);
       }
       row += count;
     }

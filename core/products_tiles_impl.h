@@ -16,18 +16,6 @@ namespace {
 constexpr int64_t kTiledRows = 2 * kTileRows;
 constexpr int64_t kLeastTiledRows = 8;  // of integer products; for fewer, most of a tile's work would be wasted
 
-// `inputs` (32 or 64) inputs of int4 codes as the rows of four bytes that a tile takes.
-inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
-  for (int64_t k = 0; k < inputs; k += 8, codes += 128, out += 256) {
-    const Codes low = load_codes(codes);
-    const Codes high = load_codes(codes + 64);
-    store_codes(out, low_nibbles(low));
-    store_codes(out + 64, low_nibbles(high));
-    store_codes(out + 128, high_nibbles(low));
-    store_codes(out + 192, high_nibbles(high));
-  }
-}
-
 // totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for.
 template <typename Tiles>
 inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArgs& args, int64_t panel, int64_t row,
@@ -95,37 +83,40 @@ inline void tiled_bf16(Tiles& tiles, const ProductArgs& args, int64_t panel, int
 }
 
 template <typename Tiles>
-void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel) {
+void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   const Layout& layout = args.weights->layout;
   const bool integer = is_integer(layout.format);
   if (layout.format == Format::kF32 || (integer && args.row_count < kLeastTiledRows)) {
-    return product(args, first_panel, last_panel);
+    return product(args, first_panel, last_panel, scratch);
   }
   Tiles tiles;
   TileShape shape{0, 0};
   const int64_t bytes = integer && layout.group % kTileBytes != 0 ? kTileBytes / 2 : kTileBytes;
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+  const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
+  for (int64_t panel = first_panel * parts; panel < last_panel * parts; panel += parts) {
     for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
       const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};
       if (!(wanted == shape)) {
         shape = wanted;
         tiles.shape(shape);
       }
-      auto write_outputs = [&](const ProductArgs& part, int64_t of) {
+      auto write_outputs = [&](const ProductArgs& to) {
         alignas(64) float totals[kTiledRows * kPanel];
-        if (integer) {
-          tiled_integer(tiles, shape, part, of, row, totals);
-        } else {
-          tiled_bf16(tiles, part, of, row, totals);
-        }
-        for (int64_t r = 0; r < shape.rows; ++r) {
-          write_row(part, of, row + r, load(totals + r * kPanel), load(totals + r * kPanel + 16));
+        for (int64_t of = panel; of < panel + parts; ++of) {
+          if (integer) {
+            tiled_integer(tiles, shape, to, of, row, totals);
+          } else {
+            tiled_bf16(tiles, to, of, row, totals);
+          }
+          for (int64_t r = 0; r < shape.rows; ++r) {
+            write_row(to, of, row + r, load(totals + r * kPanel), load(totals + r * kPanel + 16));
+          }
         }
       };
       if (args.opening != nullptr) {
-        write_opened<kTiledRows>(args, panel, row, shape.rows, write_outputs);
+        write_opened<kTiledRows>(args, panel, parts, row, shape.rows, write_outputs);
       } else {
-        write_outputs(args, panel);
+        write_outputs(args);
       }
     }
   }

@@ -11,6 +11,7 @@ namespace millrace {
 namespace {
 
 constexpr int kRowsInteger = 2;
+constexpr int kPanelsInteger = 1;
 constexpr int kRowsFloat = 2;
 constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers
@@ -62,6 +63,7 @@ inline F16 add_exponent(F16 x, F16 n) { return {add_exponent8(x.a, n.a), add_exp
 
 inline I16 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I16 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I16 in_its_own_register(I16 x) { return x; }
 inline I16 add_int(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 sub_int(I16 x, I16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I16 mul_int(I16 x, I16 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
@@ -134,6 +136,10 @@ struct WideCodes {
 };
 
 inline Codes load_codes(const uint8_t* p) { return {load_bytes(p), load_bytes(p + 32)}; }
+inline void store_codes(uint8_t* p, Codes x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
 inline SmallCodes low_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};

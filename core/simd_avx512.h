@@ -16,7 +16,8 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 6;  // 12 sums and 12 totals stay in registers beside weights and scales
+constexpr int kRowsInteger = 6;    // of two panels: 24 sums stay in registers beside the weights
+constexpr int kPanelsInteger = 2;  // neighbours that one pass serves
 constexpr int kRowsFloat = 8;
 constexpr int kScoreRows = 4, kScoreBlocks = 4;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 4, kValueVectors = 4;  // attention: outputs by vectors of dims in registers
@@ -52,6 +53,11 @@ inline F16 add_exponent(F16 x, F16 n) {
 inline I16 zero_int() { return _mm512_setzero_si512(); }
 inline I16 load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
+// gcc keeps equal values in one register and then copies it in every turn of a loop that changes them.
+inline I16 in_its_own_register(I16 x) {
+  asm("" : "+v"(x));
+  return x;
+}
 inline I16 add_int(I16 x, I16 y) { return _mm512_add_epi32(x, y); }
 // Wraps: gcc's own reduction is an addition of signed numbers, which must not.
 inline int32_t reduce_add_int(I16 x) {

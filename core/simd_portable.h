@@ -11,6 +11,7 @@ namespace millrace {
 namespace {
 
 constexpr int kRowsInteger = 4;  // rows that one pass over a panel serves
+constexpr int kPanelsInteger = 1;
 constexpr int kRowsFloat = 2;
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
@@ -67,6 +68,7 @@ inline I16 splat_int(int32_t x) {
   for (int i = 0; i < 16; ++i) result.v[i] = x;
   return result;
 }
+inline I16 in_its_own_register(const I16& x) { return x; }
 // Wraps, as the instructions do: the codes of a group that holds no numbers may be anything.
 inline I16 add_int(const I16& a, const I16& b) {
   I16 result;
@@ -147,6 +149,7 @@ inline Codes load_codes(const uint8_t* p) {
   std::memcpy(result.v, p, 64);
   return result;
 }
+inline void store_codes(uint8_t* p, const Codes& x) { std::memcpy(p, x.v, 64); }
 inline Codes low_nibbles(const Codes& a) {
   Codes result;
   for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] & 15;

@@ -144,12 +144,13 @@ def test_longer_channels_are_refused() -> None:
 def test_a_row_is_the_same_bits_among_any_others(format: Format, group: int, isa: str) -> None:
     outputs, inputs = 70, 150
     weights = packed(np.random.default_rng(4).standard_normal((outputs, inputs)).astype(np.float32), format, group)
-    rows = random_rows(20, inputs)
-    alone = np.concatenate([product(weights, rows[i : i + 1], outputs, isa) for i in range(20)])
-    for count in range(1, 21):
+    most = 50  # so many that the codes of int4 are widened once for all of them
+    rows = random_rows(most, inputs)
+    alone = np.concatenate([product(weights, rows[i : i + 1], outputs, isa) for i in range(most)])
+    for count in (*range(1, 21), 31, 43, most):
         assert same_bits(product(weights, rows[:count], outputs, isa), alone[:count])
         assert same_bits(product(weights, rows[count - 1 :], outputs, isa, threads=2), alone[count - 1 :])
-    shuffled = np.random.default_rng(6).permutation(20)
+    shuffled = np.random.default_rng(6).permutation(most)
     assert same_bits(product(weights, rows[shuffled], outputs, isa, threads=3), alone[shuffled])
     assert product(weights, rows[:0], outputs, isa).shape == (0, outputs)
 
