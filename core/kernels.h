@@ -48,6 +48,7 @@ struct ProductArgs {
   int64_t out_row = 0;  // the row and the column of the product that stand at `out`
   int64_t out_column = 0;
   const Opening* opening = nullptr;
+  int64_t others = 0;  // panels, as product() takes them, that other threads compute before this one's next
 };
 
 // One query row: the token of a sequence that asks, at its absolute position.

@@ -331,7 +331,9 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   args.out_stride = out_stride;
   args.opening = opening;
   const int64_t panels = result_panels(product, opening);
-  const int64_t grain = panel_grain(panels, pool_.threads());
+  const int64_t usual = panel_grain(panels, pool_.threads());
+  const int64_t grain = peaks == nullptr ? usual : std::min(usual, kPeakGrain);
+  args.others = (pool_.threads() - 1) * grain;  // hand-outs go round, mostly
   if (peaks == nullptr) {
     pool_.run(panels, grain, [&](int64_t begin, int64_t end, int thread) {
       kernels_.product(args, begin, end, product_scratch_of(thread));
@@ -339,7 +341,7 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
     return;
   }
   static_assert(kPeakBlock == kPanel);
-  pool_.run(panels, std::min(grain, kPeakGrain), [&](int64_t begin, int64_t end, int thread) {
+  pool_.run(panels, grain, [&](int64_t begin, int64_t end, int thread) {
     kernels_.product(args, begin, end, product_scratch_of(thread));
     const int64_t first = begin * kPanel;
     const int64_t count = std::min(end * kPanel, product.weights.layout.outputs) - first;

@@ -332,7 +332,8 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
     panels = least(most(wide, parts), end - panel);
     const int64_t at_once = panels == 2 ? wide : 1;
     if (widening) widen_panels(*args.weights, panel, panels, scratch);
-    Ahead ahead = ahead_of(layout, args.weights->data + (panel + panels) * layout.panel_bytes, panels, passes, at_once);
+    const int64_t next = panel + panels < end ? panel + panels : end + args.others * parts;
+    Ahead ahead = ahead_of(layout, args.weights->data + next * layout.panel_bytes, panels, passes, at_once);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
       auto write_outputs = [&](const ProductArgs& to) {
