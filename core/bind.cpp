@@ -146,7 +146,7 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
                          sums.data() + r * layout.groups);
   }
   QuantisedRows quantised{codes.data(), scales.data(), sums.data(), code_stride, layout.groups};
-  const int64_t scratch_stride = round_up(product_scratch(layout), 64);
+  const int64_t scratch_stride = product_scratch(layout);
   Buffer<uint8_t> scratch(scratch_stride * pool.threads());
   ProductArgs args;
   args.weights = &packed.view;

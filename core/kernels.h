@@ -48,7 +48,7 @@ struct ProductArgs {
   int64_t out_row = 0;  // the row and the column of the product that stand at `out`
   int64_t out_column = 0;
   const Opening* opening = nullptr;
-  int64_t others = 0;  // panels, as product() takes them, that other threads compute before this one's next
+  int64_t others = 0;  // a hint: panels of outputs that other threads take between this call's and this thread's next
 };
 
 // One query row: the token of a sequence that asks, at its absolute position.
@@ -85,7 +85,8 @@ struct NormArgs {
 
 struct Kernels {
   const char* name;
-  bool rounds_rows;  // bf16 weights meet rows that are rounded to bf16
+  bool rounds_rows;   // bf16 weights meet rows that are rounded to bf16
+  bool widens_codes;  // product() takes scratch for it
   // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
   // none.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
@@ -108,10 +109,10 @@ static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_hea
   return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * (padded_head_size + 1) + 64;
 }
 
-// Bytes of scratch in which product() may widen int4 codes of two panels; 0 for other weights, and for panels that no
-// near cache would hold.
+// Bytes of scratch in which product() may widen int4 codes of two panels, a multiple of 64; 0 for other weights, and
+// for panels that no near cache would hold.
 static inline int64_t product_scratch(const Layout& layout) {
-  constexpr int64_t kMost = int64_t{1} << 20;
+  constexpr int64_t kMost = int64_t{1} << 19;
   const int64_t bytes = layout.format == Format::kInt4 ? 2 * kPanel * layout.padded_inputs : 0;
   return bytes <= kMost ? bytes : 0;
 }

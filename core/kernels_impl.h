@@ -168,8 +168,8 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name,    kRoundsRows, product, quantise_row, norm,        attend,
-                 softcap, softmax,     peak_of, peaks_of,     exponentials};
+  return Kernels{name,   kRoundsRows, true,    product, quantise_row, norm,
+                 attend, softcap,     softmax, peak_of, peaks_of,     exponentials};
 }
 
 }  // namespace

@@ -18,17 +18,19 @@ int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
 constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
 
-// Panels of one hand-out: enough hand-outs for an even end, few enough that handing out costs nothing, and by twos
-// where that leaves enough, since a product takes two at once.
-int64_t panel_grain(int64_t panels, int threads) {
-  const int64_t grain = std::max<int64_t>(1, panels / (threads * 8));
-  return panels < threads * 8 ? grain : round_up(grain, 2);
-}
-
 // Panels of what a product stores: gates and the values that they open become one.
 int64_t result_panels(const Product& product, const Opening* opening) {
   const int64_t panels = product.weights.layout.panels;
   return opening != nullptr && opening->gated ? panels / 2 : panels;
+}
+
+// Panels of one hand-out, where `all` are handed out for products of `panels` each: enough hand-outs for an even end,
+// few enough that handing out costs nothing, and by twos where that leaves enough, since an integer product takes two
+// at once, as a gated one does anyway.
+int64_t panel_grain(const Product& product, const Opening* opening, int64_t panels, int64_t all, int threads) {
+  const int64_t grain = std::max<int64_t>(1, panels / (threads * 8));
+  const bool singly = !is_integer(product.weights.layout.format) || (opening != nullptr && opening->gated);
+  return singly || all < threads * 8 ? grain : round_up(grain, 2);
 }
 
 }  // namespace
@@ -63,7 +65,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   code_stride_ = 64;
   group_stride_ = 1;
   auto measure = [&](const Product& product) {
-    product_stride_ = std::max(product_stride_, round_up(product_scratch(product.weights.layout), 64));
+    if (kernels_.widens_codes) product_stride_ = std::max(product_stride_, product_scratch(product.weights.layout));
     code_stride_ = std::max(code_stride_, round_up(code_bytes(product.weights.layout), 64));
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
@@ -331,7 +333,7 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   args.out_stride = out_stride;
   args.opening = opening;
   const int64_t panels = result_panels(product, opening);
-  const int64_t usual = panel_grain(panels, pool_.threads());
+  const int64_t usual = panel_grain(product, opening, panels, panels, pool_.threads());
   const int64_t grain = peaks == nullptr ? usual : std::min(usual, kPeakGrain);
   args.others = (pool_.threads() - 1) * grain;  // hand-outs go round, mostly
   if (peaks == nullptr) {
@@ -513,9 +515,11 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   // One region for all experts: an item is an expert and a panel of it.
   auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride,
                               const Opening* opening) {
-    const int64_t panels = result_panels(product_of(layer.experts.front()), opening);
+    const Product& first = product_of(layer.experts.front());
+    const int64_t panels = result_panels(first, opening);
+    const int64_t grain = panel_grain(first, opening, panels, count * panels, pool_.threads());
     QuantisedRows codes = quantised();
-    pool_.run(count * panels, panel_grain(panels, pool_.threads()), [&](int64_t begin, int64_t end, int thread) {
+    pool_.run(count * panels, grain, [&](int64_t begin, int64_t end, int thread) {
       for (int64_t item = begin; item < end;) {
         const size_t e = static_cast<size_t>(item / panels);
         const int64_t last = std::min(end, (item / panels + 1) * panels);
@@ -531,6 +535,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
         args.out = out + args.first_row * out_stride;
         args.out_stride = out_stride;
         args.opening = opening;
+        args.others = (pool_.threads() - 1) * grain;
         const int64_t first_panel = item % panels;
         if (args.row_count > 0) {
           kernels_.product(args, first_panel, first_panel + (last - item), product_scratch_of(thread));

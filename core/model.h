@@ -197,8 +197,8 @@ class Model {
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> attention_scratch_, row_scratch_;
-  Buffer<int8_t> codes_;
   Buffer<uint8_t> product_scratch_;
+  Buffer<int8_t> codes_;
   Buffer<float> code_scales_;
   Buffer<int32_t> code_sums_;
   int64_t code_stride_ = 0, group_stride_ = 0, half_pad_ = 0;

@@ -1,5 +1,6 @@
-// Products of rows with a packed weight matrix, panel by panel. Owns the arithmetic of every weight format: the order
-// in which a row's inputs are multiplied and added, which is the same for any number of rows.
+// Products of rows with a packed weight matrix, one panel or two neighbours at a time. Owns the arithmetic of every
+// weight format: the order in which a row's inputs are multiplied and added, which is the same for any number of rows;
+// how int4 codes are widened; and what is asked for before it is needed.
 //
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
@@ -10,26 +11,38 @@
 namespace millrace {
 namespace {
 
-// The passes over some panels have the time to ask for those after them: each asks for its share, evenly while it
-// computes, or the first pass over the next would wait for memory alone. A single pass is best left to the hardware.
+// The passes over some panels have the time to ask for the next: each asks for its share, evenly while it computes, or
+// the first pass over those would wait for memory alone. A single pass is best left to the hardware.
 struct Ahead {
   const uint8_t* next = nullptr;
   const uint8_t* end = nullptr;
-  int64_t lines = 0;  // of 64 bytes, with each kAskInputs inputs
+  int64_t share = 0;  // of a line of 64 bytes with each kAskInputs inputs, in kShares
+  int64_t owed = 0;
+
+  static constexpr int64_t kShares = 1024;
 
   void ask() {
-    for (int64_t i = 0; i < lines && next < end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+    for (owed += share; owed >= kShares && next < end; owed -= kShares, next += 64) __builtin_prefetch(next, 0, 2);
   }
 };
 
+// Inputs between two asks, and what the loops over integer codes take at a time: a part of the smallest group.
 constexpr int64_t kAskInputs = 16;
+static_assert(32 % kAskInputs == 0 && kAskInputs % 8 == 0);
 
-// While `panels` of the weights are read, `at_once` of them by a pass, as many after them are asked for.
-inline Ahead ahead_of(const Layout& layout, const uint8_t* after, int64_t panels, int64_t passes, int64_t at_once) {
-  if (passes < 2) return {};
-  const int64_t bytes = panels * layout.panel_bytes;
+// While `panels` of the weights are read, `at_once` of them by a pass, as many from `next` on are asked for.
+inline Ahead ahead_of(const PackedView& weights, int64_t next, int64_t panels, int64_t passes, int64_t at_once) {
+  const Layout& layout = weights.layout;
+  const int64_t asked = least(panels, layout.panels - next);
+  if (passes < 2 || asked <= 0) return {};
+  const int64_t bytes = asked * layout.panel_bytes;
   const int64_t asks = most(layout.padded_inputs / kAskInputs * passes * panels / at_once, 1);
-  return {after, after + bytes, (bytes / 64 + asks - 1) / asks};
+  const uint8_t* data = weights.data + next * layout.panel_bytes;
+  return {data, data + bytes, (bytes / 64 * Ahead::kShares + asks - 1) / asks};
+}
+
+inline int64_t panels_per_output(const ProductArgs& args) {
+  return args.opening != nullptr && args.opening->gated ? 2 : 1;
 }
 
 // A row's totals of one panel become outputs.
@@ -160,8 +173,8 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
 // How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
 enum class Held { kBytes, kNibbles, kWidened };
 
-constexpr int64_t kWidenPasses =
-    8;  // as many take longer over nibbles than over what is widened, and widening, together
+// So many passes take longer over nibbles than over what is widened, widening included.
+constexpr int64_t kWidenPasses = 8;
 
 // kPanels neighbours at once: with two of them a row's inputs are read once for both. `widened`: their codes, where
 // they were widened.
@@ -324,7 +337,8 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
   const bool integer = is_integer(layout.format);
   const int64_t most_rows = integer ? kRowsInteger : kRowsFloat;
   const int64_t passes = (args.row_count + most_rows - 1) / most_rows;
-  const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
+  const int64_t parts = panels_per_output(args);
+  static_assert(kPanelsInteger == 1 || kPanelsInteger == 2);
   const int64_t wide = integer && passes > 1 ? kPanelsInteger : 1;  // panels at once; a single pass reads one stream
   const bool widening = scratch != nullptr && product_scratch(layout) > 0 && passes >= kWidenPasses;
   const int64_t end = last_panel * parts;
@@ -333,7 +347,7 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
     const int64_t at_once = panels == 2 ? wide : 1;
     if (widening) widen_panels(*args.weights, panel, panels, scratch);
     const int64_t next = panel + panels < end ? panel + panels : end + args.others * parts;
-    Ahead ahead = ahead_of(layout, args.weights->data + next * layout.panel_bytes, panels, passes, at_once);
+    Ahead ahead = ahead_of(*args.weights, next, panels, passes, at_once);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
       auto write_outputs = [&](const ProductArgs& to) {

@@ -92,7 +92,7 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
   Tiles tiles;
   TileShape shape{0, 0};
   const int64_t bytes = integer && layout.group % kTileBytes != 0 ? kTileBytes / 2 : kTileBytes;
-  const int64_t parts = args.opening != nullptr && args.opening->gated ? 2 : 1;  // panels of weights for one of outputs
+  const int64_t parts = panels_per_output(args);
   for (int64_t panel = first_panel * parts; panel < last_panel * parts; panel += parts) {
     for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
       const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};
@@ -126,6 +126,7 @@ template <typename Tiles>
 constexpr Kernels make_tiled_kernels(const char* name) {
   Kernels kernels = make_kernels(name);
   kernels.product = product_by_tiles<Tiles>;
+  kernels.widens_codes = false;
   return kernels;
 }
 

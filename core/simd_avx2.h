@@ -11,7 +11,7 @@ namespace millrace {
 namespace {
 
 constexpr int kRowsInteger = 2;
-constexpr int kPanelsInteger = 1;
+constexpr int kPanelsInteger = 1;  // neighbours that one pass serves
 constexpr int kRowsFloat = 2;
 constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers

@@ -10,8 +10,8 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 4;  // rows that one pass over a panel serves
-constexpr int kPanelsInteger = 1;
+constexpr int kRowsInteger = 4;    // rows that one pass over a panel serves
+constexpr int kPanelsInteger = 1;  // neighbours that one pass serves
 constexpr int kRowsFloat = 2;
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once

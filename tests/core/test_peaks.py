@@ -39,10 +39,10 @@ def step(tiny: Tiny, *, peaks: Floats | None, hidden: bool = False, wanted: int 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("spec", ["plain", "soft_caps", "narrow"])
+@pytest.mark.parametrize("spec", ["plain", "many_logits", "soft_caps", "narrow"])
 @pytest.mark.parametrize("wanted", [1, LENGTH])
 def test_a_peak_is_the_largest_of_32_logits(spec: str, isa: str, wanted: int) -> None:
-    tiny = Tiny(SPECS[spec], "int8" if spec == "plain" else "f32", 32, isa=isa, threads=2)
+    tiny = Tiny(SPECS[spec], "int8" if spec in ("plain", "many_logits") else "f32", 32, isa=isa, threads=2)
     peaks = np.full((wanted, -(-tiny.spec.vocab_size // 32)), np.nan, dtype=np.float32)
     logits = step(tiny, peaks=peaks, wanted=wanted)
     assert same_bits(logits, step(tiny, peaks=None, wanted=wanted))

@@ -17,6 +17,7 @@ from .tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
 Doubles = NDArray[np.float64]
 
 SHAPES = [(1, 1), (33, 31), (77, 72), (32, 128), (130, 200)]  # outputs, inputs
+MANY = 50  # rows, for which every instruction set widens the codes of int4 once for all of them
 
 
 def random_rows(count: int, width: int, seed: int = 1) -> Floats:
@@ -95,11 +96,12 @@ def test_products_of_integer_weights_are_whole_numbers_times_scales(
     outputs, inputs = shape
     codes, scales, zeros = random_codes(format, outputs, inputs, group)
     weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
-    rows = random_rows(7, inputs)
+    rows = random_rows(MANY, inputs)
     centre = zeros if asymmetric else 128 if format == "int8" else 8
     expected, magnitude = emulated(codes, scales, centre, rows, group)
     found = product(weights, rows, outputs, isa)
     assert (np.abs(found - expected) <= 1e-6 * magnitude).all()
+    assert same_bits(product(weights, rows[:7], outputs, isa), found[:7])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -118,10 +120,19 @@ def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, 
     rows[3, ::3] = -1
     rows[4, 1:] = 0
     rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
+    rows = np.tile(rows, (9, 1))  # as many as are multiplied in the quickest way
     weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
     centre = zeros if asymmetric else 128 if format == "int8" else 8
     expected, magnitude = emulated(codes, scales, centre, rows, group)
     assert (np.abs(product(weights, rows, 36, isa) - expected) <= 1e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_channels_too_long_to_be_widened_are_the_same_bits_among_many(isa: str) -> None:
+    weights = packed(np.random.default_rng(8).standard_normal((33, 16416)).astype(np.float32), "int4", 32)
+    rows = random_rows(MANY, 16416)
+    alone = np.concatenate([product(weights, rows[i : i + 1], 33, isa) for i in range(0, MANY, 7)])
+    assert same_bits(product(weights, rows, 33, isa)[::7], alone)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -142,15 +153,14 @@ def test_longer_channels_are_refused() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
 def test_a_row_is_the_same_bits_among_any_others(format: Format, group: int, isa: str) -> None:
-    outputs, inputs = 70, 150
+    outputs, inputs = 134, 150  # two pairs of panels and a single one
     weights = packed(np.random.default_rng(4).standard_normal((outputs, inputs)).astype(np.float32), format, group)
-    most = 50  # so many that the codes of int4 are widened once for all of them
-    rows = random_rows(most, inputs)
-    alone = np.concatenate([product(weights, rows[i : i + 1], outputs, isa) for i in range(most)])
-    for count in (*range(1, 21), 31, 43, most):
+    rows = random_rows(MANY, inputs)
+    alone = np.concatenate([product(weights, rows[i : i + 1], outputs, isa) for i in range(MANY)])
+    for count in (*range(1, 21), 31, 43, MANY):
         assert same_bits(product(weights, rows[:count], outputs, isa), alone[:count])
         assert same_bits(product(weights, rows[count - 1 :], outputs, isa, threads=2), alone[count - 1 :])
-    shuffled = np.random.default_rng(6).permutation(most)
+    shuffled = np.random.default_rng(6).permutation(MANY)
     assert same_bits(product(weights, rows[shuffled], outputs, isa, threads=3), alone[shuffled])
     assert product(weights, rows[:0], outputs, isa).shape == (0, outputs)
 

@@ -165,7 +165,7 @@ def test_every_item_of_many_small_regions_is_done_once(threads: int) -> None:
     """Regions that follow one another closely: a thread that comes late to one must not take a part of the next."""
     pool = _core.Pool(threads)
     random = np.random.default_rng(threads)
-    matrices = [random.standard_normal((outputs, 3)).astype(np.float32) for outputs in (40, 1300, 70, 500)]
+    matrices = [random.standard_normal((outputs, 3)).astype(np.float32) for outputs in (100, 2600, 140, 1000)]
     weights = [packed(matrix) for matrix in matrices]
     rows = random.standard_normal((1, 3)).astype(np.float32)
     expected = [np.full((1, len(matrix)), np.nan, np.float32) for matrix in matrices]

@@ -103,6 +103,7 @@ SPECS: dict[str, ModelSpec] = {
     "narrow": spec(
         hidden_size=5, intermediate_size=1, heads=1, kv_heads=1, head_size=2, vocab_size=3, layers=(LayerSpec(),)
     ),
+    "many_logits": spec(vocab_size=1100),  # several panels of the head in a hand-out
     "everything": spec(
         layers=(LayerSpec(window=20), LayerSpec(experts=True)),
         attention_softcap=2.0,
