@@ -173,6 +173,20 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
 // How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
 enum class Held { kBytes, kNibbles, kWidened };
 
+// What a product multiplies of a vector of codes: int8 needs all of a byte's range, int4 a half of it.
+template <Held kHeld>
+struct Operand {
+  using Type = SmallCodes;
+  static Type of(Codes codes) { return codes; }
+  static I16 dot4(I16 sum, Type operand, const int8_t* four) { return dot4_small(sum, operand, four); }
+};
+template <>
+struct Operand<Held::kBytes> {
+  using Type = WideCodes;
+  static Type of(Codes codes) { return widen(codes); }
+  static I16 dot4(I16 sum, Type operand, const int8_t* four) { return dot4_wide(sum, operand, four); }
+};
+
 // So many passes take longer over nibbles than over what is widened, widening included.
 constexpr int64_t kWidenPasses = 8;
 
@@ -233,20 +247,11 @@ inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row,
       } else {
 #pragma GCC unroll 4
         for (int64_t k = asked; k < asked + kAskInputs; k += 4) {
-          if constexpr (kHeld == Held::kBytes) {
-            WideCodes wide[kVectors];
-            for (int v = 0; v < kVectors; ++v) wide[v] = widen(load_codes(codes[v] + k * 32));
-            for (int r = 0; r < kRows; ++r) {
-              const int8_t* four = row_codes + r * rows.stride + k;
-              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_wide(sums[r][v], wide[v], four);
-            }
-          } else {
-            SmallCodes small[kVectors];
-            for (int v = 0; v < kVectors; ++v) small[v] = load_codes(codes[v] + k * 32);
-            for (int r = 0; r < kRows; ++r) {
-              const int8_t* four = row_codes + r * rows.stride + k;
-              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_small(sums[r][v], small[v], four);
-            }
+          typename Operand<kHeld>::Type operands[kVectors];
+          for (int v = 0; v < kVectors; ++v) operands[v] = Operand<kHeld>::of(load_codes(codes[v] + k * 32));
+          for (int r = 0; r < kRows; ++r) {
+            const int8_t* four = row_codes + r * rows.stride + k;
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = Operand<kHeld>::dot4(sums[r][v], operands[v], four);
           }
         }
       }

@@ -1,0 +1,114 @@
+// What a model and a step must be before anything is computed: sizes, shapes and places. Owns the refusals of Model;
+// what is checked here is trusted everywhere else in the core.
+#include <stdexcept>
+#include <string>
+
+#include "model.h"
+
+namespace millrace {
+namespace {
+
+[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+}  // namespace
+
+void Model::check_weights() const {
+  if (max_rows_ < 1 || max_rows_ > 65536) refuse("max_rows must be 1 to 65536, not " + std::to_string(max_rows_));
+  auto within = [](const char* what, int64_t value, int64_t most) {
+    if (value < 1 || value > most) refuse(std::string(what) + " out of range: " + std::to_string(value));
+  };
+  within("vocab", w_.vocab, int64_t{1} << 24);
+  within("hidden", w_.hidden, kMaxInputs);
+  within("heads", w_.heads, 4096);
+  within("kv_heads", w_.kv_heads, 4096);
+  within("head_size", w_.head_size, 1024);
+  within("layers", static_cast<int64_t>(w_.layers.size()), 4096);
+  if (w_.inner < 0 || w_.inner > kMaxInputs) refuse("inner out of range: " + std::to_string(w_.inner));
+  if (w_.expert_inner < 0 || w_.expert_inner > kMaxInputs) {
+    refuse("expert_inner out of range: " + std::to_string(w_.expert_inner));
+  }
+  if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
+  if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
+  auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
+    const Layout& layout = product.weights.layout;
+    if (!product.present()) refuse(name + " is missing");
+    if (layout.outputs != outputs || layout.inputs != inputs) {
+      refuse(name + " is " + std::to_string(layout.outputs) + " x " + std::to_string(layout.inputs) + ", expected " +
+             std::to_string(outputs) + " x " + std::to_string(inputs));
+    }
+  };
+  auto mlp_shaped = [&](const Mlp& mlp, int64_t inner, const std::string& name) {
+    if (inner < 1 || inner > kMaxInputs) refuse(name + " has no inner size");
+    shaped(mlp.up, w_.gated ? 2 * round_up(inner, kPanel) : inner, w_.hidden, name + ".up");
+    shaped(mlp.down, w_.hidden, inner, name + ".down");
+  };
+  if (w_.embed.layout.outputs != w_.vocab || w_.embed.layout.inputs != w_.hidden) refuse("embed has the wrong shape");
+  if (w_.head.present()) shaped(w_.head, w_.vocab, w_.hidden, "head");
+  for (const Rope& rope : w_.ropes) {
+    for (const std::vector<float>& table : rope.inv_freq) {
+      if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
+    }
+  }
+  for (size_t i = 0; i < w_.layers.size(); ++i) {
+    const Layer& layer = w_.layers[i];
+    const std::string name = "layers." + std::to_string(i);
+    if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
+      refuse(name + " names a rope that is not there");
+    if (layer.window < 0) refuse(name + " has a negative window");
+    shaped(layer.qkv, (w_.heads + 2 * w_.kv_heads) * w_.head_size, w_.hidden, name + ".attn.qkv");
+    shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
+    if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
+      refuse(name + " lacks its q and k norms");
+    }
+    if (layer.experts.empty()) {
+      mlp_shaped(layer.mlp, w_.inner, name + ".mlp");
+      continue;
+    }
+    const int64_t count = static_cast<int64_t>(layer.experts.size());
+    if (w_.top_k < 1 || w_.top_k > count) refuse(name + " chooses more experts than it has");
+    shaped(layer.router, count, w_.hidden, name + ".mlp.router");
+    for (const Mlp& expert : layer.experts) mlp_shaped(expert, w_.expert_inner, name + ".mlp.experts");
+  }
+}
+
+void Model::check_step(const StepArgs& args) const {
+  const KvLayout& kv = args.kv->layout();
+  if (kv.layers != static_cast<int64_t>(w_.layers.size()) || kv.heads != w_.kv_heads || kv.head_size != w_.head_size) {
+    refuse("the KV memory belongs to a model of another shape");
+  }
+  if (args.rows < 1 || args.rows > max_rows_) {
+    refuse("a step takes 1 to " + std::to_string(max_rows_) + " rows, not " + std::to_string(args.rows));
+  }
+  if (args.sequences < 1 || args.offsets[0] != 0 || args.offsets[args.sequences] != args.rows) {
+    refuse("offsets do not cover the rows");
+  }
+  for (int64_t r = 0; r < args.rows; ++r) {
+    if (args.tokens[r] < 0 || args.tokens[r] >= w_.vocab) {
+      refuse("token " + std::to_string(args.tokens[r]) + " is not in the vocabulary");
+    }
+  }
+  const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;
+  for (int64_t s = 0; s < args.sequences; ++s) {
+    const int64_t fresh = int64_t{args.offsets[s + 1]} - args.offsets[s];
+    const int64_t computed = args.computed[s];
+    if (fresh < 1) refuse("sequence " + std::to_string(s) + " has no rows");
+    if (computed < 0 || computed + fresh > (int64_t{1} << 30)) refuse("computed tokens out of range");
+    if (!w_.causal && computed != 0) refuse("an encoder computes a sequence in one piece");
+    if (learned > 0 && computed + fresh > learned) refuse("the sequence is longer than the learned positions");
+    if (args.rope_variants[s] < 0 || args.rope_variants[s] > 1) refuse("rope variant must be 0 or 1");
+    const int64_t blocks = (computed + fresh + kBlock - 1) / kBlock;
+    if (blocks > args.table_stride) refuse("the block table of sequence " + std::to_string(s) + " is too short");
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int32_t block = args.block_tables[s * args.table_stride + b];
+      if (block < 0 || block >= args.kv->blocks()) refuse("block " + std::to_string(block) + " does not exist");
+    }
+  }
+  for (int64_t i = 0; i < args.wanted_count; ++i) {
+    if (args.wanted[i] < (i == 0 ? 0 : args.wanted[i - 1] + 1) || args.wanted[i] >= args.rows) {
+      refuse("wanted rows must ascend and exist");
+    }
+  }
+  if (!args.hidden && !w_.head.present() && args.wanted_count > 0) refuse("the model has no output head");
+}
+
+}  // namespace millrace
