@@ -170,19 +170,16 @@ template <typename Unit, int kRows, int kBlocks>
 inline void scores_of(const typename Unit::Value* const* keys, const typename Unit::Value* queries, int64_t size,
                       float* scores) {
   F16 sums[kRows][kBlocks];
-  for (int r = 0; r < kRows; ++r) {
-    for (int b = 0; b < kBlocks; ++b) sums[r][b] = splat(0.0f);
-  }
+  each<kRows, kBlocks>([&](auto r, auto b) MILLRACE_INLINE { sums[r()][b()] = splat(0.0f); });
   for (int64_t d = 0; d < size; d += Unit::kTokens) {
     typename Unit::Vector key[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) key[b] = Unit::load_values(keys[b] + d * kBlock);
-    for (int r = 0; r < kRows; ++r) {
-      for (int b = 0; b < kBlocks; ++b) sums[r][b] = Unit::multiply_add(sums[r][b], key[b], queries + r * size + d);
-    }
+    each<kBlocks>([&](auto b) MILLRACE_INLINE { key[b()] = Unit::load_values(keys[b()] + d * kBlock); });
+    each<kRows, kBlocks>([&](auto r, auto b) MILLRACE_INLINE {
+      sums[r()][b()] = Unit::multiply_add(sums[r()][b()], key[b()], queries + r() * size + d);
+    });
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int b = 0; b < kBlocks; ++b) store(scores + r * kAttentionChunk + b * kBlock, sums[r][b]);
-  }
+  each<kRows, kBlocks>([&](auto r, auto b)
+                           MILLRACE_INLINE { store(scores + r() * kAttentionChunk + b() * kBlock, sums[r()][b()]); });
 }
 
 template <typename Unit, int kRows>
@@ -214,18 +211,19 @@ inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, cons
                        float* outputs) {
   if (span.begin >= span.end) return;
   F16 sums[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) sums[r][i] = load(outputs + r * size + dim + 16 * i);
-  }
-  auto add_tokens = [&](int64_t t, auto seen) {
+  each<kRows, kVectors>([&](auto r, auto i)
+                            MILLRACE_INLINE { sums[r()][i()] = load(outputs + r() * size + dim + 16 * i()); });
+  auto add_tokens = [&](int64_t t, auto seen) MILLRACE_INLINE {
     const typename Unit::Value* values =
         chunk.values[t / kBlock] + t % kBlock * size + dim * static_cast<int64_t>(Unit::kTokens);
     typename Unit::Vector value[kVectors];
-    for (int i = 0; i < kVectors; ++i) value[i] = seen(Unit::load_values(values + 16 * Unit::kTokens * i));
-    for (int r = 0; r < kRows; ++r) {
-      const typename Unit::Value* weight = weights_of<Unit>(weights + r * kAttentionChunk) + t;
-      for (int i = 0; i < kVectors; ++i) sums[r][i] = Unit::multiply_add(sums[r][i], value[i], weight);
-    }
+    each<kVectors>([&](auto i)
+                       MILLRACE_INLINE { value[i()] = seen(Unit::load_values(values + 16 * Unit::kTokens * i())); });
+    each<kRows>([&](auto r) MILLRACE_INLINE {
+      const typename Unit::Value* weight = weights_of<Unit>(weights + r() * kAttentionChunk) + t;
+      each<kVectors>([&](auto i)
+                         MILLRACE_INLINE { sums[r()][i()] = Unit::multiply_add(sums[r()][i()], value[i()], weight); });
+    });
   };
   auto whole = [](typename Unit::Vector values) { return values; };
   int64_t t = span.begin;
@@ -239,9 +237,8 @@ inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, cons
   if constexpr (Unit::kTokens == 2) {
     if (t < span.end) add_tokens(t, [](typename Unit::Vector values) { return only_first(values); });
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) store(outputs + r * size + dim + 16 * i, sums[r][i]);
-  }
+  each<kRows, kVectors>([&](auto r, auto i)
+                            MILLRACE_INLINE { store(outputs + r() * size + dim + 16 * i(), sums[r()][i()]); });
 }
 
 // What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what

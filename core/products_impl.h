@@ -13,6 +13,8 @@ namespace {
 
 // The passes over some panels have the time to ask for the next: each asks for its share, evenly while it computes, or
 // the first pass over those would wait for memory alone. A single pass is best left to the hardware.
+constexpr int64_t kPanelVectors = kPanel / 16;
+
 struct Ahead {
   const uint8_t* next = nullptr;
   const uint8_t* end = nullptr;
@@ -30,13 +32,13 @@ struct Ahead {
 constexpr int64_t kAskInputs = 16;
 static_assert(32 % kAskInputs == 0 && kAskInputs % 8 == 0);
 
-// While `panels` of the weights are read, `at_once` of them by a pass, as many from `next` on are asked for.
+// While `panels` of the weights are read, `at_once` vectors of them by a pass, as many from `next` on are asked for.
 inline Ahead ahead_of(const PackedView& weights, int64_t next, int64_t panels, int64_t passes, int64_t at_once) {
   const Layout& layout = weights.layout;
   const int64_t asked = least(panels, layout.panels - next);
   if (passes < 2 || asked <= 0) return {};
   const int64_t bytes = asked * layout.panel_bytes;
-  const int64_t asks = most(layout.padded_inputs / kAskInputs * passes * panels / at_once, 1);
+  const int64_t asks = most(layout.padded_inputs / kAskInputs * passes * panels * kPanelVectors / at_once, 1);
   const uint8_t* data = weights.data + next * layout.panel_bytes;
   return {data, data + bytes, (bytes / 64 * Ahead::kShares + asks - 1) / asks};
 }
@@ -45,96 +47,92 @@ inline int64_t panels_per_output(const ProductArgs& args) {
   return args.opening != nullptr && args.opening->gated ? 2 : 1;
 }
 
-// A row's totals of one panel become outputs.
-inline void write_row(const ProductArgs& args, int64_t panel, int64_t row, F16 low, F16 high) {
-  const int64_t column = panel * kPanel;
-  const int64_t valid = least(args.weights->layout.outputs - column, kPanel);
-  const F16 gain = splat(args.weights->gain);
-  low = mul(low, gain);
-  high = mul(high, gain);
-  if (args.bias != nullptr) {
-    low = add(low, load(args.bias + column));
-    high = add(high, load(args.bias + column + 16));
-  }
+// A row's totals of the sixteen channels of one vector become outputs.
+inline void write_totals(const ProductArgs& args, int64_t vector, int64_t row, F16 totals) {
+  const int64_t column = vector * 16;
+  const int64_t valid = args.weights->layout.outputs - column;
+  totals = mul(totals, splat(args.weights->gain));
+  if (args.bias != nullptr) totals = add(totals, load(args.bias + column));
   float* out = args.out + (row - args.out_row) * args.out_stride + (column - args.out_column);
-  if (valid == kPanel) {
-    store(out, low);
-    store(out + 16, high);
+  if (valid >= 16) {
+    store(out, totals);
   } else {
-    float lanes[kPanel];
-    store(lanes, low);
-    store(lanes + 16, high);
+    float lanes[16];
+    store(lanes, totals);
     for (int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
   }
 }
 
-template <int kRows>
-inline void write_rows(const ProductArgs& args, int64_t panel, int64_t row, const F16 (&totals)[kRows][2]) {
-  for (int r = 0; r < kRows; ++r) write_row(args, panel, row + r, totals[r][0], totals[r][1]);
-}
-
-template <int kRows>
-inline void product_f32(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
+// Totals of some rows and vectors of channels stay in registers: their indices are constants (see `each`).
+template <int kRows, int kVectors>
+inline void product_f32(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const float* weights = reinterpret_cast<const float*>(args.weights->data + panel * layout.panel_bytes);
+  const float* weights =
+      reinterpret_cast<const float*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
+  weights += vector % kPanelVectors * 16;
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
-  F16 totals[kRows][2];
-  for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
+  F16 totals[kRows][kVectors];
+  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
   for (int64_t k = 0; k < layout.padded_inputs; ++k, weights += kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
-    F16 low = load(weights);
-    F16 high = load(weights + 16);
-    for (int r = 0; r < kRows; ++r) {
-      F16 x = splat(rows[r * args.rows_stride + k]);
-      totals[r][0] = fma(x, low, totals[r][0]);
-      totals[r][1] = fma(x, high, totals[r][1]);
-    }
+    F16 loaded[kVectors];
+    each<kVectors>([&](auto v) MILLRACE_INLINE { loaded[v()] = load(weights + v() * 16); });
+    each<kRows>([&](auto r) MILLRACE_INLINE {
+      const F16 x = splat(rows[r() * args.rows_stride + k]);
+      each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = fma(x, loaded[v()], totals[r()][v()]); });
+    });
   }
-  write_rows<kRows>(args, panel, row, totals);
+  each<kRows, kVectors>([&](auto r, auto v)
+                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
 }
 
 #if !defined(MILLRACE_BF16_ROWS)
-template <int kRows>
-inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
+template <int kRows, int kVectors>
+inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
+  const uint16_t* weights =
+      reinterpret_cast<const uint16_t*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
+  weights += vector % kPanelVectors * 32;
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
-  F16 totals[kRows][2];
-  for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
+  F16 totals[kRows][kVectors];
+  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
-    F16 low_even, low_odd, high_even, high_odd;
-    load_bf16_pairs(weights, low_even, low_odd);
-    load_bf16_pairs(weights + kPanel, high_even, high_odd);
-    for (int r = 0; r < kRows; ++r) {
-      F16 even = splat(rows[r * args.rows_stride + k]);
-      F16 odd = splat(rows[r * args.rows_stride + k + 1]);
-      totals[r][0] = fma(odd, low_odd, fma(even, low_even, totals[r][0]));
-      totals[r][1] = fma(odd, high_odd, fma(even, high_even, totals[r][1]));
-    }
+    F16 even[kVectors], odd[kVectors];
+    each<kVectors>([&](auto v) MILLRACE_INLINE { load_bf16_pairs(weights + v() * 32, even[v()], odd[v()]); });
+    each<kRows>([&](auto r) MILLRACE_INLINE {
+      const F16 first = splat(rows[r() * args.rows_stride + k]);
+      const F16 second = splat(rows[r() * args.rows_stride + k + 1]);
+      each<kVectors>([&](auto v) MILLRACE_INLINE {
+        totals[r()][v()] = fma(second, odd[v()], fma(first, even[v()], totals[r()][v()]));
+      });
+    });
   }
-  write_rows<kRows>(args, panel, row, totals);
+  each<kRows, kVectors>([&](auto r, auto v)
+                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
 }
 #else
 // Rows rounded to bf16: two inputs of 16 channels in one instruction.
-template <int kRows>
-inline void product_bf16(const ProductArgs& args, int64_t panel, int64_t row, Ahead& ahead) {
+template <int kRows, int kVectors>
+inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const uint16_t* weights = reinterpret_cast<const uint16_t*>(args.weights->data + panel * layout.panel_bytes);
+  const uint16_t* weights =
+      reinterpret_cast<const uint16_t*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
+  weights += vector % kPanelVectors * 32;
   const int8_t* rows = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
-  F16 totals[kRows][2];
-  for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = splat(0.0f);
+  F16 totals[kRows][kVectors];
+  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
-    const Pairs16 low = load_pairs(weights);
-    const Pairs16 high = load_pairs(weights + kPanel);
-    for (int r = 0; r < kRows; ++r) {
-      const uint16_t* two = reinterpret_cast<const uint16_t*>(rows + r * args.quantised->stride) + k;
-      totals[r][0] = dot2(totals[r][0], low, two);
-      totals[r][1] = dot2(totals[r][1], high, two);
-    }
+    Pairs16 pairs[kVectors];
+    each<kVectors>([&](auto v) MILLRACE_INLINE { pairs[v()] = load_pairs(weights + v() * 32); });
+    each<kRows>([&](auto r) MILLRACE_INLINE {
+      const uint16_t* two = reinterpret_cast<const uint16_t*>(rows + r() * args.quantised->stride) + k;
+      each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = dot2(totals[r()][v()], pairs[v()], two); });
+    });
   }
-  write_rows<kRows>(args, panel, row, totals);
+  each<kRows, kVectors>([&](auto r, auto v)
+                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
 }
 
 void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* out) {
@@ -173,128 +171,183 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
 // How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
 enum class Held { kBytes, kNibbles, kWidened };
 
-// What a product multiplies of a vector of codes: int8 needs all of a byte's range, int4 a half of it.
+// What a product multiplies of a vector of codes: int8 needs all of a byte's range, int4 a half of it, so that some
+// instruction sets add up more inputs of it before they widen the sums.
 template <Held kHeld>
 struct Operand {
   using Type = SmallCodes;
+  static constexpr int kFours = kSmallFours;  // of inputs that one step takes
   static Type of(Codes codes) { return codes; }
-  static I16 dot4(I16 sum, Type operand, const int8_t* four) { return dot4_small(sum, operand, four); }
+  static I16 dot(I16 sum, const Type (&operands)[kFours], const int8_t* inputs) {
+    return dot_small(sum, operands, inputs);
+  }
 };
 template <>
 struct Operand<Held::kBytes> {
   using Type = WideCodes;
+  static constexpr int kFours = 1;
   static Type of(Codes codes) { return widen(codes); }
-  static I16 dot4(I16 sum, Type operand, const int8_t* four) { return dot4_wide(sum, operand, four); }
+  static I16 dot(I16 sum, const Type (&operands)[kFours], const int8_t* inputs) {
+    return dot4_wide(sum, operands[0], inputs);
+  }
 };
 
 // So many passes take longer over nibbles than over what is widened, widening included.
 constexpr int64_t kWidenPasses = 8;
 
-// kPanels neighbours at once: with two of them a row's inputs are read once for both. `widened`: their codes, where
-// they were widened.
-template <Held kHeld, bool kAsymmetric, int kRows, int kPanels>
-inline void product_integer(const ProductArgs& args, int64_t panel, int64_t row, const uint8_t* widened, Ahead& ahead) {
-  constexpr int kVectors = 2 * kPanels;
+// kVectors neighbours at once, of a half of a panel, of one, or of two. `widened`: the codes of the panels, where they
+// were widened, from the first vector's panel on.
+template <Held kHeld, bool kAsymmetric, int kRows, int kVectors>
+inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
+                            Ahead& ahead) {
+  using Taken = Operand<kHeld>;
+  constexpr int kFours = Taken::kFours;
   const Layout& layout = args.weights->layout;
   const QuantisedRows& rows = *args.quantised;
-  const uint8_t* first_record = args.weights->data + panel * layout.panel_bytes;
+  const int64_t half = kVectors < kPanelVectors ? vector % kPanelVectors : 0;
+  const uint8_t* first_record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
   const int64_t first = args.first_row + row;
   const int8_t* row_codes = rows.codes + first * rows.stride;
   const float* row_scales = rows.scales + first * rows.groups_stride;
   const int32_t* row_sums = rows.sums + first * rows.groups_stride;
   F16 totals[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) totals[r][v] = splat(0.0f);
-  }
+  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
   for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.group_bytes, row_codes += layout.group) {
-    const uint8_t* records[kVectors];  // of each vector's panel
+    const uint8_t* headers[kVectors];  // of each vector's channels
     const uint8_t* codes[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      records[v] = first_record + v / 2 * layout.panel_bytes;
-      codes[v] = kHeld == Held::kWidened ? widened + (v / 2 * layout.padded_inputs + g * layout.group) * kPanel
-                                         : records[v] + layout.header_bytes;
-      codes[v] += v % 2 * 64;
-    }
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const int64_t place = half + v();
+      const uint8_t* record = first_record + place / kPanelVectors * layout.panel_bytes;
+      headers[v()] = record + place % kPanelVectors * 32;
+      codes[v()] = kHeld == Held::kWidened
+                       ? widened + (place / kPanelVectors * layout.padded_inputs + g * layout.group) * kPanel
+                       : record + layout.header_bytes;
+      codes[v()] += place % kPanelVectors * 64;
+    });
     I16 sums[kRows][kVectors];
-    for (int v = 0; v < kVectors; ++v) {
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
       I16 factor = zero_int();  // of a row's sum of codes
       if constexpr (kAsymmetric) {
-        const int16_t* zeros = reinterpret_cast<const int16_t*>(records[v] + kPanel * 2) + v % 2 * 16;
+        const int16_t* zeros = reinterpret_cast<const int16_t*>(headers[v()] + kPanel * 2);
         factor = sub_int(splat_int(kHeld == Held::kBytes ? kInt8Bias : 0), load_i16(zeros));
       }
-      for (int r = 0; r < kRows; ++r) {
-        const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
-        sums[r][v] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
-      }
-    }
+      each<kRows>([&](auto r) MILLRACE_INLINE {
+        const I16 row_sum = splat_int(row_sums[r() * rows.groups_stride + g]);
+        sums[r()][v()] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
+      });
+    });
+    auto add_products = [&](const typename Taken::Type(&operands)[kVectors][kFours], int64_t k) MILLRACE_INLINE {
+      each<kRows>([&](auto r) MILLRACE_INLINE {
+        const int8_t* inputs = row_codes + r() * rows.stride + k;
+        each<kVectors>([&](auto v)
+                           MILLRACE_INLINE { sums[r()][v()] = Taken::dot(sums[r()][v()], operands[v()], inputs); });
+      });
+    };
     for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
       ahead.ask();
-      if constexpr (kHeld == Held::kNibbles) {
+      if constexpr (kHeld == Held::kNibbles && kFours == 1) {
         for (int64_t k = asked; k < asked + kAskInputs; k += 8) {
           // The codes are read twice: both halves of all vectors at once would not stay in registers.
-          for (int half = 0; half < 2; ++half) {
-            SmallCodes small[kVectors];
-            for (int v = 0; v < kVectors; ++v) {
-              const Codes pairs = load_codes(codes[v] + k * 16);
-              small[v] = half == 0 ? low_nibbles(pairs) : high_nibbles(pairs);
-            }
-            for (int r = 0; r < kRows; ++r) {
-              const int8_t* four = row_codes + r * rows.stride + k + half * 4;
-              for (int v = 0; v < kVectors; ++v) sums[r][v] = dot4_small(sums[r][v], small[v], four);
-            }
-          }
+          each<2>([&](auto upper) MILLRACE_INLINE {
+            typename Taken::Type operands[kVectors][1];
+            each<kVectors>([&](auto v) MILLRACE_INLINE {
+              const Codes pairs = load_codes(codes[v()] + k * 16);
+              operands[v()][0] = upper() ? high_nibbles(pairs) : low_nibbles(pairs);
+            });
+            add_products(operands, k + upper() * 4);
+          });
         }
       } else {
 #pragma GCC unroll 4
-        for (int64_t k = asked; k < asked + kAskInputs; k += 4) {
-          typename Operand<kHeld>::Type operands[kVectors];
-          for (int v = 0; v < kVectors; ++v) operands[v] = Operand<kHeld>::of(load_codes(codes[v] + k * 32));
-          for (int r = 0; r < kRows; ++r) {
-            const int8_t* four = row_codes + r * rows.stride + k;
-            for (int v = 0; v < kVectors; ++v) sums[r][v] = Operand<kHeld>::dot4(sums[r][v], operands[v], four);
-          }
+        for (int64_t k = asked; k < asked + kAskInputs; k += 4 * kFours) {
+          typename Taken::Type operands[kVectors][kFours];
+          each<kVectors, kFours>([&](auto v, auto four) MILLRACE_INLINE {
+            if constexpr (kHeld == Held::kNibbles) {
+              const Codes pairs = load_codes(codes[v()] + k * 16 + four() / 2 * 128);
+              operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
+            } else {
+              operands[v()][four()] = Taken::of(load_codes(codes[v()] + (k + four() * 4) * 32));
+            }
+          });
+          add_products(operands, k);
         }
       }
     }
-    for (int v = 0; v < kVectors; ++v) {
-      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(records[v]) + v % 2 * 16);
-      for (int r = 0; r < kRows; ++r) {
-        const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
-        totals[r][v] = fma(mul(to_float(sums[r][v]), scale), row_scale, totals[r][v]);
-      }
-    }
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(headers[v()]));
+      each<kRows>([&](auto r) MILLRACE_INLINE {
+        const F16 row_scale = splat(row_scales[r() * rows.groups_stride + g]);
+        totals[r()][v()] = fma(mul(to_float(sums[r()][v()]), scale), row_scale, totals[r()][v()]);
+      });
+    });
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int p = 0; p < kPanels; ++p) write_row(args, panel + p, row + r, totals[r][2 * p], totals[r][2 * p + 1]);
-  }
+  each<kRows, kVectors>([&](auto r, auto v)
+                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
 }
 
-template <Held kHeld, int kRows, int kPanels>
-inline void integers_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, const uint8_t* widened,
+template <Held kHeld, int kRows, int kVectors>
+inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
                         Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (count < kRows) return integers_of<kHeld, kRows - 1, kPanels>(args, panel, row, count, widened, ahead);
-    args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kPanels>(args, panel, row, widened, ahead)
-                                    : product_integer<kHeld, false, kRows, kPanels>(args, panel, row, widened, ahead);
+    if (count < kRows) return integers_of<kHeld, kRows - 1, kVectors>(args, vector, row, count, widened, ahead);
+    args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kVectors>(args, vector, row, widened, ahead)
+                                    : product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
   }
 }
 
-template <int kPanels>
-inline void integers(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, const uint8_t* widened,
+template <int kRows, int kVectors>
+inline void integers(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
                      Ahead& ahead) {
   if (args.weights->layout.format == Format::kInt8) {
-    return integers_of<Held::kBytes, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead);
+    return integers_of<Held::kBytes, kRows, kVectors>(args, vector, row, count, widened, ahead);
   }
-  widened == nullptr ? integers_of<Held::kNibbles, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead)
-                     : integers_of<Held::kWidened, kRowsInteger, kPanels>(args, panel, row, count, widened, ahead);
+  widened == nullptr ? integers_of<Held::kNibbles, kRows, kVectors>(args, vector, row, count, widened, ahead)
+                     : integers_of<Held::kWidened, kRows, kVectors>(args, vector, row, count, widened, ahead);
 }
 
-template <int kRows>
-inline void floats_of(const ProductArgs& args, int64_t panel, int64_t row, int64_t count, Ahead& ahead) {
+template <Format kFormat, int kRows, int kVectors>
+inline void floats(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (count < kRows) return floats_of<kRows - 1>(args, panel, row, count, ahead);
-    args.weights->layout.format == Format::kF32 ? product_f32<kRows>(args, panel, row, ahead)
-                                                : product_bf16<kRows>(args, panel, row, ahead);
+    if (count < kRows) return floats<kFormat, kRows - 1, kVectors>(args, vector, row, count, ahead);
+    kFormat == Format::kF32 ? product_f32<kRows, kVectors>(args, vector, row, ahead)
+                            : product_bf16<kRows, kVectors>(args, vector, row, ahead);
+  }
+}
+
+// What a pass holds in registers: at most so many rows, and of each so many vectors of channels. Of few rows a pass
+// reads whole panels, as a single stream.
+struct Pass {
+  int64_t rows;
+  int64_t vectors;
+  bool few;
+};
+
+inline Pass pass_of(Format format, int64_t rows) {
+  if (is_integer(format)) {
+    return rows <= kFewInteger ? Pass{kFewInteger, kPanelVectors, true} : Pass{kRowsInteger, kVectorsInteger, false};
+  }
+  if (rows <= kFewFloat) return Pass{kFewFloat, kPanelVectors, true};
+  return Pass{format == Format::kF32 ? kRowsF32 : kRowsBf16, kVectorsFloat, false};
+}
+constexpr int64_t kMostRows = most(most(kRowsInteger, kFewInteger), most(kFewFloat, most(kRowsF32, kRowsBf16)));
+
+// `count` rows by `vectors` of the channels.
+inline void write_products(const ProductArgs& args, const Pass& pass, int64_t vector, int64_t vectors, int64_t row,
+                           int64_t count, const uint8_t* widened, Ahead& ahead) {
+  switch (args.weights->layout.format) {
+    case Format::kF32:
+      return pass.few ? floats<Format::kF32, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kF32, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+    case Format::kBf16:
+      return pass.few ? floats<Format::kBf16, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kBf16, kRowsBf16, kVectorsFloat>(args, vector, row, count, ahead);
+    default:
+      if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
+      if (vectors == kVectorsInteger) {
+        return integers<kRowsInteger, kVectorsInteger>(args, vector, row, count, widened, ahead);
+      }
+      // A last panel alone.
+      integers<kRowsInteger, least(kVectorsInteger, kPanelVectors)>(args, vector, row, count, widened, ahead);
   }
 }
 
@@ -337,34 +390,25 @@ inline void ask_for_outputs(const ProductArgs& args, int64_t panel, int64_t pane
 
 void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   // As few passes over a panel as the registers allow, all of about the same number of rows.
-  constexpr int64_t kMostRows = kRowsInteger > kRowsFloat ? kRowsInteger : kRowsFloat;
   const Layout& layout = args.weights->layout;
-  const bool integer = is_integer(layout.format);
-  const int64_t most_rows = integer ? kRowsInteger : kRowsFloat;
-  const int64_t passes = (args.row_count + most_rows - 1) / most_rows;
+  const Pass shape = pass_of(layout.format, args.row_count);
+  const int64_t passes = (args.row_count + shape.rows - 1) / shape.rows;
   const int64_t parts = panels_per_output(args);
-  static_assert(kPanelsInteger == 1 || kPanelsInteger == 2);
-  const int64_t wide = integer && passes > 1 ? kPanelsInteger : 1;  // panels at once; a single pass reads one stream
   const bool widening = scratch != nullptr && product_scratch(layout) > 0 && passes >= kWidenPasses;
   const int64_t end = last_panel * parts;
   for (int64_t panel = first_panel * parts, panels; panel < end; panel += panels) {
-    panels = least(most(wide, parts), end - panel);
-    const int64_t at_once = panels == 2 ? wide : 1;
+    panels = least(most(shape.vectors / kPanelVectors, parts), end - panel);
+    const int64_t vectors = panels * kPanelVectors;
+    const int64_t at_once = least(shape.vectors, vectors);
     if (widening) widen_panels(*args.weights, panel, panels, scratch);
     const int64_t next = panel + panels < end ? panel + panels : end + args.others * parts;
     Ahead ahead = ahead_of(*args.weights, next, panels, passes, at_once);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
       const int64_t count = (args.row_count - row) / (passes - pass);
       auto write_outputs = [&](const ProductArgs& to) {
-        for (int64_t i = 0; i < panels; i += at_once) {
-          const uint8_t* widened = widening ? scratch + i * layout.padded_inputs * kPanel : nullptr;
-          if (!integer) {
-            floats_of<kRowsFloat>(to, panel + i, row, count, ahead);
-          } else if (at_once == 1) {
-            integers<1>(to, panel + i, row, count, widened, ahead);
-          } else {
-            integers<kPanelsInteger>(to, panel + i, row, count, widened, ahead);
-          }
+        for (int64_t i = 0; i < vectors; i += at_once) {
+          const uint8_t* widened = widening ? scratch + i / kPanelVectors * layout.padded_inputs * kPanel : nullptr;
+          write_products(to, shape, panel * kPanelVectors + i, at_once, row, count, widened, ahead);
         }
       };
       if (passes > 1) ask_for_outputs(args, panel / parts, panels / parts, row, count);

@@ -109,7 +109,9 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
             tiled_bf16(tiles, to, of, row, totals);
           }
           for (int64_t r = 0; r < shape.rows; ++r) {
-            write_row(to, of, row + r, load(totals + r * kPanel), load(totals + r * kPanel + 16));
+            for (int64_t v = 0; v < kPanelVectors; ++v) {
+              write_totals(to, of * kPanelVectors + v, row + r, load(totals + r * kPanel + v * 16));
+            }
           }
         }
       };

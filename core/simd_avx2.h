@@ -10,9 +10,11 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 2;
-constexpr int kPanelsInteger = 1;  // neighbours that one pass serves
-constexpr int kRowsFloat = 2;
+constexpr bool kTwoRegisters = true;  // hold a vector of sixteen lanes
+// Products: rows by vectors of channels, each two registers, in registers.
+constexpr int kFewInteger = 2, kRowsInteger = 6, kVectorsInteger = 1;
+constexpr int kFewFloat = 2, kRowsF32 = 6, kRowsBf16 = 4, kVectorsFloat = 1;
+constexpr int kSmallFours = 4;                    // steps of four inputs whose sums of small codes fit 16 bits
 constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers
 constexpr int32_t kInt8Bias = 128;  // maddubs needs the weight's magnitude below 129, so int8 codes are made signed
@@ -160,13 +162,20 @@ inline __m256i broadcast4(const int8_t* four) {
   std::memcpy(&word, four, 4);
   return _mm256_set1_epi32(word);
 }
-// No pair of products saturates 16 bits: 15 * 127 * 2 here, 128 * 127 * 2 = 32512 below.
+// No sum of products saturates 16 bits: 128 * 127 * 2 = 32512 here, 15 * 127 * 8 = 15240 with small codes.
 inline __m256i dot4_8(__m256i sum, __m256i codes, __m256i rows) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, rows), _mm256_set1_epi16(1)));
 }
-inline I16 dot4_small(I16 sum, SmallCodes x, const int8_t* four) {
-  __m256i rows = broadcast4(four);
-  return {dot4_8(sum.a, x.a, rows), dot4_8(sum.b, x.b, rows)};
+inline __m256i sum_small(__m256i sum, __m256i a, __m256i b, __m256i c, __m256i d, const __m256i (&rows)[kSmallFours]) {
+  const __m256i first = _mm256_add_epi16(_mm256_maddubs_epi16(a, rows[0]), _mm256_maddubs_epi16(b, rows[1]));
+  const __m256i second = _mm256_add_epi16(_mm256_maddubs_epi16(c, rows[2]), _mm256_maddubs_epi16(d, rows[3]));
+  const __m256i ones = _mm256_set1_epi16(1);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(first, second), ones));
+}
+inline I16 dot_small(I16 sum, const SmallCodes (&x)[kSmallFours], const int8_t* inputs) {
+  const __m256i rows[] = {broadcast4(inputs), broadcast4(inputs + 4), broadcast4(inputs + 8), broadcast4(inputs + 12)};
+  return {sum_small(sum.a, x[0].a, x[1].a, x[2].a, x[3].a, rows),
+          sum_small(sum.b, x[0].b, x[1].b, x[2].b, x[3].b, rows)};
 }
 inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) {
   __m256i rows = broadcast4(four);

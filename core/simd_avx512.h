@@ -16,9 +16,11 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 6;    // of two panels: 24 sums stay in registers beside the weights
-constexpr int kPanelsInteger = 2;  // neighbours that one pass serves
-constexpr int kRowsFloat = 8;
+constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
+// Products: rows by vectors of channels in registers; with two panels 24 sums stay there beside the weights.
+constexpr int kFewInteger = 6, kRowsInteger = 6, kVectorsInteger = 4;
+constexpr int kFewFloat = 8, kRowsF32 = 8, kRowsBf16 = 8, kVectorsFloat = 2;
+constexpr int kSmallFours = 1;
 constexpr int kScoreRows = 4, kScoreBlocks = 4;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 4, kValueVectors = 4;  // attention: outputs by vectors of dims in registers
 constexpr int32_t kInt8Bias = 0;
@@ -155,7 +157,7 @@ inline I16 dot4(I16 sum, __m512i codes, const int8_t* four) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(row));
   return sum;
 }
-inline I16 dot4_small(I16 sum, SmallCodes x, const int8_t* four) { return dot4(sum, x, four); }
+inline I16 dot_small(I16 sum, const SmallCodes (&x)[kSmallFours], const int8_t* four) { return dot4(sum, x[0], four); }
 inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) { return dot4(sum, x, four); }
 
 }  // namespace

@@ -10,9 +10,11 @@
 namespace millrace {
 namespace {
 
-constexpr int kRowsInteger = 4;    // rows that one pass over a panel serves
-constexpr int kPanelsInteger = 1;  // neighbours that one pass serves
-constexpr int kRowsFloat = 2;
+constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
+// Products: rows by vectors of channels at once.
+constexpr int kFewInteger = 4, kRowsInteger = 4, kVectorsInteger = 2;
+constexpr int kFewFloat = 2, kRowsF32 = 2, kRowsBf16 = 2, kVectorsFloat = 2;
+constexpr int kSmallFours = 1;
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
 constexpr int32_t kInt8Bias = 0;                  // dot4_u8 multiplies code - kInt8Bias
@@ -173,7 +175,9 @@ inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   }
   return result;
 }
-inline I16 dot4_small(const I16& sum, const SmallCodes& a, const int8_t* four) { return dot4(sum, a, four); }
+inline I16 dot_small(const I16& sum, const SmallCodes (&a)[kSmallFours], const int8_t* four) {
+  return dot4(sum, a[0], four);
+}
 inline I16 dot4_wide(const I16& sum, const WideCodes& a, const int8_t* four) { return dot4(sum, a, four); }
 
 }  // namespace

@@ -3,6 +3,8 @@
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
 
+#include <utility>
+
 #include "kernels.h"
 
 namespace millrace {
@@ -10,13 +12,41 @@ namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 template <int kValue>
 struct Count {
   static constexpr int kCount = kValue;
+  constexpr int operator()() const { return kValue; }
 };
+
+struct Index {
+  int value;
+  constexpr int operator()() const { return value; }
+};
+
+// Calls with 0, 1 ... kCount - 1, or with every pair of two such. Where a vector is two registers each is a constant,
+// so that an array whose every index is one lies in registers: gcc takes arrays apart before it unrolls loops, and
+// leaves those of such vectors in memory. Elsewhere a loop does the same and is compiled in half of the time.
+#define MILLRACE_INLINE __attribute__((always_inline))
+
+template <typename Act, int... kIndex>
+inline MILLRACE_INLINE void each_of(const Act& act, std::integer_sequence<int, kIndex...>) {
+  (act(Count<kIndex>{}), ...);
+}
+template <int kCount, typename Act>
+inline MILLRACE_INLINE void each(const Act& act) {
+  if constexpr (kTwoRegisters) {
+    each_of(act, std::make_integer_sequence<int, kCount>{});
+  } else {
+    for (int i = 0; i < kCount; ++i) act(Index{i});
+  }
+}
+template <int kFirst, int kSecond, typename Act>
+inline MILLRACE_INLINE void each(const Act& act) {
+  each<kFirst>([&](auto i) MILLRACE_INLINE { each<kSecond>([&](auto j) MILLRACE_INLINE { act(i, j); }); });
+}
 
 // e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing. NaN stays NaN.
 inline F16 exponential(F16 x) {
