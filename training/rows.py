@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -24,10 +25,10 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from training.corpus import arithmetic
+from training.corpus import arithmetic, reading
 from training.corpus.conversation import Conversation, Question
 from training.shape import CONTEXT
-from training.tokenizer import ASSISTANT, BEGIN, END, text_of, token_id
+from training.tokenizer import ASSISTANT, BEGIN, END, USER, text_of, token_id
 
 # How many conversations are of each task; those of tools and extraction have five times the tokens of those of facts.
 MIXTURE: Final[dict[str, float]] = {
@@ -42,6 +43,7 @@ MIXTURE: Final[dict[str, float]] = {
 JOINED_SHARE: Final = 0.04  # of the conversations without tools and without a system turn: they go into long rows
 PROMPT_SHARE: Final = 0.1  # of the tokens that no assistant said: only these of them count
 PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a twentieth of an answer's
+TELLING_WEIGHT: Final = 4.0  # of an answer's first token and of the number that it cites: all of a decision is in them
 PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
@@ -50,7 +52,8 @@ DRILL: Final = "drill"  # the task of rows of which some pieces come a second ti
 EXERCISES: Final = "exercises"  # the task of rows of calculations without words
 EXERCISE_SHARE: Final = 0.08  # of the rows, where there is a drill
 LOOKUP: Final = "lookup"  # the task of rows in which what was said of something is to be found again
-LOOKUP_SHARE: Final = 0.07  # of the rows, where there is a drill
+LOOKUP_SHARE: Final = 0.2  # of the rows, where there is a drill
+COMMON: Final = 100  # tokens, the most frequent, of which nothing is named that is looked up
 AT_RANDOM: Final = frozenset((DRILL, EXERCISES, LOOKUP))  # nothing foretells what no assistant says in these rows
 RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
 
@@ -69,7 +72,7 @@ class Task(Protocol):
 class Row:
     task: str
     tokens: list[int]
-    answer: list[bool]  # whether the assistant says this token, the end of its turn included
+    worth: list[float]  # weight in the loss of what the assistant says, the end of its turn included; 0 for the rest
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,9 @@ class Stream:
         self.pool_size = pool_size
         special = tokenizer.get_added_tokens_decoder()
         self.ordinary = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
-        self.begin, self.end, self.assistant = (token_id(tokenizer, token) for token in (BEGIN, END, ASSISTANT))
+        marks = (BEGIN, END, USER, ASSISTANT)
+        self.begin, self.end, self.user, self.assistant = (token_id(tokenizer, token) for token in marks)
+        self.cites = tokenizer.encode(" [", add_special_tokens=False).ids[-1]
 
     def batches(self, place: Place) -> Iterator[tuple[Place, list[Piece]]]:
         """Every batch from `place` on, each with the place after it."""
@@ -175,7 +180,18 @@ class Stream:
         def tokens(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-        return Marks(tokens("\n["), [tokens(str(number)) for number in range(1, 10)], tokens("]"), tokens("."))
+        return Marks(
+            begin=[self.begin, self.user],
+            passage=tokens("\n["),
+            numbers=[tokens(str(number)) for number in range(1, 10)],
+            says=tokens("] A")[:1],
+            stop=tokens("."),
+            cites=tokens(" ["),
+            cited=tokens("]"),
+            answers=[self.end, self.assistant],
+            not_there=tokens(reading.NOT_THERE),
+            asks=[self.end, self.user],
+        )
 
     def _exercises(self, random: Random, count: int) -> list[Row]:
         found = [arithmetic.exercises(random, random.randint(4, 12)) for _ in range(count)]
@@ -183,11 +199,11 @@ class Stream:
         rows: list[Row] = []
         for (_, results), encoding in zip(found, encoded, strict=True):
             begins = [begin for begin, _ in encoding.offsets]
-            asked = [False] * len(begins)
+            worth = [0.0] * len(begins)
             for begin, end in results:
                 for place in range(bisect_left(begins, begin), bisect_left(begins, end)):
-                    asked[place] = True
-            rows.append(Row(EXERCISES, [self.begin, *encoding.ids], [False, *asked]))
+                    worth[place] = 1.0
+            rows.append(Row(EXERCISES, [self.begin, *encoding.ids], [0.0, *worth]))
         return rows
 
     def _rows_of_conversations(self, number: int, count: int) -> list[Row]:
@@ -209,19 +225,20 @@ class Stream:
         return [row for row in result if len(row.tokens) <= CONTEXT] + joined(short, random)
 
     def _row(self, task: str, tokens: list[int]) -> Row:
-        answer: list[bool] = []
+        worth: list[float] = []
         speaking = False
-        for token in tokens:
-            answer.append(speaking)
+        for before, token in pairwise([self.begin, *tokens]):
+            telling = before == self.assistant or (task == "reading" and before == self.cites)
+            worth.append((TELLING_WEIGHT if telling else 1.0) if speaking else 0.0)
             if token == self.assistant:
                 speaking = True
             elif token == self.end:
                 speaking = False
-        return Row(task, tokens, answer)
+        return Row(task, tokens, worth)
 
     def _retold(self, rows: list[Row], retell: Retell, random: Random) -> list[Row]:
         """The rows, some of them with another last answer: what `retell` makes of the text before it."""
-        chosen = [index for index, row in enumerate(rows) if random.random() < RETOLD_SHARE and any(row.answer)]
+        chosen = [index for index, row in enumerate(rows) if random.random() < RETOLD_SHARE and any(row.worth)]
         prompts: list[list[int]] = []
         for index in chosen:
             tokens = rows[index].tokens
@@ -252,24 +269,24 @@ class Stream:
     def _piece(self, rows: Sequence[Row], name: str) -> Piece:
         length = max(len(row.tokens) for row in rows)
         tokens = np.zeros((len(rows), length), dtype=np.int64)  # 0 is the padding
-        answer = np.zeros((len(rows), length), dtype=np.bool_)
+        worth = np.zeros((len(rows), length), dtype=np.float32)
         text = np.zeros((len(rows), length), dtype=np.bool_)
         for index, row in enumerate(rows):
             tokens[index, : len(row.tokens)] = row.tokens
-            answer[index, : len(row.tokens)] = row.answer
+            worth[index, : len(row.tokens)] = row.worth
             text[index, 1 : len(row.tokens)] = row.task not in AT_RANDOM  # nothing comes before the first token
         chance = np.random.default_rng([self.seed, *name.encode()]).random(tokens.shape)
-        counted = answer | (text & (chance < PROMPT_SHARE))
+        counted = (worth > 0) | (text & (chance < PROMPT_SHARE))
         places = np.flatnonzero(counted)
         tasks = np.repeat([self.names.index(row.task) for row in rows], length)[places]
-        said = answer.ravel()[places]
+        said = worth.ravel()[places]
         return Piece(
             size=sum(len(row.tokens) for row in rows),
             tokens=tokens,
             targets=tokens.ravel()[places],
             places=places - 1,
-            weights=np.where(said, 1.0, PROMPT_WEIGHT).astype(np.float32),
-            tasks=np.where(said, tasks, -1),
+            weights=np.where(said > 0, said, np.float32(PROMPT_WEIGHT)),
+            tasks=np.where(said > 0, tasks, -1),
         )
 
 
@@ -289,61 +306,119 @@ def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequen
             tokens = tokens[size:]
         again = random.sample(pieces, len(pieces))
         first, second = [*chain.from_iterable(pieces)], [*chain.from_iterable(again)]
-        answer = [False] * len(first) + [place > 0 for piece in again for place in range(len(piece))]
-        result.append(Row(DRILL, first + second, answer))
+        worth = [0.0] * len(first) + [float(place > 0) for piece in again for place in range(len(piece))]
+        result.append(Row(DRILL, first + second, worth))
     return result
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The tokens around what is looked up: those of `[1]` and of a full stop."""
+    """The tokens around what is looked up."""
 
-    before: list[int]
+    begin: list[int]  # of a conversation, up to what the user says
+    passage: list[int]  # before a passage's number
     numbers: list[list[int]]
-    after: list[int]
+    says: list[int]  # between it and what the passage says
     stop: list[int]
+    cites: list[int]  # before the number that an answer cites
+    cited: list[int]  # after it
+    answers: list[int]  # between a question and its answer
+    not_there: list[int]
+    asks: list[int]  # between an answer and the next question
 
 
 def lookup_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int], marks: Marks) -> list[Row]:
-    """Rows of numbered passages, each about one subject, and then every sentence of them again with its number.
+    """Rows of numbered passages, each about one subject, that are asked for what they say.
 
     A sentence is a subject, an attribute and a value, all of random tokens. Names of several tokens share some of them,
     and subjects share attributes, so that a value is found by all of its sentence's beginning only. Reading is this in
-    words, and an argument of a call or a field of a record is found so too. Values and numbers are what is learnt.
+    words, and an argument of a call or a field of a record is found so too. In a third of the rows every sentence comes
+    again with its number; in the others a conversation asks for an attribute of a subject, which in four cases of ten
+    is not there. What is learnt is whether it is there, values and numbers.
     """
-    allowed = set(ordinary)
+    allowed = set(ordinary) - {token for token, _ in Counter(chain(*(row.tokens for row in rows))).most_common(COMMON)}
     usual = [token for row in rows for token in row.tokens if token in allowed]
-    result: list[Row] = []
-    for _ in range(count):
-        drawn_from = usual if random.random() < 0.5 else ordinary
-        subjects = made_names(random, drawn_from, random.randint(2, 6), random.choice((1, 2, 2, 3)))
-        attributes = made_names(random, drawn_from, random.randint(2, 4), random.choice((1, 1, 2)))
-        tokens: list[int] = []
-        said: list[tuple[list[int], list[int], list[int]]] = []
-        for number, subject in zip(marks.numbers, subjects, strict=False):
-            tokens += [*marks.before, *number, *marks.after]
-            for attribute in random.sample(attributes, min(len(attributes), random.choice((1, 2, 2, 3)))):
-                value = random.choices(drawn_from, k=random.choice((1, 1, 2, 3)))
-                tokens += [*subject, *attribute, *value, *marks.stop]
-                said.append(([*subject, *attribute], [*value, *marks.stop], number))
-        answer = [False] * len(tokens)
-        for asked, found, number in random.sample(said, len(said)):
-            for part, counts in ((asked, False), (found, True), (marks.before, False), (number, True)):
-                tokens += part
-                answer += [counts] * len(part)
-            tokens += marks.after
-            answer += [False] * len(marks.after)
-        result.append(Row(LOOKUP, tokens, answer))
-    return result
+    if len(set(usual)) < COMMON:
+        usual = [*ordinary]
+    return [
+        _lookup_row(random, usual if random.random() < 0.5 else ordinary, marks, asking=random.random() < 0.67)
+        for _ in range(count)
+    ]
+
+
+def _lookup_row(random: Random, drawn_from: Sequence[int], marks: Marks, *, asking: bool) -> Row:
+    if random.random() < 0.25:
+        names = numbered_names(random, drawn_from, random.randint(3, 7), marks.numbers)
+    else:
+        names = made_names(random, drawn_from, random.randint(3, 7), random.choice((1, 2, 2, 3)))
+    subjects = names[:-1]  # the last one is in no passage
+    attributes = made_names(random, drawn_from, random.randint(2, 4), random.choice((1, 1, 2)))
+    tokens, worth = [*marks.begin], [0.0] * len(marks.begin)
+
+    def add(part: Sequence[int], weight: float = 0.0) -> None:
+        tokens.extend(part)
+        worth.extend([weight] * len(part))
+
+    said: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # value and number by subject and attribute
+    for place, (number, subject) in enumerate(zip(marks.numbers, subjects, strict=False)):
+        add([*marks.passage, *number, *marks.says])
+        for which in random.sample(range(len(attributes)), min(len(attributes), random.choice((1, 2, 2, 3)))):
+            value = random.choices(drawn_from, k=random.choice((1, 1, 2, 3)))
+            add([*subject, *attributes[which], *value, *marks.stop])
+            said[place, which] = ([*value, *marks.stop], number)
+    told = {which for _, which in said}
+    pairs = [(place, which) for place in range(len(subjects)) for which in told if (place, which) not in said]
+    strangers = [(len(subjects), which) for which in told]
+    for place, which in random.sample(list(said), len(said)):
+        if not asking:
+            value, number = said[place, which]
+            add([*subjects[place], *attributes[which]])
+            add(value, 1.0)
+            add(marks.cites)
+            add(number, TELLING_WEIGHT)
+            add(marks.cited)
+            continue
+        absent = [each for each in (pairs, strangers) if each]
+        if absent and random.random() < 0.4:
+            place, which = random.choice(random.choice(absent))
+        subject = names[place]
+        asked = [subject, attributes[which]]
+        random.shuffle(asked)
+        add([*asked[0], *asked[1], *marks.answers])
+        if (place, which) in said:
+            value, number = said[place, which]
+            add(subject[:1], TELLING_WEIGHT)
+            add([*subject[1:], *attributes[which]])
+            add(value, 1.0)
+            add(marks.cites)
+            add(number, TELLING_WEIGHT)
+            add(marks.cited)
+        else:
+            add(marks.not_there[:1], TELLING_WEIGHT)
+            add(marks.not_there[1:])
+        add(marks.asks)
+    return Row(LOOKUP, tokens, worth)
 
 
 def made_names(random: Random, drawn_from: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """Up to `count` different names of `length` tokens; those of several tokens share some."""
+    """`count` different names of `length` tokens; those of several tokens share some."""
     shared = random.choices(drawn_from, k=count)
     found: dict[tuple[int, ...], None] = {}
-    for _ in range(count):
+    while len(found) < count:
         mixed = [random.choice(shared if random.random() < 0.5 else drawn_from) for _ in range(length)]
         found[tuple(mixed if length > 1 else random.choices(drawn_from))] = None
+    return [list(name) for name in found]
+
+
+def numbered_names(
+    random: Random, drawn_from: Sequence[int], count: int, digits: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """`count` different names that begin alike and end with two to four digits."""
+    kind = random.choices(drawn_from, k=random.choice((1, 2, 3)))
+    length = random.randint(2, 4)
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < count:
+        found[tuple([*kind, *chain.from_iterable(random.choices(digits, k=length))])] = None
     return [list(name) for name in found]
 
 
@@ -362,10 +437,10 @@ def joined(rows: Sequence[Row], random: Random) -> list[Row]:
         parts, others = others[:count], others[count:]
         if talk and sum(len(row.tokens) for row in parts) + len(talk[-1].tokens) <= CONTEXT:
             parts = [*parts, talk.pop()]
-        tokens, answer = list(parts[0].tokens), list(parts[0].answer)
+        tokens, worth = list(parts[0].tokens), list(parts[0].worth)
         for row in parts[1:]:
             tokens += row.tokens[1:]  # without a second beginning
-            answer += row.answer[1:]
+            worth += row.worth[1:]
         if len(tokens) <= CONTEXT:
-            result.append(Row(JOINED if len(parts) > 1 else parts[0].task, tokens, answer))
+            result.append(Row(JOINED if len(parts) > 1 else parts[0].task, tokens, worth))
     return result + talk

@@ -29,9 +29,10 @@ from training.shape import CONTEXT
 BEGIN: Final = "<|begin|>"
 END: Final = "<|end|>"
 PAD: Final = "<|pad|>"
+USER: Final = "<|user|>"
 ASSISTANT: Final = "<|assistant|>"
 # Their ids are 0, 1, 2 ... in this order. The calls' marks are part of the text: decoding keeps them.
-SPECIAL: Final = (PAD, BEGIN, END, "<|system|>", "<|user|>", ASSISTANT, "<|tool|>")
+SPECIAL: Final = (PAD, BEGIN, END, "<|system|>", USER, ASSISTANT, "<|tool|>")
 MARKS: Final = (CALL_BEGIN, CALL_END)
 WORD_PATTERN: Final = "|".join(
     (

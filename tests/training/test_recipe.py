@@ -30,19 +30,21 @@ from training.rows import (
     DRILL,
     EXERCISES,
     JOINED,
-    LOOKUP,
     MIXTURE,
     PROMPT_WEIGHT,
+    TELLING_WEIGHT,
     Drill,
+    Marks,
     Place,
     Row,
     Stream,
     joined,
     load_tasks,
+    lookup_rows,
     pool,
 )
 from training.shape import CONTEXT, DRAFT, MINI, Shape
-from training.tokenizer import read, text_of
+from training.tokenizer import ASSISTANT, read, text_of
 from training.train import Pace, Settings, SettingsChangedError, train
 
 from .stand_in import SHAPE, stream, tasks
@@ -117,11 +119,11 @@ def test_joined_rows_are_long_and_end_with_the_one_that_refers_back() -> None:
     random = Random(1)
     rows = [Row("facts", [1, *[7] * random.randrange(20, 90)], []) for _ in range(200)]
     rows += [Row("talk", [1, 9, 9, 9], []) for _ in range(5)]
-    rows = [replace(row, answer=[False] * len(row.tokens)) for row in rows]
+    rows = [replace(row, worth=[0.0] * len(row.tokens)) for row in rows]
     result = joined(rows, random)
     assert sum(len(row.tokens) for row in result if row.task == JOINED) > 8000
     for row in result:
-        assert len(row.tokens) == len(row.answer) <= CONTEXT
+        assert len(row.tokens) == len(row.worth) <= CONTEXT
         assert row.tokens.count(1) == 1
         assert row.tokens[-row.tokens.count(9) :].count(9) == row.tokens.count(9) in (0, 3)
     assert max(len(row.tokens) for row in result) > 0.7 * CONTEXT
@@ -388,30 +390,87 @@ def test_the_drill_comes_first_and_can_be_foretold_by_copying(tokenizer_folder: 
     for row in (row for row in first if row.task == DRILL):
         half = len(row.tokens) // 2
         assert sorted(row.tokens[:half]) == sorted(row.tokens[half:])
-        assert not any(row.answer[:half])
+        assert not any(row.worth[:half])
         assert not special.keys() & set(row.tokens)
-        begun = [place for place in range(half, len(row.tokens)) if not row.answer[place]]
+        begun = [place for place in range(half, len(row.tokens)) if not row.worth[place]]
         for place, after in pairwise([*begun, len(row.tokens)]):
             piece = row.tokens[place:after]
             assert any(row.tokens[at : at + len(piece)] == piece for at in range(half))
 
 
-def test_what_is_looked_up_was_said_before_of_the_same_subject(tokenizer_folder: Path) -> None:
+# Tokens that nothing else is made of, so that a row can be taken apart.
+LOOKED_UP = Marks(
+    begin=[1],
+    passage=[2],
+    numbers=[[number] for number in range(11, 20)],
+    says=[3],
+    stop=[4],
+    cites=[5],
+    cited=[6],
+    answers=[7],
+    not_there=[8, 9],
+    asks=[10],
+)
+
+
+def split(tokens: list[int], *marks: int) -> list[list[int]]:
+    """The parts between tokens that are marks, without empty ones."""
+    ends = [place for place, token in enumerate(tokens) if token in marks]
+    parts = [tokens[start + 1 : end] for start, end in pairwise([-1, *ends, len(tokens)])]
+    return [part for part in parts if part]
+
+
+def test_what_is_looked_up_is_in_the_passage_that_is_cited_or_nowhere() -> None:
+    rows = lookup_rows(Random(5), 300, [], range(100, 900), LOOKED_UP)
+    again, there, nowhere = 0, 0, 0
+    for row in rows:
+        assert len(row.tokens) == len(row.worth)
+        first = next(place for place, worth in enumerate(row.worth) if worth)
+        end = max(place for place in range(first) if row.tokens[place] == 4)  # of the passages
+        sources = {
+            (passage[0], *sentence) for passage in split(row.tokens[1:end], 2) for sentence in split(passage[2:], 4)
+        }
+        assert len({number for number, *_ in sources}) >= 2
+        if 7 not in row.tokens:
+            again += 1
+            cited = [place for place, token in enumerate(row.tokens) if token == 5]
+            assert len(cited) == len(sources)
+            assert {row.worth[place + 1] for place in cited} == {TELLING_WEIGHT}
+            continue
+        for place in (place for place, token in enumerate(row.tokens) if token == 7):
+            assert row.worth[place + 1] == TELLING_WEIGHT
+            answer = row.tokens[place + 1 : row.tokens.index(10, place)]
+            if answer == [8, 9]:
+                nowhere += 1
+                continue
+            there += 1
+            sentence, number = answer[: answer.index(4)], answer[-2]
+            assert (number, *sentence) in sources
+            assert row.worth[place + len(answer) - 1] == TELLING_WEIGHT
+        for place in (place for place, token in enumerate(row.tokens) if token == 8):
+            question = row.tokens[: place - 1]
+            question = question[max(at for at, token in enumerate(question) if token in (4, 10)) + 1 :]
+            either = [
+                question[cut:] + question[:cut] for cut in range(len(question))
+            ]  # the subject comes first or last
+            assert not [said for _, *said in sources if said[: len(question)] in either]
+    assert 60 < again < 140
+    assert there > 500
+    assert 0.4 < nowhere / there < 1.0
+
+
+def test_an_answers_first_token_and_what_it_cites_count_most(tokenizer_folder: Path) -> None:
     tokenizer = read(tokenizer_folder)
-    batches = Stream(load_tasks(("facts",)), tokenizer, seed=0, step_tokens=2048, pool_size=400, drill=Drill(pools=0))
-    lookups = [row for row in batches.rows(0) if row.task == LOOKUP]
-    assert len(lookups) == 27
-    special = tokenizer.get_added_tokens_decoder()
-    asked = 0
-    for row in lookups:
-        assert not special.keys() & set(row.tokens)
-        spans = [place for place in range(len(row.tokens)) if row.answer[place] and not row.answer[place - 1]]
-        for place in spans[::2]:  # a value and a full stop; the numbers are between them
-            end = next(at for at in range(place, len(row.tokens)) if not row.answer[at])
-            before = row.tokens[place - 2 : end]
-            assert any(row.tokens[at : at + len(before)] == before for at in range(place - 2)), row
-            asked += 1
-    assert asked > 60
+    for row in Stream(load_tasks(("reading",)), tokenizer, seed=0, step_tokens=2048, pool_size=20).rows(0):
+        if row.task != "reading":
+            continue
+        telling = [place for place, worth in enumerate(row.worth) if worth == TELLING_WEIGHT]
+        text = tokenizer.decode(row.tokens, skip_special_tokens=False)
+        answers = text.split(ASSISTANT)[1:]
+        assert len(telling) == len(answers) + sum(answer.count(" [") for answer in answers)
+        for place in telling:
+            before = tokenizer.decode(row.tokens[:place], skip_special_tokens=False)
+            assert before.endswith((ASSISTANT, " ["))
 
 
 def test_exercises_count_their_results_alone(tokenizer_folder: Path) -> None:
@@ -421,7 +480,7 @@ def test_exercises_count_their_results_alone(tokenizer_folder: Path) -> None:
     assert len(exercises) == 31
     for row in exercises:
         text = tokenizer.decode(row.tokens)
-        counted = [tokenizer.id_to_token(token) for token, said in zip(row.tokens, row.answer, strict=True) if said]
+        counted = [tokenizer.id_to_token(token) for token, said in zip(row.tokens, row.worth, strict=True) if said]
         assert counted == [digit for result in arithmetic.RESULT.findall(text) for digit in result]
 
 

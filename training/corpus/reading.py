@@ -165,7 +165,7 @@ def found_answer(fact: Fact) -> str:
     return f"{fact.sentence} [{fact.passage}]"
 
 
-def asked(random: Random, given: Sources, last: Fact | None) -> tuple[Asked, Fact | None]:
+def asked(random: Random, given: Sources, last: Fact | None, absent_share: float) -> tuple[Asked, Fact | None]:
     """A question to the sources; after another one it may be short (`And the Porto office?`)."""
     chance = random.random()
     known = {(fact.subject, fact.attribute.name) for fact in given.facts}
@@ -174,9 +174,9 @@ def asked(random: Random, given: Sources, last: Fact | None) -> tuple[Asked, Fac
         if others:
             fact = random.choice(others)
             return Asked(f"And {fact.subject}?", found_answer(fact), key_of(fact.subject, fact.attribute), True), fact
-    if chance < 0.55:
+    if chance < 0.75 - absent_share:
         fact = random.choice(given.facts)
-    elif chance < 0.8:
+    elif chance < 1 - absent_share:
         popular = [fact for fact in given.facts if sum(each.attribute is fact.attribute for each in given.facts) > 1]
         fact = random.choice(popular or given.facts)
     else:
@@ -208,12 +208,14 @@ def key_of(subject: str, attribute: Attribute) -> str:
     return f"{subject}: {attribute.name}"
 
 
-def instance(random: Random, questions_asked: Sequence[int] = (1, 1, 1, 2, 2, 3)) -> Instance:
+def instance(
+    random: Random, questions_asked: Sequence[int] = (1, 1, 1, 2, 2, 3), absent_share: float = 0.2
+) -> Instance:
     given = sources(random)
     questions: list[Asked] = []
     last: Fact | None = None
     for _ in range(random.choice(questions_asked)):
-        one, last = asked(random, given, last)
+        one, last = asked(random, given, last, absent_share)
         if one.key not in [each.key for each in questions]:  # an answer is to be read from the sources, not from above
             questions.append(one)
     layout = random.randrange(6)
@@ -237,8 +239,10 @@ def instance(random: Random, questions_asked: Sequence[int] = (1, 1, 1, 2, 2, 3)
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    # More questions to the same sources than are evaluated: most of what is read is then learnt from several times.
-    return training_conversations(TASK, partial(instance, questions_asked=(2, 3, 4, 5, 6, 7, 8)), random, count)
+    # More questions to the same sources than are evaluated: most of what is read is then learnt from several times. And
+    # more to which there is no answer: to see that something is lacking is learnt last.
+    draw = partial(instance, questions_asked=(2, 3, 4, 5, 6, 7, 8), absent_share=0.35)
+    return training_conversations(TASK, draw, random, count)
 
 
 def questions() -> list[Question]:
