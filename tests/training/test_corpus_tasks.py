@@ -242,7 +242,12 @@ def test_quoted_words_stand_in_the_cited_passage():
 
 def says(passage: str, subject: str, statement: str) -> bool:
     """Whether the passage says this of the subject, with any values."""
-    pattern = re.sub(r"\\\{[a-z_0-9]+\\\}", ".+?", re.escape(statement.replace("{E}", "\0")))
+
+    def value(slot: re.Match[str]) -> str:
+        chosen = reading.LISTS.get(slot[1])
+        return ".+?" if chosen is None else f"(?:{'|'.join(map(re.escape, chosen))})"
+
+    pattern = re.sub(r"\\\{([a-z_0-9]+)\\\}", value, re.escape(statement.replace("{E}", "\0")))
     named = pattern.replace("\\\0", "\0").replace("\0", re.escape(subject[0].upper() + subject[1:]))
     return re.search(rf"(^|[.] ){named}", passage) is not None
 
@@ -282,7 +287,7 @@ def test_what_is_not_in_the_sources_is_not_and_what_is_asked_is():
                 for text in sources.values()
             )
             assert held == (reply != reading.NOT_THERE), (conversation, key)
-    assert 0.1 < refused / (refused + told) < 0.35
+    assert 0.25 < refused / (refused + told) < 0.4
 
 
 def asked_in(question: str, subject: str, conversation: Conversation) -> bool:

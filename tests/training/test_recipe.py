@@ -71,7 +71,7 @@ def test_answers_count_whole_and_prompts_in_part(tokenizer_folder: Path) -> None
         flat = piece.tokens.ravel()
         assert np.array_equal(flat[piece.places + 1], piece.targets)
         assert not (piece.targets == 0).any()  # padding
-        assert set(piece.weights[piece.tasks >= 0].tolist()) <= {1.0}
+        assert set(piece.weights[piece.tasks >= 0].tolist()) == {1.0, TELLING_WEIGHT}
         assert set(piece.weights[piece.tasks < 0].tolist()) <= {PROMPT_WEIGHT}
         for index, row in enumerate(piece.tokens):
             answered = {int(place) + 1 for place in piece.places[piece.tasks >= 0]}
