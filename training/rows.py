@@ -370,25 +370,17 @@ def _lookup_row(random: Random, drawn_from: Sequence[int], marks: Marks, *, aski
     pairs = [(place, which) for place in range(len(subjects)) for which in told if (place, which) not in said]
     strangers = [(len(subjects), which) for which in told]
     for place, which in random.sample(list(said), len(said)):
-        if not asking:
-            value, number = said[place, which]
-            add([*subjects[place], *attributes[which]])
-            add(value, 1.0)
-            add(marks.cites)
-            add(number, TELLING_WEIGHT)
-            add(marks.cited)
-            continue
-        absent = [each for each in (pairs, strangers) if each]
-        if absent and random.random() < 0.4:
-            place, which = random.choice(random.choice(absent))
-        subject = names[place]
-        asked = [subject, attributes[which]]
-        random.shuffle(asked)
-        add([*asked[0], *asked[1], *marks.answers])
+        if asking:
+            absent = [each for each in (pairs, strangers) if each]
+            if absent and random.random() < 0.4:
+                place, which = random.choice(random.choice(absent))
+            question = [names[place], attributes[which]]
+            random.shuffle(question)
+            add([*question[0], *question[1], *marks.answers])
         if (place, which) in said:
             value, number = said[place, which]
-            add(subject[:1], TELLING_WEIGHT)
-            add([*subject[1:], *attributes[which]])
+            add(names[place][:1], TELLING_WEIGHT if asking else 0.0)
+            add([*names[place][1:], *attributes[which]])
             add(value, 1.0)
             add(marks.cites)
             add(number, TELLING_WEIGHT)
@@ -396,7 +388,8 @@ def _lookup_row(random: Random, drawn_from: Sequence[int], marks: Marks, *, aski
         else:
             add(marks.not_there[:1], TELLING_WEIGHT)
             add(marks.not_there[1:])
-        add(marks.asks)
+        if asking:
+            add(marks.asks)
     return Row(LOOKUP, tokens, worth)
 
 
