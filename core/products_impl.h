@@ -65,14 +65,29 @@ inline void write_totals(const ProductArgs& args, int64_t vector, int64_t row, F
 
 // Totals of some rows and vectors of channels stay in registers: their indices are constants (see `each`).
 template <int kRows, int kVectors>
+inline MILLRACE_INLINE void clear(F16 (&totals)[kRows][kVectors]) {
+  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+}
+
+template <int kRows, int kVectors>
+inline MILLRACE_INLINE void write_rows(const ProductArgs& args, int64_t vector, int64_t row,
+                                       const F16 (&totals)[kRows][kVectors]) {
+  each<kRows, kVectors>([&](auto r, auto v)
+                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+}
+
+// A vector's first weights: in every format of floats a row of its panel has 64 bytes of each vector.
+inline const uint8_t* vector_data(const PackedView& weights, int64_t vector) {
+  return weights.data + vector / kPanelVectors * weights.layout.panel_bytes + vector % kPanelVectors * 64;
+}
+
+template <int kRows, int kVectors>
 inline void product_f32(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const float* weights =
-      reinterpret_cast<const float*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
-  weights += vector % kPanelVectors * 16;
+  const float* weights = reinterpret_cast<const float*>(vector_data(*args.weights, vector));
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
   F16 totals[kRows][kVectors];
-  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+  clear(totals);
   for (int64_t k = 0; k < layout.padded_inputs; ++k, weights += kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     F16 loaded[kVectors];
@@ -82,20 +97,17 @@ inline void product_f32(const ProductArgs& args, int64_t vector, int64_t row, Ah
       each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = fma(x, loaded[v()], totals[r()][v()]); });
     });
   }
-  each<kRows, kVectors>([&](auto r, auto v)
-                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+  write_rows(args, vector, row, totals);
 }
 
 #if !defined(MILLRACE_BF16_ROWS)
 template <int kRows, int kVectors>
 inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const uint16_t* weights =
-      reinterpret_cast<const uint16_t*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
-  weights += vector % kPanelVectors * 32;
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(vector_data(*args.weights, vector));
   const float* rows = args.rows + (args.first_row + row) * args.rows_stride;
   F16 totals[kRows][kVectors];
-  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+  clear(totals);
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     F16 even[kVectors], odd[kVectors];
@@ -108,20 +120,17 @@ inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, A
       });
     });
   }
-  each<kRows, kVectors>([&](auto r, auto v)
-                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+  write_rows(args, vector, row, totals);
 }
 #else
 // Rows rounded to bf16: two inputs of 16 channels in one instruction.
 template <int kRows, int kVectors>
 inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
-  const uint16_t* weights =
-      reinterpret_cast<const uint16_t*>(args.weights->data + vector / kPanelVectors * layout.panel_bytes);
-  weights += vector % kPanelVectors * 32;
+  const uint16_t* weights = reinterpret_cast<const uint16_t*>(vector_data(*args.weights, vector));
   const int8_t* rows = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
   F16 totals[kRows][kVectors];
-  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+  clear(totals);
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     Pairs16 pairs[kVectors];
@@ -131,8 +140,7 @@ inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, A
       each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = dot2(totals[r()][v()], pairs[v()], two); });
     });
   }
-  each<kRows, kVectors>([&](auto r, auto v)
-                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+  write_rows(args, vector, row, totals);
 }
 
 void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* out) {
@@ -211,7 +219,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
   const float* row_scales = rows.scales + first * rows.groups_stride;
   const int32_t* row_sums = rows.sums + first * rows.groups_stride;
   F16 totals[kRows][kVectors];
-  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+  clear(totals);
   for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.group_bytes, row_codes += layout.group) {
     const uint8_t* headers[kVectors];  // of each vector's channels
     const uint8_t* codes[kVectors];
@@ -281,8 +289,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
       });
     });
   }
-  each<kRows, kVectors>([&](auto r, auto v)
-                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+  write_rows(args, vector, row, totals);
 }
 
 template <Held kHeld, int kRows, int kVectors>
