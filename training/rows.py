@@ -26,7 +26,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from training.corpus import arithmetic, reading
-from training.corpus.conversation import Conversation, Question
+from training.corpus.conversation import CALL_BEGIN, Conversation, Question
 from training.shape import CONTEXT
 from training.tokenizer import ASSISTANT, BEGIN, END, USER, text_of, token_id
 
@@ -35,7 +35,7 @@ MIXTURE: Final[dict[str, float]] = {
     "facts": 44,
     "reading": 27,
     "extraction": 11,
-    "tools": 10,
+    "tools": 14,
     "triage": 9,
     "arithmetic": 14,
     "talk": 6,
@@ -43,16 +43,17 @@ MIXTURE: Final[dict[str, float]] = {
 JOINED_SHARE: Final = 0.04  # of the conversations without tools and without a system turn: they go into long rows
 PROMPT_SHARE: Final = 0.1  # of the tokens that no assistant said: only these of them count
 PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a twentieth of an answer's
-TELLING_WEIGHT: Final = 4.0  # of an answer's first token and of the number that it cites: all of a decision is in them
+TELLING_WEIGHT: Final = 4.0  # of the tokens that decide: those that an answer begins with, and the source it cites
+OPENING: Final = {"facts": 6, "tools": 10}  # tokens with which an answer begins: which fact it is, which tool; else 1
 PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
 JOINED: Final = "joined"  # the task that a row of several conversations counts as
 DRILL: Final = "drill"  # the task of rows of which some pieces come a second time
 EXERCISES: Final = "exercises"  # the task of rows of calculations without words
-EXERCISE_SHARE: Final = 0.08  # of the rows, where there is a drill
+EXERCISE_SHARE: Final = 0.05  # of the rows, where there is a drill
 LOOKUP: Final = "lookup"  # the task of rows in which what was said of something is to be found again
-LOOKUP_SHARE: Final = 0.2  # of the rows, where there is a drill
+LOOKUP_SHARE: Final = 0.1  # of the rows, where there is a drill
 COMMON: Final = 100  # tokens, the most frequent, of which nothing is named that is looked up
 AT_RANDOM: Final = frozenset((DRILL, EXERCISES, LOOKUP))  # nothing foretells what no assistant says in these rows
 RETOLD_SHARE: Final = 0.3  # of the conversations, where another model's answers are to be learnt
@@ -152,6 +153,7 @@ class Stream:
         marks = (BEGIN, END, USER, ASSISTANT)
         self.begin, self.end, self.user, self.assistant = (token_id(tokenizer, token) for token in marks)
         self.cites = tokenizer.encode(" [", add_special_tokens=False).ids[-1]
+        self.calls = token_id(tokenizer, CALL_BEGIN)
 
     def batches(self, place: Place) -> Iterator[tuple[Place, list[Piece]]]:
         """Every batch from `place` on, each with the place after it."""
@@ -226,10 +228,15 @@ class Stream:
 
     def _row(self, task: str, tokens: list[int]) -> Row:
         worth: list[float] = []
-        speaking = False
+        opening = OPENING.get(task, 1)
+        speaking, telling = False, 0  # how many of the next tokens tell
         for before, token in pairwise([self.begin, *tokens]):
-            telling = before == self.assistant or (task == "reading" and before == self.cites)
-            worth.append((TELLING_WEIGHT if telling else 1.0) if speaking else 0.0)
+            if before in (self.assistant, self.calls):
+                telling = opening
+            elif task == "reading" and before == self.cites:
+                telling = 1
+            worth.append((TELLING_WEIGHT if telling > 0 else 1.0) if speaking else 0.0)
+            telling -= 1
             if token == self.assistant:
                 speaking = True
             elif token == self.end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,8 @@ from millrace.models.loading import open_model
 from training import evaluate, make
 from training.card import begin, end, filled
 from training.corpus import arithmetic, facts
-from training.corpus.conversation import Turn
+from training.corpus.conversation import CALL_BEGIN, Turn
+from training.corpus.rephrasing import SYNONYMS, with_synonyms
 from training.decoder import PLAIN_ATTENTION, Decoder
 from training.distil import Teacher
 from training.files import MODEL_FILES, copy_model, digest, read_model, write_model
@@ -31,6 +33,7 @@ from training.rows import (
     EXERCISES,
     JOINED,
     MIXTURE,
+    OPENING,
     PROMPT_WEIGHT,
     TELLING_WEIGHT,
     Drill,
@@ -44,7 +47,7 @@ from training.rows import (
     pool,
 )
 from training.shape import CONTEXT, DRAFT, MINI, Shape
-from training.tokenizer import ASSISTANT, read, text_of
+from training.tokenizer import ASSISTANT, read, text_of, token_id
 from training.train import Pace, Settings, SettingsChangedError, train
 
 from .stand_in import SHAPE, stream, tasks
@@ -473,11 +476,24 @@ def test_an_answers_first_token_and_what_it_cites_count_most(tokenizer_folder: P
             assert before.endswith((ASSISTANT, " ["))
 
 
+def test_the_name_of_the_tool_that_is_called_counts_most(tokenizer_folder: Path) -> None:
+    tokenizer = read(tokenizer_folder)
+    called = 0
+    for row in Stream(load_tasks(("tools",)), tokenizer, seed=0, step_tokens=2048, pool_size=40).rows(0):
+        for place, token in enumerate(row.tokens):
+            if row.task == "tools" and token == token_id(tokenizer, CALL_BEGIN):
+                opening = range(place + 1, place + 1 + OPENING["tools"])
+                assert re.match(r' ?{"name": "[a-zA-Z]{2}', tokenizer.decode([row.tokens[at] for at in opening]))
+                assert {row.worth[at] for at in opening} == {TELLING_WEIGHT}
+                called += 1
+    assert called > 40
+
+
 def test_exercises_count_their_results_alone(tokenizer_folder: Path) -> None:
     tokenizer = read(tokenizer_folder)
     batches = Stream(load_tasks(("facts",)), tokenizer, seed=0, step_tokens=2048, pool_size=400, drill=Drill(pools=0))
     exercises = [row for row in batches.rows(0) if row.task == EXERCISES]
-    assert len(exercises) == 31
+    assert len(exercises) == 19
     for row in exercises:
         text = tokenizer.decode(row.tokens)
         counted = [tokenizer.id_to_token(token) for token, said in zip(row.tokens, row.worth, strict=True) if said]
@@ -491,6 +507,37 @@ def test_exercises_hold_nothing_that_is_held_out() -> None:
     sums = [answer for answer in held_out if answer[0].isdigit() and "+" in answer]
     assert len(sums) > 50
     assert not [answer for answer in sums if f" {answer} " in f" {said} "]
+
+
+def test_synonyms_leave_names_of_commands_and_settings_alone() -> None:
+    random = Random(8)
+    question = "Which folder does millrace check use, and what limits --limits in make check?"
+    found = {with_synonyms(random, question) for _ in range(100)}
+    assert len(found) > 6
+    for text in found:
+        assert re.fullmatch(
+            r"Which (folder|directory) does millrace check (use|employ), "
+            r"and what (limits|caps|bounds) --limits in make check\?",
+            text,
+        )
+
+
+def test_no_word_has_synonyms_of_two_kinds() -> None:
+    for word, others in SYNONYMS.items():
+        assert word in others
+        assert all(SYNONYMS[other] == others for other in others)
+
+
+def test_a_question_never_becomes_one_that_is_held_out() -> None:
+    random = Random(9)
+    known = {facts.bare(question) for fact in facts.facts() for question in fact.held_out}
+    changed = 0
+    for fact in facts.facts():
+        for question in fact.asked:
+            text = facts.reworded(random, question)
+            assert facts.bare(text) not in known
+            changed += text != question
+    assert changed > 300
 
 
 def test_a_worn_question_keeps_most_of_its_words_in_their_order() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ import msgspec
 
 from training.corpus.conversation import Conversation, Question, Turn
 from training.corpus.instances import BETWEEN_KEYS, is_held_out
-from training.corpus.rephrasing import rephrased
+from training.corpus.rephrasing import rephrased, with_synonyms
 from training.corpus.wording import as_typed, lower_first
 
 TASK = "facts"
@@ -211,6 +211,7 @@ LITTLE = frozenset(
     should so tell than that the there this to was what what's when where which who why will with would you
     """.split()
 )
+REWORDED = 0.35  # of the questions in training have other words
 WORN = 0.25  # of the questions in training lose words
 
 
@@ -223,9 +224,24 @@ def worn(random: Random, question: str) -> str:
     return " ".join(kept) or question
 
 
-def asked_and_answered(random: Random, fact: Fact) -> tuple[tuple[Turn, Turn], str]:
+@cache
+def never_asked() -> frozenset[str]:
+    """What no wording that training makes may come to."""
+    return frozenset(bare(question) for fact in facts() for question in fact.held_out)
+
+
+def reworded(random: Random, question: str) -> str:
+    """The question, in part with other words for some of its own."""
+    text = with_synonyms(random, question) if random.random() < REWORDED else question
+    return question if bare(text) in never_asked() else text
+
+
+def asked_and_answered(
+    random: Random, fact: Fact, wording: Callable[[Random, str], str] | None = None
+) -> tuple[tuple[Turn, Turn], str]:
     question = random.choice(fact.by_hand if random.random() < BY_HAND else fact.asked)
-    return (Turn("user", as_asked(random, question)), Turn("assistant", fact.answer)), key_of(fact, question)
+    text = question if wording is None else wording(random, question)
+    return (Turn("user", as_asked(random, text)), Turn("assistant", fact.answer)), key_of(fact, question)
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
@@ -242,7 +258,7 @@ def conversations(random: Random, count: int) -> Iterator[Conversation]:
             if keys and random.random() < 0.15:
                 thanks, welcome = random.choice(BETWEEN)
                 turns += [Turn("user", thanks), Turn("assistant", welcome)]
-            (user, assistant), key = asked_and_answered(random, fact)
+            (user, assistant), key = asked_and_answered(random, fact, reworded)
             if random.random() < WORN:
                 user = replace(user, content=worn(random, user.content))
             turns += (user, assistant)

@@ -1,13 +1,15 @@
-"""Other wordings of a question, made from its form: `How do I lower TTFT?` is also `How can I lower TTFT?`.
+"""Other wordings of a question, from its form or word by word: `How do I lower TTFT?` is also `How can I cut TTFT?`.
 
-A small model learns from these which wordings ask for the same. Owns the forms. Knows nothing of what is asked, and not
-which wordings are held out.
+A small model learns from these which wordings ask for the same. Owns the forms and the synonyms. Knows nothing of what
+is asked, and not which wordings are held out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from random import Random
+from typing import Final
 
 from training.corpus.wording import lower_first
 
@@ -187,3 +189,115 @@ def rephrased(question: str) -> Iterator[str]:
     found = PLACE.fullmatch(question)
     if found and not found[1].startswith("In "):
         yield f"In {found[2]}, {lower_first(found[1])}?"
+
+
+# Words of which each may stand for any other of its line in a question; none is the name of a command or a setting.
+SYNONYMS: Final = {
+    word: line.split()
+    for line in """
+        show print display report
+        shows prints displays reports
+        shown printed displayed reported
+        makes creates produces
+        made created produced
+        use employ
+        used employed applied
+        need require
+        needs requires
+        needed required necessary
+        folder directory
+        large big
+        larger bigger
+        small little
+        fast quick
+        faster quicker
+        choose pick select
+        chooses picks selects
+        chosen picked selected
+        happens occurs
+        begin start
+        begins starts
+        delete remove
+        deletes removes
+        deleted removed
+        limits caps bounds
+        limited capped bounded
+        idea principle concept
+        difference distinction
+        explain describe
+        measures gauges
+        compute calculate
+        computes calculates
+        computed calculated
+        cause reason
+        causes reasons
+        advantage benefit gain
+        danger risk
+        problem trouble issue
+        reduce lower decrease cut
+        reduces lowers decreases cuts
+        increase raise
+        increases raises
+        improve better
+        users people
+        several multiple
+        allowed permitted
+        allows permits
+        find locate
+        kind type sort
+        kinds types sorts
+        reply answer
+        replies answers
+        machine computer
+        keep hold
+        keeps holds
+        kept held stored saved
+        alter change modify
+        alters changes modifies
+        changed altered modified
+        verify check
+        verifies checks
+        affect influence
+        affects influences
+        fraction share part
+        wrong incorrect
+        right correct
+        execute run
+        executes runs
+        short brief
+        typical usual
+        important relevant
+        often frequently
+        receive get obtain
+        receives gets obtains
+        prevent avoid
+        prevents avoids
+        decides determines
+        combine mix join
+        divide split
+        divides splits
+        contains includes
+        sends passes
+        sent passed
+        purpose aim
+        way method
+        meant intended
+        """.splitlines()
+    for word in line.split()
+}
+SWAPPED: Final = 0.5  # of the words that have synonyms
+MARKS: Final = ",.;:?!()"  # a word that begins or ends with another sign is a name
+COMMANDS: Final = frozenset(("millrace", "make"))  # what follows is the name of a command
+
+
+def with_synonyms(random: Random, question: str) -> str:
+    """The question with other words in place of some of its own."""
+    words = question.split(" ")
+    found: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        stem = word.strip(MARKS)
+        others = [other for other in SYNONYMS.get(stem, ()) if other != stem]
+        if others and before.casefold() not in COMMANDS and random.random() < SWAPPED:
+            word = word.replace(stem, random.choice(others))
+        found.append(word)
+    return " ".join(found)
