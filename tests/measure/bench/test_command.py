@@ -124,7 +124,7 @@ def test_millrace_itself_is_measured(server: Server, tokenizer: tuple[str, ...],
     more = ["--prefix-tokens", "48", "--surface", "chat", "--json", str(path), *tokenizer]
     type_it(server.url, *flags, *more)
     result = read(path)
-    assert result.warnings == []
+    assert [text for text in result.warnings if "in no text" not in text] == []  # where mini would end, it goes on
     assert {row.prompt_tokens for row in result.rows} == {112}
     assert {row.output_tokens for row in result.rows} == {12}
     assert result.figures.prefill is not None
