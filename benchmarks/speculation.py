@@ -67,8 +67,8 @@ def show(title: str, ways: dict[str, list[Run]]) -> None:
     print("| drafts | tokens/s | speed-up | held |\n|---|---:|---:|---:|")
     for name, runs in ways.items():
         rate = median(run.rate for run in runs)
-        drafted = runs[-1].drafted
-        held = f"{runs[-1].held / drafted:.0%} of {drafted:,}" if drafted else ""
+        drafted = sum(run.drafted for run in runs)
+        held = f"{sum(run.held for run in runs) / drafted:.0%} of {drafted:,}" if drafted else ""
         print(f"| {name} | {rate:,.1f} | {rate / base:.2f} | {held} |", flush=True)
 
 
