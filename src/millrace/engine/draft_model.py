@@ -84,7 +84,8 @@ class DraftModelDrafter:
         self._most = sequences
         self._pasts: OrderedDict[int, _Past] = OrderedDict()  # those that were drafted for last at the end
         self._asked: set[int] = set()  # in the call under way
-        self.step_time = StepTimeModel(fixed=2e-3, per_row=0.2e-3)
+        # Rather too little: who is thought too slow is never asked, and so never timed.
+        self.step_time = StepTimeModel(fixed=0.2e-3, per_row=0.02e-3)
 
     def pass_seconds(self, sequences: int) -> float:
         """What it takes to draft one token for so many sequences."""
