@@ -15,6 +15,7 @@ from millrace.engine.offline import greedy, logits
 from millrace.engine.request import Request, Sequence, open_sequence
 from millrace.engine.sampling import Sampling
 from millrace.engine.speculation import Mask, sample_rows
+from millrace.engine.speculator import DraftLength
 from millrace.errors import RequestError
 from millrace.models.loading import open_model
 
@@ -84,6 +85,17 @@ def test_it_stays_in_step_whatever_held(executor: CpuExecutor, drafter: DraftMod
             another = draw.randrange(5, 250)
             one.append([*drafts[:held], another])
         drafter.check()
+
+
+def test_a_draft_model_is_tried_beside_a_step_of_a_millisecond(drafter: DraftModelDrafter) -> None:
+    lengths = DraftLength().choose(
+        [(sequence(prompt(1, 8)), 8)],
+        rows=1,
+        room=8,
+        step_seconds=lambda rows: 1e-3 + 0.1e-3 * rows,
+        draft_seconds=drafter.pass_seconds,
+    )
+    assert lengths[0] > 0  # else it would never be timed
 
 
 def test_asking_twice_gives_the_same(drafter: DraftModelDrafter) -> None:
