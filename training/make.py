@@ -61,6 +61,7 @@ class Recipe:
     pool_size: int = 2048
     start: Path | None = None  # finished models, to be trained further
     peak: float = 1.0  # share of the optimiser's own learning rates
+    blend: float = 1.0  # share of mini's new weights in what it ships with, where it was trained further
     drill: Drill = Drill()  # noqa: RUF009 - it is frozen
     pace: Pace = Pace()  # noqa: RUF009 - it is frozen
     precisions: tuple[tuple[str, str], ...] = evaluate.PRECISIONS
@@ -113,8 +114,10 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         compiled=recipe.compiled,
         begun=None if recipe.start is None else digest(recipe.start / name),
     )
+    blend = recipe.blend if mini and recipe.start is not None else 1.0
+    made = {**settings.as_json(), "blend": blend}
     folder = recipe.folder / name
-    if finished(folder, settings):
+    if finished(folder, made):
         return
     tokenizer_folder = recipe.folder / "tokenizer"
     # The draft learns from mini's own probabilities, in part on what mini itself would answer.
@@ -150,14 +153,25 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         pace=recipe.pace,
         milestone=milestone,
     )
+    if blend != 1.0 and recipe.start is not None:
+        model = blended(read_model(recipe.start / name), model, blend)
     write_model(model, tokenizer_folder, recipe.model(name))
     milestone(model, 1.0)
-    write_text(folder / "done.json", json.dumps(settings.as_json(), indent=2) + "\n")
+    write_text(folder / "done.json", json.dumps(made, indent=2) + "\n")
 
 
-def finished(folder: Path, settings: Settings) -> bool:
+def finished(folder: Path, made: Mapping[str, Any]) -> bool:
     done = folder / "done.json"
-    return done.exists() and json.loads(done.read_text(encoding="utf-8")) == settings.as_json()
+    return done.exists() and json.loads(done.read_text(encoding="utf-8")) == made
+
+
+def blended(old: Decoder, new: Decoder, share: float) -> Decoder:
+    """A model between two, with this share of the new one's weights: what one run forgot, the other still knows."""
+    weights = new.state_dict()
+    old.load_state_dict(
+        {name: weight.lerp(weights[name].to(weight), share) for name, weight in old.state_dict().items()}
+    )
+    return old
 
 
 def make_evaluation(recipe: Recipe, tasks: Mapping[str, Task]) -> None:
@@ -223,6 +237,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, help="budget of the draft; as mini's by default")
     parser.add_argument("--step-tokens", type=int, help="tokens of a training step")
     parser.add_argument("--peak", type=float, help="share of the usual learning rates; 1 by default")
+    parser.add_argument(
+        "--blend", type=float, help="share of mini's new weights, the others are --start's; 1 by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -247,7 +264,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         )
     changed: dict[str, Any] = {
         name: value
-        for name in ("folder", "start", "peak", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
+        for name in ("folder", "start", "peak", "blend", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
         if (value := getattr(options, name)) is not None
     }
     if options.start is not None:
@@ -264,6 +281,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.toy and {"card", "install"} & set(steps):
         print("a toy is not installed", file=sys.stderr)
+        return 2
+    if recipe.blend != 1.0 and (recipe.start is None or not 0.0 < recipe.blend < 1.0):
+        print("--blend is a share between 0 and 1, and needs --start", file=sys.stderr)
         return 2
     try:
         run(recipe, steps, load_tasks())

@@ -33,18 +33,18 @@ from training.tokenizer import ASSISTANT, BEGIN, END, USER, text_of, token_id
 # How many conversations are of each task; those of tools and extraction have five times the tokens of those of facts.
 MIXTURE: Final[dict[str, float]] = {
     "facts": 44,
-    "reading": 27,
-    "extraction": 11,
-    "tools": 14,
+    "reading": 34,
+    "extraction": 12,
+    "tools": 13,
     "triage": 9,
-    "arithmetic": 14,
+    "arithmetic": 12,
     "talk": 6,
 }
 JOINED_SHARE: Final = 0.04  # of the conversations without tools and without a system turn: they go into long rows
 PROMPT_SHARE: Final = 0.1  # of the tokens that no assistant said: only these of them count
 PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a twentieth of an answer's
 TELLING_WEIGHT: Final = 4.0  # of the tokens that decide: those that an answer begins with, and the source it cites
-OPENING: Final = {"facts": 6, "tools": 10}  # tokens with which an answer begins: which fact it is, which tool; else 1
+OPENING: Final = {"facts": 6, "reading": 8, "tools": 10}  # tokens with which an answer begins, by which it is this one
 PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
@@ -330,7 +330,7 @@ class Marks:
     cites: list[int]  # before the number that an answer cites
     cited: list[int]  # after it
     answers: list[int]  # between a question and its answer
-    not_there: list[int]
+    not_there: list[int]  # after the subject that was asked for
     asks: list[int]  # between an answer and the next question
 
 
@@ -341,7 +341,7 @@ def lookup_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Seque
     and subjects share attributes, so that a value is found by all of its sentence's beginning only. Reading is this in
     words, and an argument of a call or a field of a record is found so too. In a third of the rows every sentence comes
     again with its number; in the others a conversation asks for an attribute of a subject, which in four cases of ten
-    is not there. What is learnt is whether it is there, values and numbers.
+    is not there: then the answer says so after the subject. What is learnt is whether it is there, values and numbers.
     """
     allowed = set(ordinary) - {token for token, _ in Counter(chain(*(row.tokens for row in rows))).most_common(COMMON)}
     usual = [token for row in rows for token in row.tokens if token in allowed]
@@ -384,10 +384,12 @@ def _lookup_row(random: Random, drawn_from: Sequence[int], marks: Marks, *, aski
             question = [names[place], attributes[which]]
             random.shuffle(question)
             add([*question[0], *question[1], *marks.answers])
+        add(names[place][:1], 1.0 if asking else 0.0)
+        add(names[place][1:])
         if (place, which) in said:
             value, number = said[place, which]
-            add(names[place][:1], TELLING_WEIGHT if asking else 0.0)
-            add([*names[place][1:], *attributes[which]])
+            add(attributes[which][:1], TELLING_WEIGHT if asking else 0.0)
+            add(attributes[which][1:])
             add(value, 1.0)
             add(marks.cites)
             add(number, TELLING_WEIGHT)

@@ -47,7 +47,7 @@ from training.rows import (
     pool,
 )
 from training.shape import CONTEXT, DRAFT, MINI, Shape
-from training.tokenizer import ASSISTANT, read, text_of, token_id
+from training.tokenizer import ASSISTANT, END, read, text_of, token_id
 from training.train import Pace, Settings, SettingsChangedError, train
 
 from .stand_in import SHAPE, stream, tasks
@@ -383,6 +383,28 @@ def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: p
     assert "step" not in capsys.readouterr().out.replace("steps", "")
 
 
+def test_what_was_trained_further_is_blended_with_what_was_before(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "mini").symlink_to(model_folder)
+    further = replace(make.TOY, mini=SHAPE, start=tmp_path / "start", tokens=4_000, step_tokens=1024, pool_size=100)
+    made: dict[float, dict[str, torch.Tensor]] = {}
+    for share in (1.0, 0.25):
+        recipe = replace(further, folder=tmp_path / str(share), blend=share)
+        make.run(recipe, ("tokenizer", "mini"), tasks())
+        made[share] = read_model(recipe.model("mini")).state_dict()
+    before = read_model(model_folder).state_dict()
+    for name, old in before.items():
+        new = made[1.0][name]
+        assert not torch.equal(old, new)
+        assert torch.allclose(made[0.25][name], 0.75 * old + 0.25 * new, atol=0.01, rtol=0.02)
+    capsys.readouterr()
+    assert make.main(["--toy", "--folder", str(tmp_path), "--blend", "0.5"]) == 2
+    assert "--start" in capsys.readouterr().err
+    assert make.main(["--toy", "--folder", str(tmp_path), "--start", str(model_folder), "--blend", "1.5"]) == 2
+
+
 def test_the_drill_comes_first_and_can_be_foretold_by_copying(tokenizer_folder: Path) -> None:
     tasks, tokenizer = load_tasks(("facts",)), read(tokenizer_folder)
     batches = Stream(tasks, tokenizer, seed=0, step_tokens=2048, pool_size=100, drill=Drill(pools=1))
@@ -441,39 +463,42 @@ def test_what_is_looked_up_is_in_the_passage_that_is_cited_or_nowhere() -> None:
             assert {row.worth[place + 1] for place in cited} == {TELLING_WEIGHT}
             continue
         for place in (place for place, token in enumerate(row.tokens) if token == 7):
-            assert row.worth[place + 1] == TELLING_WEIGHT
+            assert row.worth[place + 1] == 1.0  # the subject
             answer = row.tokens[place + 1 : row.tokens.index(10, place)]
-            if answer == [8, 9]:
+            telling = place + 1 + next(at for at, worth in enumerate(row.worth[place + 1 :]) if worth == TELLING_WEIGHT)
+            if 8 in answer:
+                assert answer[-2:] == [8, 9]
+                assert row.tokens[telling] == 8
+                subject = answer[:-2]
+                question = row.tokens[max(at for at in range(place) if row.tokens[at] in (4, 10)) + 1 : place]
+                assert question[: len(subject)] == subject or question[-len(subject) :] == subject
+                rest = question[len(subject) :] if question[: len(subject)] == subject else question[: -len(subject)]
+                assert not [said for _, *said in sources if said[: len(question)] == subject + rest]
                 nowhere += 1
                 continue
             there += 1
             sentence, number = answer[: answer.index(4)], answer[-2]
+            assert place + 1 < telling < place + len(sentence)
             assert (number, *sentence) in sources
             assert row.worth[place + len(answer) - 1] == TELLING_WEIGHT
-        for place in (place for place, token in enumerate(row.tokens) if token == 8):
-            question = row.tokens[: place - 1]
-            question = question[max(at for at, token in enumerate(question) if token in (4, 10)) + 1 :]
-            either = [
-                question[cut:] + question[:cut] for cut in range(len(question))
-            ]  # the subject comes first or last
-            assert not [said for _, *said in sources if said[: len(question)] in either]
     assert 60 < again < 140
     assert there > 500
     assert 0.4 < nowhere / there < 1.0
 
 
-def test_an_answers_first_token_and_what_it_cites_count_most(tokenizer_folder: Path) -> None:
+def test_how_an_answer_begins_and_what_it_cites_count_most(tokenizer_folder: Path) -> None:
     tokenizer = read(tokenizer_folder)
     for row in Stream(load_tasks(("reading",)), tokenizer, seed=0, step_tokens=2048, pool_size=20).rows(0):
         if row.task != "reading":
             continue
-        telling = [place for place, worth in enumerate(row.worth) if worth == TELLING_WEIGHT]
-        text = tokenizer.decode(row.tokens, skip_special_tokens=False)
-        answers = text.split(ASSISTANT)[1:]
-        assert len(telling) == len(answers) + sum(answer.count(" [") for answer in answers)
-        for place in telling:
-            before = tokenizer.decode(row.tokens[:place], skip_special_tokens=False)
-            assert before.endswith((ASSISTANT, " ["))
+        begun, end = token_id(tokenizer, ASSISTANT), token_id(tokenizer, END)
+        for place in (place for place, token in enumerate(row.tokens) if token == begun):
+            answer = row.tokens[place + 1 : row.tokens.index(end, place) + 1]
+            counts = row.worth[place + 1 :][: len(answer)]
+            cited = {at + 1 for at in range(len(answer) - 1) if tokenizer.decode(answer[: at + 1]).endswith(" [")}
+            most = {*range(min(OPENING["reading"], len(answer))), *cited}
+            assert [at for at, worth in enumerate(counts) if worth == TELLING_WEIGHT] == sorted(most)
+            assert set(counts) <= {1.0, TELLING_WEIGHT}
 
 
 def test_the_name_of_the_tool_that_is_called_counts_most(tokenizer_folder: Path) -> None:

@@ -146,14 +146,24 @@ def key_of(fact: Fact, question: str) -> str:
 
 
 @cache
-def facts() -> tuple[Fact, ...]:
+def all_written() -> tuple[tuple[str, str, Written], ...]:
+    """Topic, name and fact, as they stand in the files."""
     files = [msgspec.toml.decode(path.read_bytes(), type=WrittenFile) for path in sorted(FOLDER.glob("*.toml"))]
-    written = [(file.topic, name, fact) for file in files for name, fact in file.facts.items()]
-    all_held_out = {bare(question) for _, _, fact in written for question in lines(fact.questions)[-HELD_OUT:]}
-    return tuple(read(topic, name, fact, all_held_out) for topic, name, fact in written)
+    return tuple((file.topic, name, fact) for file in files for name, fact in file.facts.items())
 
 
-def read(topic: str, name: str, written: Written, all_held_out: set[str]) -> Fact:
+@cache
+def never_asked() -> frozenset[str]:
+    """What no wording that training makes may come to: the held-out questions of all facts."""
+    return frozenset(bare(question) for _, _, fact in all_written() for question in lines(fact.questions)[-HELD_OUT:])
+
+
+@cache
+def facts() -> tuple[Fact, ...]:
+    return tuple(read(topic, name, fact) for topic, name, fact in all_written())
+
+
+def read(topic: str, name: str, written: Written) -> Fact:
     questions = lines(written.questions)
     by_hand = questions[:-HELD_OUT]
     rewritten = [wording for question in by_hand for wording in rephrased(question)]
@@ -163,7 +173,7 @@ def read(topic: str, name: str, written: Written, all_held_out: set[str]) -> Fac
         topic=topic,
         answer=written.answer,
         why=written.why,
-        asked=tuple(question for key, question in asked.items() if key not in all_held_out),
+        asked=tuple(question for key, question in asked.items() if key not in never_asked()),
         by_hand=by_hand,
         held_out=questions[-HELD_OUT:],
         documents=written.documents,
@@ -222,12 +232,6 @@ def worn(random: Random, question: str) -> str:
     """
     kept = [word for word in question.split() if random.random() > (0.4 if word.casefold() in LITTLE else 0.06)]
     return " ".join(kept) or question
-
-
-@cache
-def never_asked() -> frozenset[str]:
-    """What no wording that training makes may come to."""
-    return frozenset(bare(question) for fact in facts() for question in fact.held_out)
 
 
 def reworded(random: Random, question: str) -> str:

@@ -2,9 +2,9 @@
 
 The answer is the sentence of the sources that says it, followed by the number of its passage, or that it is not in the
 sources. Passages are about several subjects of one domain and have the same attributes, so that what is asked has to be
-told from what is near. Every sentence begins with its subject: a model of ten million weights that writes a sentence
-from left to right can then look up how it goes on. Owns how passages and questions are put together; the sentences are
-in words/subjects.py.
+told from what is near. Every sentence begins with its subject, and so does an answer that there is none: a model of
+ten million weights that writes from left to right can then look up how it goes on, and whether it does. Owns how
+passages and questions are put together; the sentences are in words/subjects.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.corpus.words.subjects import CHOICES, DOMAINS, Attribute, Domain
 from training.corpus.words.things import COLOURS, COMPANIES, GOODS, PROGRAMS, SERVICES, TEAMS, THINGS
 
 TASK = "reading"
-NOT_THERE = "That is not in the sources."
+NOT_THERE = ": that is not in the sources."  # after the subject that was asked for
 SYSTEM = (
     "Answer from the sources and cite them.",
     "Quote the sentence that answers the question and cite its number.",
@@ -165,6 +165,10 @@ def found_answer(fact: Fact) -> str:
     return f"{fact.sentence} [{fact.passage}]"
 
 
+def not_there(subject: str) -> str:
+    return capital(subject) + NOT_THERE
+
+
 def asked(random: Random, given: Sources, last: Fact | None, absent_share: float) -> tuple[Asked, Fact | None]:
     """A question to the sources; after another one it may be short (`And the Porto office?`)."""
     chance = random.random()
@@ -199,7 +203,7 @@ def asked(random: Random, given: Sources, last: Fact | None, absent_share: float
             random.choice([each for each in (pairs, pairs, inside, inside, outside) if each])
         )
         question = random.choice(attribute.questions).format(e=subject)
-        return Asked(question, NOT_THERE, key_of(subject, attribute), False), None
+        return Asked(question, not_there(subject), key_of(subject, attribute), False), None
     question = random.choice(fact.attribute.questions).format(e=fact.subject)
     return Asked(question, found_answer(fact), key_of(fact.subject, fact.attribute), False), fact
 

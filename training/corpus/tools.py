@@ -251,7 +251,7 @@ def draw(
 def training_instance(random: Random) -> Instance:
     # More is asked of the same tools than in the evaluation: declarations are long, and only what is called counts. And
     # more that none of them can do: to see that something is lacking is learnt last.
-    return draw(random, held_out_names=False, exchanges=(2, 3, 4, 5), absent_share=0.35)
+    return draw(random, held_out_names=False, exchanges=(2, 3, 4, 5), absent_share=0.2)
 
 
 def held_out_instance(random: Random) -> Instance:
