@@ -103,6 +103,7 @@ def make_tokenizer(recipe: Recipe, tasks: Mapping[str, Task]) -> None:
 
 def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
     mini = name == "mini"
+    start = None if recipe.start is None else recipe.start / name
     settings = Settings(
         shape=recipe.mini if mini else recipe.draft,
         tokens=recipe.tokens if mini else recipe.draft_tokens,
@@ -112,9 +113,9 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         rates=None if recipe.peak == 1.0 else RATES[recipe.optimiser].scaled(recipe.peak),
         half=fast_half(recipe.device),
         compiled=recipe.compiled,
-        begun=None if recipe.start is None else digest(recipe.start / name),
+        begun=None if start is None else digest(start),
     )
-    blend = recipe.blend if mini and recipe.start is not None else 1.0
+    blend = recipe.blend if mini else 1.0
     made = {**settings.as_json(), "blend": blend}
     folder = recipe.folder / name
     if finished(folder, made):
@@ -148,14 +149,13 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         stream,
         folder,
         teacher=None if teacher is None else teacher.decoder,
-        start=None if recipe.start is None else read_model(recipe.start / name),
+        start=None if start is None else read_model(start),
         device=recipe.device,
         pace=recipe.pace,
         milestone=milestone,
     )
-    if blend != 1.0 and recipe.start is not None:
-        model = blended(read_model(recipe.start / name), model, blend)
-    write_model(model, tokenizer_folder, recipe.model(name))
+    if blend != 1.0 and start is not None:
+        model = blended(read_model(start), model, blend)
     milestone(model, 1.0)
     write_text(folder / "done.json", json.dumps(made, indent=2) + "\n")
 

@@ -44,7 +44,7 @@ JOINED_SHARE: Final = 0.04  # of the conversations without tools and without a s
 PROMPT_SHARE: Final = 0.1  # of the tokens that no assistant said: only these of them count
 PROMPT_WEIGHT: Final = 0.5  # of each of them, so that a prompt's token counts a twentieth of an answer's
 TELLING_WEIGHT: Final = 4.0  # of the tokens that decide: those that an answer begins with, and the source it cites
-OPENING: Final = {"facts": 6, "reading": 8, "tools": 10}  # tokens with which an answer begins, by which it is this one
+OPENING: Final = {"facts": 6, "reading": 8, "tools": 10}  # tokens with which an answer begins that decide; else 1
 PIECES: Final = 4  # parts of a step, each of rows of similar length
 
 
