@@ -17,7 +17,9 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
   if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
 #endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
-  const int32_t factor = layout.asymmetric ? 1 : -common_zero(layout);
+  const bool bounded = layout.format == Format::kInt8;
+  // A product's sum of a group starts at -zero * sum of the row's codes: weights are code - zero, codes are multiplied.
+  const int32_t factor = layout.asymmetric ? 1 : -symmetric_zero(layout.format);
   for (int64_t g = 0; g < layout.groups; ++g) {
     const int64_t begin = g * layout.group;
     const int64_t group_end = begin + layout.group;
@@ -26,7 +28,8 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
     F16 poison = splat(0.0f);  // 0, but NaN where a value is NaN or infinite: the group must not look like a good one
     for (int64_t k = begin; k < end; k += 16) {
       const F16 x = load(row + k);
-      peaks = maximum(peaks, absolute(x));
+      const F16 size = absolute(x);
+      peaks = maximum(peaks, bounded ? add(size, neighbours(size)) : size);
       poison = fma(x, splat(0.0f), poison);
     }
     const float peak = reduce_max(peaks) + reduce_add(poison);

@@ -150,12 +150,6 @@ void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* 
 }
 #endif
 
-// Weights are code - zero and codes are what is multiplied, so a group's sum of products starts at -zero * sum of the
-// row's codes. quantise_row stores that start (see Kernels).
-inline int32_t common_zero(const Layout& layout) {
-  return symmetric_zero(layout.format) - (layout.format == Format::kInt8 ? kInt8Bias : 0);
-}
-
 // `inputs` (a multiple of 8) of int4 codes as the rows of four bytes that a product multiplies.
 inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
   for (int64_t k = 0; k < inputs; k += 8, codes += 128, out += 256) {
@@ -179,26 +173,19 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
 // How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
 enum class Held { kBytes, kNibbles, kWidened };
 
-// What a product multiplies of a vector of codes: int8 needs all of a byte's range, int4 a half of it, so that some
-// instruction sets add up more inputs of it before they widen the sums.
+// int8 needs all of a byte's range, int4 a half of it, so that some instruction sets add up more inputs of it before
+// they widen the sums.
 template <Held kHeld>
-struct Operand {
-  using Type = SmallCodes;
-  static constexpr int kFours = kSmallFours;  // of inputs that one step takes
-  static Type of(Codes codes) { return codes; }
-  static I16 dot(I16 sum, const Type (&operands)[kFours], const int8_t* inputs) {
-    return dot_small(sum, operands, inputs);
+constexpr int kFoursOf = kHeld == Held::kBytes ? 1 : kSmallFours;  // of inputs that one step takes
+
+template <Held kHeld>
+inline MILLRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
+  if constexpr (kHeld == Held::kBytes) {
+    return dot4(sum, codes[0], inputs);
+  } else {
+    return dot_small(sum, codes, inputs);
   }
-};
-template <>
-struct Operand<Held::kBytes> {
-  using Type = WideCodes;
-  static constexpr int kFours = 1;
-  static Type of(Codes codes) { return widen(codes); }
-  static I16 dot(I16 sum, const Type (&operands)[kFours], const int8_t* inputs) {
-    return dot4_wide(sum, operands[0], inputs);
-  }
-};
+}
 
 // So many passes take longer over nibbles than over what is widened, widening included.
 constexpr int64_t kWidenPasses = 8;
@@ -208,8 +195,7 @@ constexpr int64_t kWidenPasses = 8;
 template <Held kHeld, bool kAsymmetric, int kRows, int kVectors>
 inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
                             Ahead& ahead) {
-  using Taken = Operand<kHeld>;
-  constexpr int kFours = Taken::kFours;
+  constexpr int kFours = kFoursOf<kHeld>;
   const Layout& layout = args.weights->layout;
   const QuantisedRows& rows = *args.quantised;
   const int64_t half = kVectors < kPanelVectors ? vector % kPanelVectors : 0;
@@ -237,18 +223,18 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
       I16 factor = zero_int();  // of a row's sum of codes
       if constexpr (kAsymmetric) {
         const int16_t* zeros = reinterpret_cast<const int16_t*>(headers[v()] + kPanel * 2);
-        factor = sub_int(splat_int(kHeld == Held::kBytes ? kInt8Bias : 0), load_i16(zeros));
+        factor = sub_int(zero_int(), load_i16(zeros));
       }
       each<kRows>([&](auto r) MILLRACE_INLINE {
         const I16 row_sum = splat_int(row_sums[r() * rows.groups_stride + g]);
         sums[r()][v()] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
       });
     });
-    auto add_products = [&](const typename Taken::Type(&operands)[kVectors][kFours], int64_t k) MILLRACE_INLINE {
+    auto add_products = [&](const Codes(&operands)[kVectors][kFours], int64_t k) MILLRACE_INLINE {
       each<kRows>([&](auto r) MILLRACE_INLINE {
         const int8_t* inputs = row_codes + r() * rows.stride + k;
         each<kVectors>([&](auto v)
-                           MILLRACE_INLINE { sums[r()][v()] = Taken::dot(sums[r()][v()], operands[v()], inputs); });
+                           MILLRACE_INLINE { sums[r()][v()] = dot<kHeld>(sums[r()][v()], operands[v()], inputs); });
       });
     };
     for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
@@ -257,7 +243,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
         for (int64_t k = asked; k < asked + kAskInputs; k += 8) {
           // The codes are read twice: both halves of all vectors at once would not stay in registers.
           each<2>([&](auto upper) MILLRACE_INLINE {
-            typename Taken::Type operands[kVectors][1];
+            Codes operands[kVectors][1];
             each<kVectors>([&](auto v) MILLRACE_INLINE {
               const Codes pairs = load_codes(codes[v()] + k * 16);
               operands[v()][0] = upper() ? high_nibbles(pairs) : low_nibbles(pairs);
@@ -268,13 +254,13 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
       } else {
 #pragma GCC unroll 4
         for (int64_t k = asked; k < asked + kAskInputs; k += 4 * kFours) {
-          typename Taken::Type operands[kVectors][kFours];
+          Codes operands[kVectors][kFours];
           each<kVectors, kFours>([&](auto v, auto four) MILLRACE_INLINE {
             if constexpr (kHeld == Held::kNibbles) {
               const Codes pairs = load_codes(codes[v()] + k * 16 + four() / 2 * 128);
               operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
             } else {
-              operands[v()][four()] = Taken::of(load_codes(codes[v()] + (k + four() * 4) * 32));
+              operands[v()][four()] = load_codes(codes[v()] + (k + four() * 4) * 32);
             }
           });
           add_products(operands, k);

@@ -51,9 +51,8 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
     I16 high_factor = low_factor;
     if (layout.asymmetric) {
       const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
-      const I16 bias = splat_int(int4 ? 0 : kInt8Bias);
-      low_factor = sub_int(bias, load_i16(zeros));
-      high_factor = sub_int(bias, load_i16(zeros + 16));
+      low_factor = sub_int(zero_int(), load_i16(zeros));
+      high_factor = sub_int(zero_int(), load_i16(zeros + 16));
     }
     for (int64_t r = 0; r < shape.rows; ++r) {
       const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);

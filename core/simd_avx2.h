@@ -17,7 +17,6 @@ constexpr int kFewFloat = 2, kRowsF32 = 6, kRowsBf16 = 4, kVectorsFloat = 1;
 constexpr int kSmallFours = 4;                    // steps of four inputs whose sums of small codes fit 16 bits
 constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers
-constexpr int32_t kInt8Bias = 128;  // maddubs needs the weight's magnitude below 129, so int8 codes are made signed
 
 struct F16 {
   __m256 a, b;
@@ -43,6 +42,8 @@ inline F16 absolute(F16 x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+// Lane i of x, and its neighbour's: of the pairs that a product adds up first.
+inline F16 neighbours(F16 x) { return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)}; }
 inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
@@ -132,37 +133,27 @@ inline I16 store_rounded(int8_t* p, F16 x) {
 struct Codes {
   __m256i a, b;
 };
-using SmallCodes = Codes;
-struct WideCodes {
-  Codes magnitude, sign;
-};
 
 inline Codes load_codes(const uint8_t* p) { return {load_bytes(p), load_bytes(p + 32)}; }
 inline void store_codes(uint8_t* p, Codes x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
 }
-inline SmallCodes low_nibbles(Codes x) {
+inline Codes low_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
-inline SmallCodes high_nibbles(Codes x) {
+inline Codes high_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
-inline WideCodes widen(Codes x) {
-  const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x80));
-  __m256i a = _mm256_xor_si256(x.a, bias);
-  __m256i b = _mm256_xor_si256(x.b, bias);
-  return {{_mm256_abs_epi8(a), _mm256_abs_epi8(b)}, {a, b}};
-}
-
 inline __m256i broadcast4(const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);
   return _mm256_set1_epi32(word);
 }
-// No sum of products saturates 16 bits: 128 * 127 * 2 = 32512 here, 15 * 127 * 8 = 15240 with small codes.
+// No sum of products saturates 16 bits: 255 * 128 = 32640 here, since quantise_row bounds neighbours; 15 * 127 * 8 =
+// 15240 with small codes.
 inline __m256i dot4_8(__m256i sum, __m256i codes, __m256i rows) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, rows), _mm256_set1_epi16(1)));
 }
@@ -172,15 +163,14 @@ inline __m256i sum_small(__m256i sum, __m256i a, __m256i b, __m256i c, __m256i d
   const __m256i ones = _mm256_set1_epi16(1);
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(first, second), ones));
 }
-inline I16 dot_small(I16 sum, const SmallCodes (&x)[kSmallFours], const int8_t* inputs) {
+inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* inputs) {
   const __m256i rows[] = {broadcast4(inputs), broadcast4(inputs + 4), broadcast4(inputs + 8), broadcast4(inputs + 12)};
   return {sum_small(sum.a, x[0].a, x[1].a, x[2].a, x[3].a, rows),
           sum_small(sum.b, x[0].b, x[1].b, x[2].b, x[3].b, rows)};
 }
-inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) {
-  __m256i rows = broadcast4(four);
-  return {dot4_8(sum.a, x.magnitude.a, _mm256_sign_epi8(rows, x.sign.a)),
-          dot4_8(sum.b, x.magnitude.b, _mm256_sign_epi8(rows, x.sign.b))};
+inline I16 dot4(I16 sum, Codes x, const int8_t* four) {
+  const __m256i row = broadcast4(four);
+  return {dot4_8(sum.a, x.a, row), dot4_8(sum.b, x.b, row)};
 }
 
 }  // namespace

@@ -23,7 +23,6 @@ constexpr int kFewFloat = 8, kRowsF32 = 8, kRowsBf16 = 8, kVectorsFloat = 2;
 constexpr int kSmallFours = 1;
 constexpr int kScoreRows = 4, kScoreBlocks = 4;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 4, kValueVectors = 4;  // attention: outputs by vectors of dims in registers
-constexpr int32_t kInt8Bias = 0;
 
 using F16 = __m512;
 using I16 = __m512i;
@@ -39,6 +38,8 @@ inline F16 fma(F16 x, F16 y, F16 z) { return _mm512_fmadd_ps(x, y, z); }
 inline F16 maximum(F16 x, F16 y) { return _mm512_max_ps(x, y); }
 inline F16 minimum(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline F16 absolute(F16 x) { return _mm512_abs_ps(x); }
+// Lane i of x, and its neighbour's: of the pairs that a product adds up first.
+inline F16 neighbours(F16 x) { return _mm512_permute_ps(x, 0xb1); }
 inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
 }
@@ -140,25 +141,21 @@ inline F16 dot2(F16 sum, Pairs16 pairs, const uint16_t* two) {
 #endif
 
 using Codes = __m512i;
-using SmallCodes = __m512i;
-using WideCodes = __m512i;
 
 inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x); }
-inline SmallCodes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline SmallCodes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-inline WideCodes widen(Codes x) { return x; }
+inline Codes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Codes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
 // As asm, because gcc copies every accumulator once per turn of a loop around the intrinsic.
-inline I16 dot4(I16 sum, __m512i codes, const int8_t* four) {
+inline I16 dot4(I16 sum, Codes codes, const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);
   const __m512i row = _mm512_set1_epi32(word);
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(row));
   return sum;
 }
-inline I16 dot_small(I16 sum, const SmallCodes (&x)[kSmallFours], const int8_t* four) { return dot4(sum, x[0], four); }
-inline I16 dot4_wide(I16 sum, WideCodes x, const int8_t* four) { return dot4(sum, x, four); }
+inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* four) { return dot4(sum, x[0], four); }
 
 }  // namespace
 }  // namespace millrace

@@ -17,7 +17,6 @@ constexpr int kFewFloat = 2, kRowsF32 = 2, kRowsBf16 = 2, kVectorsFloat = 2;
 constexpr int kSmallFours = 1;
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
-constexpr int32_t kInt8Bias = 0;                  // dot4_u8 multiplies code - kInt8Bias
 
 struct F16 {
   float v[16];
@@ -43,6 +42,7 @@ inline F16 fma(const F16& a, const F16& b, const F16& c) { MILLRACE_LANES(__buil
 inline F16 maximum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 minimum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 absolute(const F16& a) { MILLRACE_LANES(a.v[i] < 0.0f ? -a.v[i] : a.v[i]); }
+inline F16 neighbours(const F16& a) { MILLRACE_LANES(a.v[i ^ 1]); }
 inline F16 where_less(const F16& a, const F16& b, const F16& yes, const F16& no) {
   MILLRACE_LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
 }
@@ -162,9 +162,6 @@ inline Codes high_nibbles(const Codes& a) {
   for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] >> 4;
   return result;
 }
-using SmallCodes = Codes;  // codes below 16
-using WideCodes = Codes;
-inline WideCodes widen(const Codes& a) { return a; }
 
 inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   I16 result;
@@ -175,10 +172,9 @@ inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   }
   return result;
 }
-inline I16 dot_small(const I16& sum, const SmallCodes (&a)[kSmallFours], const int8_t* four) {
+inline I16 dot_small(const I16& sum, const Codes (&a)[kSmallFours], const int8_t* four) {
   return dot4(sum, a[0], four);
 }
-inline I16 dot4_wide(const I16& sum, const WideCodes& a, const int8_t* four) { return dot4(sum, a, four); }
 
 }  // namespace
 }  // namespace millrace

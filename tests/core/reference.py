@@ -49,14 +49,24 @@ def int8_kv(values: Doubles) -> Doubles:
     return np.clip(np.rint(values / np.where(scale > 0, scale, 1)), -127, 127) * scale
 
 
-def int8_rows(group: int) -> Callable[[Doubles], Doubles]:
-    """Rounds each group of a row by itself; group 0 is the whole row."""
+def int8_pairs(values: Doubles) -> Doubles:
+    """As int8, with a scale by which two neighbours are at most 127 together before they are rounded."""
+    sizes = np.abs(values)
+    pairs = sizes[..., ::2].copy()
+    pairs[..., : sizes.shape[-1] // 2] += sizes[..., 1::2]
+    scale = pairs.max(axis=-1, keepdims=True) / 127
+    return np.rint(values / np.where(scale > 0, scale, 1)) * scale
+
+
+def int8_rows(format: str, group: int) -> Callable[[Doubles], Doubles]:
+    """Rounds each group of a row by itself, for weights of that format; group 0 is the whole row."""
+    rounding = int8_pairs if format == "int8" else int8
 
     def rounded(values: Doubles) -> Doubles:
         if not group:
-            return int8(values)
+            return rounding(values)
         starts = range(0, values.shape[-1], group)
-        return np.concatenate([int8(values[..., start : start + group]) for start in starts], axis=-1)
+        return np.concatenate([rounding(values[..., start : start + group]) for start in starts], axis=-1)
 
     return rounded
 

@@ -99,7 +99,7 @@ def test_rounded_weights_give_what_the_unpacked_weights_give(name: str, format: 
     tokens = text(20, model)
     found = Tiny(model, format, group, isa=isa).rows(tokens, BLOCKS)
     rounds = isa in ROUNDS_ROWS
-    read = int8_rows(group) if format != "bf16" else bf16 if rounds else exact
+    read = int8_rows(format, group) if format != "bf16" else bf16 if rounds else exact
     expected = forward(model, unpacked_tensors(model, format, group), tokens, read=read)
     if format == "bf16" and not rounds:
         assert off_by(found, expected) < 3e-6

@@ -40,26 +40,28 @@ def from_codes(
     return _core.Packed(format, outputs, inputs, group, gain, out, zeros is not None)
 
 
-def rounded_rows(rows: Floats, size: int) -> tuple[NDArray[np.int64], Floats]:
-    """Each group of a row as codes of -127..127 and a scale, every operation in f32 as documented."""
+def rounded_rows(rows: Floats, size: int, format: Format) -> tuple[NDArray[np.int64], Floats]:
+    """Each group of a row as codes and a scale, every operation in f32 as documented: codes of -127..127, and for int8
+    weights of so much that two neighbours are 128 together."""
     count, width = rows.shape
     groups = -(-width // size)
     padded = np.zeros((count, groups * size), np.float32)
     padded[:, :width] = rows
     parts = padded.reshape(count, groups, size)
-    peaks = np.abs(parts).max(axis=2)
+    sizes = np.abs(parts)
+    peaks = (sizes[..., ::2] + sizes[..., 1::2] if format == "int8" else sizes).max(axis=2)
     inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
     codes = np.rint(parts * inverse[..., None]).astype(np.int64)
     return codes, peaks / np.float32(127)
 
 
 def emulated(
-    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | int, rows: Floats, group: int
+    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | int, rows: Floats, format: Format, group: int
 ) -> tuple[Doubles, Doubles]:
     """The product of integer codes, and the sum of the magnitudes of what was added: exact but for f32 sums."""
     outputs, inputs = codes.shape
     size = group_of(group, inputs)
-    row_codes, row_scales = rounded_rows(rows, size)
+    row_codes, row_scales = rounded_rows(rows, size, format)
     total = np.zeros((len(rows), outputs))
     magnitude = np.zeros((len(rows), outputs))
     for g in range(scales.shape[1]):
@@ -98,7 +100,7 @@ def test_products_of_integer_weights_are_whole_numbers_times_scales(
     weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
     rows = random_rows(MANY, inputs)
     centre = zeros if asymmetric else 128 if format == "int8" else 8
-    expected, magnitude = emulated(codes, scales, centre, rows, group)
+    expected, magnitude = emulated(codes, scales, centre, rows, format, group)
     found = product(weights, rows, outputs, isa)
     assert (np.abs(found - expected) <= 1e-6 * magnitude).all()
     assert same_bits(product(weights, rows[:7], outputs, isa), found[:7])
@@ -114,16 +116,17 @@ def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, 
     groups = -(-256 // group_of(group, 256))
     scales = np.ones((36, groups), np.float32)
     zeros = np.tile(np.array([[0], [most], [most // 2], [1]], np.int16), (9, groups))
-    rows = np.ones((6, 256), np.float32)
+    rows = np.ones((7, 256), np.float32)
     rows[1] = -1
     rows[2, ::2] = -1
     rows[3, ::3] = -1
     rows[4, 1:] = 0
     rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
+    rows[6, 1::2] = 0
     rows = np.tile(rows, (9, 1))  # as many as are multiplied in the quickest way
     weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
     centre = zeros if asymmetric else 128 if format == "int8" else 8
-    expected, magnitude = emulated(codes, scales, centre, rows, group)
+    expected, magnitude = emulated(codes, scales, centre, rows, format, group)
     assert (np.abs(product(weights, rows, 36, isa) - expected) <= 1e-6 * magnitude).all()
 
 
@@ -141,7 +144,7 @@ def test_the_longest_channel_does_not_overflow(isa: str) -> None:
     zeros = np.array([[0], [255]], np.int16)
     weights = from_codes(codes, np.ones((2, 1), np.float32), zeros, "int8", 0)
     rows = np.stack([np.full(65536, value, np.float32) for value in (127, -127)])
-    largest = np.float32(65536 * 255 * 127)
+    largest = np.float32(65536 * 255 * 64 * 2)  # codes of 64, because neighbours are 128 together, times a scale of 2
     assert np.array_equal(product(weights, rows, 2, isa), [[largest, -largest], [-largest, largest]])
 
 
@@ -179,6 +182,14 @@ def test_rows_of_zeros_and_rows_of_nothing_else_than_tiny_values_multiply(format
     assert (found[0] == 0).all()
     assert np.abs(found[1:3]).max() <= 1e-34
     assert np.allclose(found[3], exact[3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_neighbours_that_are_infinite_together_do_not_look_like_a_good_row(isa: str) -> None:
+    weights = packed(np.random.default_rng(4).standard_normal((40, 64)).astype(np.float32), "int8", 32)
+    rows = np.zeros((1, 64), np.float32)
+    rows[0, 4:6] = 3e38
+    assert not np.isfinite(product(weights, rows, 40, isa)).any()
 
 
 @pytest.mark.parametrize("isa", ISAS)
