@@ -1,7 +1,7 @@
 """What the benchmarks' command lines and results files have in common.
 
-Owns the reading of lists and of the shorter command lines, which Millrace was measured and when, and the writing of a
-results file, which is whole whenever a run is ended.
+Owns the reading of lists and of the shorter command lines, which Millrace was measured and when, the writing of a
+results file, which is whole whenever a run is ended, and the end by SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
+_ended: list[int] = []  # signals that came
 
 
 def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -53,13 +54,23 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
+def rounds_of(results: dict[str, Any]) -> str:
+    if results["quick"]:
+        return "one short round, so no result"
+    return "one round" if results["repeat"] == 1 else f"{results['repeat']} rounds"
+
+
 def save(results: dict[str, Any], out: Path) -> None:
+    """Writes it whole, and leaves where SIGTERM came: its exception is lost where it comes while a destructor runs."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(out)
+    if _ended:
+        sys.exit(128 + _ended[0])
 
 
 def end(number: int, frame: object) -> None:
     """For SIGTERM: leaves by an exception, so that what was started ends with the run."""
+    _ended.append(number)
     sys.exit(128 + number)

@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from bars import verdicts
+from runs import rounds_of
 from summary import Row, Summary
 
 COLUMNS: Final = {
@@ -58,12 +61,11 @@ def table(results: dict[str, Any]) -> str:
 def _head(results: dict[str, Any]) -> list[str]:
     machine = results["machine"]
     peaks = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine["peaks"].items())
-    rounds = "one short round, so no result" if results["quick"] else f"{results['repeat']} rounds"
     lines = [
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
         f"{machine['memory'] / 2**30:.0f} GiB, {machine['system']}; Millrace's instruction set: {machine['isa']}",
         f"- Peaks at the start, Gop/s: {peaks}",
-        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds}",
+        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds_of(results)}",
         f"- Command: `{results['command']}`",
         f"- Python {machine['python']}",
     ]

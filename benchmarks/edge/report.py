@@ -14,6 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from runs import rounds_of
+
 COLUMNS: Final = {
     "whole": ("p50_ms", "p99_ms", "cpu_us_per_request", "client_lag_p99_ms", "failed", "unfinished"),
     "streamed": ("p50_ms", "p99_ms", "cpu_us_per_request", "client_lag_p99_ms", "failed", "unfinished"),
@@ -36,13 +40,12 @@ FLAT: Final = 0.05  # that memory may grow by between the two counts: what an al
 
 def table(results: dict[str, Any]) -> str:
     machine = results["machine"]
-    rounds = "one short round, so no result" if results["quick"] else f"{results['repeat']} rounds"
     lines = [
         "# What the gateway costs",
         "",
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, "
         f"{machine['system']}, Python {machine['python']}; the server on one core, the client on the other",
-        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds}",
+        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds_of(results)}",
         f"- Command: `{results['command']}`",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in results['versions'].items())}",
         "",

@@ -13,6 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from runs import rounds_of
+
 UNITS: Final = {"memory": (2**20, "MiB"), "start": (1.0, "s"), "goodput": (1.0, "req/s")}
 HIGHER_IS_BETTER: Final = frozenset({"c1-tokens", "c8-tokens", "c32-tokens", "goodput"})
 TITLES: Final = {
@@ -49,12 +53,11 @@ def bar_of(metric: str, precision: str) -> float | None:
 
 def table(results: dict[str, Any]) -> str:
     machine = results["machine"]
-    rounds = "one short round, so no result" if results["quick"] else f"{results['repeat']} rounds"
     lines = [
         "# Servers side by side",
         "",
         f"- Machine: {machine.get('cpu', machine)}",
-        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds}",
+        f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds_of(results)}",
         f"- Command: `{results['command']}`",
         "- Versions: " + "; ".join(f"{peer}: {_listed(found)}" for peer, found in results["versions"].items()),
         "",

@@ -139,6 +139,9 @@ class Run:
         save(self.results, self.options.out)
 
     def _ask(self, number: int, shape: str, server: Server, load: Load, running: Running) -> None:
+        if load.name == "goodput" and self._cannot_be_good(number, shape, server):
+            self._note(number, shape, server, "goodput", 0.0)
+            return
         try:
             found = loads.measure(load, running.url, seed=self.options.seed + number, quick=self.options.quick)
         except LoadError as failure:
@@ -170,6 +173,15 @@ class Run:
         return server.peer != "millrace" and any(
             each["metric"] == "start" and each["value"] > SLOW_START for each in mine
         )
+
+    def _cannot_be_good(self, number: int, shape: str, server: Server) -> bool:
+        """Whether a stream that had the server to itself took longer for a token than the objective of goodput."""
+        mine = [
+            each
+            for each in self.timings
+            if (each["shape"], each["server"], each["round"]) == (shape, server.name, number)
+        ]
+        return any(each["metric"] == "c1-itl" and each["value"] > loads.OBJECTIVE_TPOT for each in mine)
 
     def _far_behind(self, shape: str, server: Server, load: Load) -> bool:
         """A peer so far behind the best one cannot be the best: its first numbers say all that a comparison needs."""
