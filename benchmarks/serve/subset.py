@@ -23,10 +23,10 @@ import servers
 from loads import LOADS
 from probes import Prober, describe
 from report import HIGHER_IS_BETTER, bar_of, best_of, cell, of_best, title
-from runs import listed
+from runs import listed, rounds_of
 from servers import SERVERS
 
-REFERENCE: Final = Path(__file__).resolve().parent / "results" / "2026-11-22-icelake-2.json"
+RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHAPE: Final = "qwen2.5-0.5b"
 SUBSET: Final = ("c1", "c8", "prefix")
 PRECISIONS: Final = ("int8", "int4")
@@ -36,19 +36,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure Millrace's server beside the committed reference.")
     parser.add_argument("--precisions", type=listed(PRECISIONS), default=list(PRECISIONS), help="of int8,int4")
     parser.add_argument("--loads", type=listed(SUBSET), default=list(SUBSET), help=f"of {','.join(SUBSET)}")
-    parser.add_argument("--reference", type=Path, default=REFERENCE, help="results of run.py")
+    parser.add_argument("--reference", type=Path, help="results of run.py, in place of those of a machine as this one")
     options = parser.parse_args()
-    reference = json.loads(options.reference.read_text())
-    print(f"reference: {options.reference.stem}, {reference['repeat']} rounds, {reference['started']}")
-    _say_machines(reference["machine"])
+    here = describe(Prober(servers.THREADS).machine)
+    path = options.reference or _reference(here["isa"])
+    reference = json.loads(path.read_text())
+    print(f"reference: {path.stem}, {rounds_of(reference)}, {reference['started']}")
+    _say_machines(here, reference["machine"])
     for precision in options.precisions:
         _compare(precision, options.loads, reference)
     return 0
 
 
-def _say_machines(then: dict[str, Any]) -> None:
+def _reference(isa: str) -> Path:
+    """The newest committed run on this instruction set; the newest of all where there is none."""
+    runs = {path: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    whole = [path for path, results in runs.items() if _is_reference(results)]
+    return max(whole, key=lambda path: (runs[path]["machine"]["isa"] == isa, runs[path]["started"]))
+
+
+def _is_reference(results: dict[str, Any]) -> bool:
+    """Whether it has peers at what is compared."""
+    there = {(each["shape"], each["precision"], each["peer"] != "millrace") for each in results["timings"]}
+    return all((SHAPE, precision, True) in there for precision in PRECISIONS)
+
+
+def _say_machines(here: dict[str, Any], then: dict[str, Any]) -> None:
     """What either can do: a number below is worth what these say."""
-    here = describe(Prober(servers.THREADS).machine)
     for name, machine in (("here", here), ("then", then)):
         peaks = ", ".join(f"{kind} {rate / 1e9:,.0f} Gop/s" for kind, rate in machine["peaks"].items())
         print(f"  {name}: {machine['cpu']}, {machine['threads']} threads, {machine['isa']}: {peaks}", flush=True)
