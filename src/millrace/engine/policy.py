@@ -85,8 +85,8 @@ class Policy:
     )
     # A step with short prompts in it that are late may last this many times what the streams in it would take alone,
     # but no more than so many of their objectives.
-    late_stretch: float = 3.0
-    late_objective: float = 2.0
+    late_stretch: float = 4.0
+    late_objective: float = 4.0
     decode_weight: float = 2.0  # a generated token is charged like this many prompt tokens; cached ones are free
     background_share: float = 1 / 32  # of the served tokens, for background work that would otherwise stand still
     late_turns: int = 4  # one in so many of a tenant's turns goes to a request whose objective cannot be met any more
