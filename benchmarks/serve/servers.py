@@ -129,7 +129,7 @@ def _vllm(model: Path, port: int) -> Launch:
 
 def _transformers(model: Path, port: int) -> Launch:
     program = places.environment("transformers") / "bin" / "transformers"
-    command = [program, "serve", "--port", str(port), "--force-model", model, "--continuous-batching"]
+    command = [program, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--continuous-batching"]
     return Launch(command, {**engines.OFFLINE, "OMP_NUM_THREADS": str(THREADS)})
 
 
