@@ -122,14 +122,14 @@ LOADS: Final = (
 )
 
 
-def measure(load: Load, url: str, *, seed: int, quick: bool) -> dict[str, float]:
-    """LoadError where it did not work, or not in time."""
+def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: bool) -> dict[str, float]:
+    """LoadError where it did not work, or not in time. `asked`: further flags, of the server."""
     flags: Sequence[str] = load.quick if quick and load.quick else load.flags
     with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
         out = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "millrace", "bench", url, "--json", str(out), "--seed", str(seed)),
-            *("--token-mismatch", "off", "--no-live", *flags),
+            *("--token-mismatch", "off", "--no-live", *flags, *asked),
         ]
         places.LOGS.mkdir(parents=True, exist_ok=True)
         with (places.LOGS / "serve-bench.log").open("ab") as log:

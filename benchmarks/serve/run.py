@@ -143,7 +143,9 @@ class Run:
             self._note(number, shape, server, "goodput", 0.0)
             return
         try:
-            found = loads.measure(load, running.url, seed=self.options.seed + number, quick=self.options.quick)
+            found = loads.measure(
+                load, running.url, running.flags, seed=self.options.seed + number, quick=self.options.quick
+            )
         except LoadError as failure:
             if not running.alive:
                 raise ServerError(f"it ended: {running.why()}") from None

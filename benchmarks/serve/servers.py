@@ -46,6 +46,8 @@ class Launch:
     command: list[str | Path]
     env: Mapping[str, str]
     health: str = "/health"
+    model: str | None = None  # the name to ask it by, where it does not list its model
+    ignores_eos: bool = True  # or refuses a request that asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,10 @@ def _vllm(model: Path, port: int) -> Launch:
 def _transformers(model: Path, port: int) -> Launch:
     program = places.environment("transformers") / "bin" / "transformers"
     command = [program, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--continuous-batching"]
-    return Launch(command, {**engines.OFFLINE, "OMP_NUM_THREADS": str(THREADS)})
+    hub = places.CACHE / "hub"  # which it looks into when it is asked for its models
+    hub.mkdir(parents=True, exist_ok=True)
+    env = {**engines.OFFLINE, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_CACHE": str(hub)}
+    return Launch(command, env, model=str(model), ignores_eos=False)
 
 
 SERVERS: Final = (
@@ -153,10 +158,17 @@ PEERS: Final = ("llama.cpp", "openvino", "vllm", "transformers")
 class Running:
     """A server's process group."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, launch: Launch) -> None:
         self.url = url
+        self.launch = launch
         self._process = process
         self._log = log
+
+    @property
+    def flags(self) -> list[str]:
+        """How `millrace bench` has to ask it."""
+        flags = ["--model", self.launch.model] if self.launch.model is not None else []
+        return flags if self.launch.ignores_eos else [*flags, "--no-ignore-eos"]
 
     def memory(self) -> int:
         """Bytes of all its processes, what they share counted once (PSS)."""
@@ -196,10 +208,10 @@ def started(server: Server, model: Path) -> Iterator[tuple[Running, float]]:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-    running = Running(process, f"http://127.0.0.1:{port}", log)
+    running = Running(process, f"http://127.0.0.1:{port}", log, launch)
     try:
         _wait(running, launch.health)
-        _first_token(running.url)
+        _first_token(running)
         yield running, time.perf_counter() - begun
     finally:
         running.end()
@@ -220,17 +232,19 @@ def _wait(running: Running, health: str) -> None:
     raise ServerError(f"not ready after {START_SECONDS:.0f} s: {running.why()}")
 
 
-def _first_token(url: str) -> None:
+def _first_token(running: Running) -> None:
     """Returns when the first words of a stream are there."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
-        model = json.load(answer)["data"][0]["id"]
+    url, model = running.url, running.launch.model
+    if model is None:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            model = json.load(answer)["data"][0]["id"]
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "The water ran down the narrow channel to the wheel."}],
         "stream": True,
         "max_tokens": 8,
         "temperature": 0,
-        "ignore_eos": True,
+        **({"ignore_eos": True} if running.launch.ignores_eos else {}),
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}

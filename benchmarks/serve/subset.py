@@ -76,7 +76,7 @@ def _compare(precision: str, wanted: list[str], reference: dict[str, Any]) -> No
         now = {"start": first}
         for load in LOADS:
             if load.name in wanted:
-                now |= loads.measure(load, running.url, seed=1, quick=False)
+                now |= loads.measure(load, running.url, running.flags, seed=1, quick=False)
         now["memory"] = float(running.memory())
     print(f"  {'':38} {'here':>12} {'then':>12} {'here/then':>10}   best peer then, ours of its; bar", flush=True)
     for metric, value in now.items():
