@@ -147,6 +147,7 @@ inline Codes high_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
+
 inline __m256i broadcast4(const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);

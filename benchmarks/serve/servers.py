@@ -73,7 +73,7 @@ CONFIGURATION: Final = {
     "openvino_http.py",
     "vllm": "its OpenAI server (`vllm.entrypoints.openai.api_server`), 1 GiB of KV, compiled as by default, "
     "tcmalloc and Intel's OpenMP preloaded",
-    "transformers": "`transformers serve --continuous-batching`",
+    "transformers": "`transformers serve --continuous-batching`, asked without `ignore_eos`, which it refuses",
 }
 
 
