@@ -44,12 +44,12 @@ SourceType check_dense(const DenseArray& source, const std::string& name) {
 }
 
 float pack(const DenseArray& source, const std::string& type_name, const std::string& format, int64_t group,
-           MutableArray<uint8_t, 1> out, Pool& pool) {
+           MutableArray<uint8_t, 1> out, Pool& pool, bool multiples) {
   SourceType type = check_dense(source, type_name);
   if (source.ndim() != 2) refuse("the source must have two dimensions");
   check_natural(source, "the source");
   DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
-  Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false);
+  Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false, multiples);
   if (static_cast<int64_t>(out.size()) != layout.bytes)
     refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
@@ -61,7 +61,7 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
                       int64_t group, MutableArray<uint8_t, 1> out) {
   const bool asymmetric = !zeros.is_none();
   Layout layout = Layout::of(format_from_name(format), static_cast<int64_t>(codes.shape(0)),
-                             static_cast<int64_t>(codes.shape(1)), group, asymmetric);
+                             static_cast<int64_t>(codes.shape(1)), group, asymmetric, false);
   if (!is_integer(layout.format)) refuse("codes are packed as int8 or int4");
   auto per_group = [&](size_t rows, size_t columns) {
     return static_cast<int64_t>(rows) == layout.outputs && static_cast<int64_t>(columns) == layout.groups;
@@ -98,8 +98,8 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
 }
 
 Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-                   Array<uint8_t, 1> data, bool asymmetric) {
-  Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric);
+                   Array<uint8_t, 1> data, bool asymmetric, bool multiples) {
+  Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples);
   if (static_cast<int64_t>(data.size()) != layout.bytes) {
     refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
   }
@@ -369,12 +369,12 @@ NB_MODULE(_core, module) {
 
   module.def(
       "packed_bytes",
-      [](const std::string& format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric) {
-        return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric).bytes;
+      [](const std::string& format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
+        return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples).bytes;
       },
-      "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false);
+      "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false, "multiples"_a = false);
   module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(),
-             "pool"_a);
+             "pool"_a, "multiples"_a = false);
   module.def("pack_codes", &pack_from_codes, "codes"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.none(),
              "format"_a, "group"_a, "out"_a.noconvert());
   module.def(
@@ -390,10 +390,12 @@ NB_MODULE(_core, module) {
       .def(
           "__init__",
           [](Packed* self, const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-             Array<uint8_t, 1> data, bool asymmetric) {
-            new (self) Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric));
+             Array<uint8_t, 1> data, bool asymmetric, bool multiples) {
+            new (self)
+                Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples));
           },
-          "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false)
+          "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false,
+          "multiples"_a = false)
       .def("unpack", &unpack);
 
   module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a);

@@ -27,7 +27,7 @@ bool tiles_multiply() {
     scales[r] = 0.5f + static_cast<float>(r);
     starts[r] = static_cast<int32_t>(r * 7 - 50);
   }
-  const PackedView view{Layout::of(Format::kInt8, kPanel, kInputs, kInputs, false), weights};
+  const PackedView view{Layout::of(Format::kInt8, kPanel, kInputs, kInputs, false, false), weights};
   const QuantisedRows rows{codes, scales, starts, kInputs, 1};
   float found[2][kRows * kPanel];
   ProductArgs args;

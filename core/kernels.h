@@ -21,7 +21,7 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 // * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.
 struct QuantisedRows {
   int8_t* codes = nullptr;  // [rows][stride]
-  float* scales = nullptr;  // [rows][groups_stride]
+  float* scales = nullptr;  // [rows][groups_stride], of blocks
   int32_t* sums = nullptr;  // [rows][groups_stride]: where a product's sums of a group start, see quantise_row
   int64_t stride = 0;       // bytes between rows
   int64_t groups_stride = 0;
@@ -90,8 +90,9 @@ struct Kernels {
   // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
   // none.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
-  // For the product with weights of this layout. sums[g] is where its sum of group g starts: minus the zero times the
-  // sum of the codes; or, where every channel has a zero of its own, the plain sum.
+  // For the product with weights of this layout, and by the same instruction set. sums[g] is where its sum of group g
+  // starts: minus the zero times the sum of the codes; or, where every channel has a zero of its own, the plain sum.
+  // With multiples it is what that set's small_start() makes of it.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
   void (*attend)(const AttentionArgs&);

@@ -20,10 +20,10 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
   const bool bounded = layout.format == Format::kInt8;
   // A product's sum of a group starts at -zero * sum of the row's codes: weights are code - zero, codes are multiplied.
   const int32_t factor = layout.asymmetric ? 1 : -symmetric_zero(layout.format);
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    const int64_t begin = g * layout.group;
-    const int64_t group_end = begin + layout.group;
-    const int64_t end = group_end < held ? group_end : held;
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    const int64_t begin = b * layout.block;
+    const int64_t block_end = begin + layout.block_inputs(b);
+    const int64_t end = block_end < held ? block_end : held;
     F16 peaks = splat(0.0f);
     F16 poison = splat(0.0f);  // 0, but NaN where a value is NaN or infinite: the group must not look like a good one
     for (int64_t k = begin; k < end; k += 16) {
@@ -36,13 +36,18 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
     // Finite, so that a code is never beyond 127: its sum is taken before it is stored.
     const float steps = peak > 0.0f ? 127.0f / peak : 0.0f;
     const F16 inverse = splat(steps > 3.4e38f ? 3.4e38f : steps);
-    I16 sum = splat_int(0);
-    int64_t k = begin;
-    for (; k < end; k += 16) sum = add_int(sum, store_rounded(codes + k, mul(load(row + k), inverse)));
-    for (; k < group_end; ++k) codes[k] = 0;
-    scales[g] = peak / 127.0f;
-    // Of a poisoned group the sum may be anything, and the scale is NaN.
-    sums[g] = static_cast<int32_t>(static_cast<uint32_t>(factor) * static_cast<uint32_t>(reduce_add_int(sum)));
+    // Of a poisoned block the sums may be anything, and the scale is NaN.
+    scales[b] = peak / 127.0f;
+    for (int64_t k = begin; k < block_end;) {
+      const int64_t group_end = k + layout.group;
+      I16 sum = splat_int(0);
+      for (; k < least(group_end, end); k += 16) {
+        sum = add_int(sum, store_rounded(codes + k, mul(load(row + k), inverse)));
+      }
+      for (; k < group_end; ++k) codes[k] = 0;
+      const uint32_t start = static_cast<uint32_t>(factor) * static_cast<uint32_t>(reduce_add_int(sum));
+      *sums++ = layout.multiples ? small_start(static_cast<int32_t>(start)) : static_cast<int32_t>(start);
+    }
   }
 }
 

@@ -21,7 +21,7 @@ namespace millrace {
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
 // Of what a record holds. Raise it when that changes: saved KV of another version is of no use.
-constexpr int64_t kKvLayoutVersion = 3;
+constexpr int64_t kKvLayoutVersion = 4;
 
 enum class KvType : int { kF32, kBf16, kInt8 };
 

@@ -14,13 +14,16 @@ Format format_from_name(const std::string& name) {
   throw std::invalid_argument("unknown weight format '" + name + "': expected f32, bf16, int8 or int4");
 }
 
-Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric) {
+Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
   constexpr int64_t kMaxOutputs = int64_t{1} << 24;
   if (outputs < 1 || outputs > kMaxOutputs)
     throw std::invalid_argument("outputs out of range: " + std::to_string(outputs));
   if (inputs < 1 || inputs > kMaxInputs) throw std::invalid_argument("inputs out of range: " + std::to_string(inputs));
   if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
     throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
+  }
+  if (multiples && (format != Format::kInt4 || group != kMultipleGroup || asymmetric)) {
+    throw std::invalid_argument("multiples are for symmetric int4 in groups of 32");
   }
   Layout layout;
   layout.format = format;
@@ -29,13 +32,16 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   layout.panels = (outputs + kPanel - 1) / kPanel;
   if (is_integer(format)) {
     layout.asymmetric = asymmetric;
+    layout.multiples = multiples;
     layout.group = group == 0 ? round_up(inputs, 64) : group;
     layout.padded_inputs = round_up(inputs, layout.group);
     layout.groups = layout.padded_inputs / layout.group;
-    layout.header_bytes = kPanel * 2 * (asymmetric ? 2 : 1);
-    int64_t code_bytes = kPanel * layout.group / (format == Format::kInt4 ? 2 : 1);
-    layout.group_bytes = layout.header_bytes + code_bytes;
-    layout.panel_bytes = layout.groups * layout.group_bytes;
+    layout.block = layout.group * (multiples ? kMultipleGroups : 1);
+    layout.blocks = (layout.padded_inputs + layout.block - 1) / layout.block;
+    layout.header_bytes = kPanel * (2 + (asymmetric ? 2 : 0) + (multiples ? kMultipleGroups : 0));
+    const int64_t per_byte = format == Format::kInt4 ? 2 : 1;
+    layout.block_bytes = layout.header_bytes + kPanel * layout.block / per_byte;
+    layout.panel_bytes = layout.blocks * layout.header_bytes + kPanel * layout.padded_inputs / per_byte;
   } else {
     layout.padded_inputs = format == Format::kBf16 ? round_up(inputs, 32) : inputs;
     layout.panel_bytes = layout.padded_inputs * kPanel * (format == Format::kBf16 ? 2 : 4);
@@ -63,15 +69,16 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     case Format::kInt4:
       break;
   }
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    const uint8_t* record = panel + g * layout.group_bytes;
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    const uint8_t* record = panel + b * layout.block_bytes;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
     const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2);
+    const int8_t* multiples = reinterpret_cast<const int8_t*>(record + kPanel * 2);
     const uint8_t* codes = record + layout.header_bytes;
-    float scale = f32_from_f16(scales[lane]) * weights.gain;
+    const float block_scale = f32_from_f16(scales[lane]) * weights.gain;
     int32_t zero = layout.asymmetric ? zeros[lane] : symmetric_zero(layout.format);
-    int64_t first = g * layout.group;
-    int64_t count = layout.inputs - first < layout.group ? layout.inputs - first : layout.group;
+    int64_t first = b * layout.block;
+    int64_t count = layout.inputs - first < layout.block ? layout.inputs - first : layout.block;
     for (int64_t k = 0; k < count; ++k) {
       int32_t code;
       if (layout.format == Format::kInt8) {
@@ -80,7 +87,9 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
         uint8_t pair = codes[(k / 8 * kPanel + lane) * 4 + k % 4];
         code = k % 8 < 4 ? pair & 15 : pair >> 4;
       }
-      out[first + k] = scale * static_cast<float>(code - zero);
+      // Whole numbers of at most 127 * 8: a product of theirs and the scale is rounded once.
+      const int32_t multiple = layout.multiples ? multiples[k / layout.group * kPanel + lane] : 1;
+      out[first + k] = block_scale * static_cast<float>(multiple * (code - zero));
     }
   }
 }

@@ -1,5 +1,6 @@
 #include "pack.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -71,6 +72,8 @@ struct Scaling {
   float scale;    // least-squares scale of the codes
   float inverse;  // what the codes were rounded with
 };
+
+constexpr float kMostMultiple = 127.0f;
 
 // The clip that loses least: for each candidate the best scale of its codes leaves an error of
 // sum(value^2) - (along / inverse)^2 / squared, so the largest of what is taken off wins. It is compared in units of
@@ -155,22 +158,53 @@ void pack_float_row(const Layout& layout, const float* row, int64_t channel, uin
   }
 }
 
-void pack_integer_row(const Layout& layout, const float* row, const Scaling* scalings, float gain, int64_t channel,
-                      uint8_t* out) {
-  Placement at = place(layout, out, channel);
+void pack_integer_group(const Layout& layout, const float* values, float inverse, int64_t lane, uint8_t* codes) {
   const int32_t zero = symmetric_zero(layout.format);
   const float lowest = layout.format == Format::kInt4 ? -8.0f : -127.0f;
   const float highest = layout.format == Format::kInt4 ? 7.0f : 127.0f;
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    uint8_t* record = at.panel + g * layout.group_bytes;
-    reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scalings[g].scale / gain);
-    if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = static_cast<int16_t>(zero);
-    uint8_t* codes = record + layout.header_bytes;
-    for (int64_t k = 0; k < layout.group; ++k) {
-      float code = (row[g * layout.group + k] * scalings[g].inverse + kRounder) - kRounder;
-      code = code < lowest ? lowest : code > highest ? highest : code;
-      put_code(layout, codes, at.lane, k, static_cast<uint8_t>(static_cast<int32_t>(code) + zero));
+  for (int64_t k = 0; k < layout.group; ++k) {
+    float code = (values[k] * inverse + kRounder) - kRounder;
+    code = code < lowest ? lowest : code > highest ? highest : code;
+    put_code(layout, codes, lane, k, static_cast<uint8_t>(static_cast<int32_t>(code) + zero));
+  }
+}
+
+// One scale for the block, by which its largest group has the largest multiple, and the groups rounded anew with what
+// the whole multiples came to.
+void pack_block_by_multiples(const Layout& layout, const float* values, const Scaling* scalings, int64_t groups,
+                             float gain, int64_t lane, uint8_t* record) {
+  float largest = 0.0f;
+  for (int64_t g = 0; g < groups; ++g) largest = std::max(largest, std::fabs(scalings[g].scale));
+  const uint16_t kept = f16_from_f32(largest / kMostMultiple / gain);
+  reinterpret_cast<uint16_t*>(record)[lane] = kept;
+  const float scale = f32_from_f16(kept) * gain;
+  for (int64_t g = 0; g < groups; ++g) {
+    float multiple = scale > 0.0f ? std::rint(scalings[g].scale / scale) : 0.0f;
+    // A group beside one of more than 254 times its size: what is nearest to one step is better than nothing.
+    if (multiple == 0.0f && scale > 0.0f) multiple = scalings[g].scale < 0.0f ? -1.0f : scalings[g].scale > 0.0f;
+    multiple = std::clamp(multiple, -kMostMultiple, kMostMultiple);
+    reinterpret_cast<int8_t*>(record + kPanel * 2)[g * kPanel + lane] = static_cast<int8_t>(multiple);
+    const float inverse = multiple == 0.0f ? 0.0f : 1.0f / (multiple * scale);
+    uint8_t* codes = record + layout.header_bytes + g * kPanel * layout.group / 2;
+    pack_integer_group(layout, values + g * layout.group, inverse, lane, codes);
+  }
+}
+
+void pack_integer_row(const Layout& layout, const float* row, const Scaling* scalings, float gain, int64_t channel,
+                      uint8_t* out) {
+  Placement at = place(layout, out, channel);
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    uint8_t* record = at.panel + b * layout.block_bytes;
+    const float* values = row + b * layout.block;
+    if (layout.multiples) {
+      const Scaling* first = scalings + b * kMultipleGroups;
+      pack_block_by_multiples(layout, values, first, layout.block_inputs(b) / layout.group, gain, at.lane, record);
+      continue;
     }
+    reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scalings[b].scale / gain);
+    const int16_t zero = static_cast<int16_t>(symmetric_zero(layout.format));
+    if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = zero;
+    pack_integer_group(layout, values, scalings[b].inverse, at.lane, record + layout.header_bytes);
   }
 }
 
@@ -217,7 +251,7 @@ float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Po
   });
   float overall = 0.0f;
   for (float seen : largest) overall = seen > overall ? seen : overall;
-  const float gain = gain_for(overall);
+  const float gain = gain_for(layout.multiples ? overall / kMostMultiple : overall);
   // A nibble of a byte belongs to one channel, so panels are packed without sharing a byte between threads.
   pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
     float* row = rows.data() + thread * width;
@@ -242,7 +276,7 @@ float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros
   for (int64_t channel = 0; channel < layout.outputs; ++channel) {
     Placement at = place(layout, out, channel);
     for (int64_t g = 0; g < layout.groups; ++g) {
-      uint8_t* record = at.panel + g * layout.group_bytes;
+      uint8_t* record = at.panel + g * layout.block_bytes;
       int64_t index = channel * layout.groups + g;
       reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scales[index] / gain);
       int16_t zero = static_cast<int16_t>(zeros == nullptr ? symmetric_zero(layout.format) : zeros[index]);

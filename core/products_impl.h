@@ -164,9 +164,12 @@ inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
 
 inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panels, uint8_t* out) {
   const Layout& layout = weights.layout;
-  const uint8_t* record = weights.data + panel * layout.panel_bytes;
-  for (int64_t g = 0; g < panels * layout.groups; ++g, record += layout.group_bytes, out += layout.group * kPanel) {
-    widen_nibbles(record + layout.header_bytes, layout.group, out);
+  for (const int64_t end = panel + panels; panel < end; ++panel) {
+    const uint8_t* record = weights.data + panel * layout.panel_bytes;
+    for (int64_t b = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
+      widen_nibbles(record + layout.header_bytes, layout.block_inputs(b), out);
+      out += layout.block_inputs(b) * kPanel;
+    }
   }
 }
 
@@ -206,7 +209,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
   const int32_t* row_sums = rows.sums + first * rows.groups_stride;
   F16 totals[kRows][kVectors];
   clear(totals);
-  for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.group_bytes, row_codes += layout.group) {
+  for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.block_bytes, row_codes += layout.group) {
     const uint8_t* headers[kVectors];  // of each vector's channels
     const uint8_t* codes[kVectors];
     each<kVectors>([&](auto v) MILLRACE_INLINE {
@@ -278,11 +281,87 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
   write_rows(args, vector, row, totals);
 }
 
+// The same with multiples: a group's sum times its multiple is a whole number too, and only blocks end in floats. Sums
+// of 32 small codes fit 16 bits, so that where a vector of sixteen is two registers of 32 bits it may be two of pairs.
+template <Held kHeld, int kRows, int kVectors>
+inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
+                              Ahead& ahead) {
+  const Layout& layout = args.weights->layout;
+  const QuantisedRows& rows = *args.quantised;
+  const int64_t half = kVectors < kPanelVectors ? vector % kPanelVectors : 0;
+  const uint8_t* first_record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
+  const int64_t first = args.first_row + row;
+  const int8_t* row_codes = rows.codes + first * rows.stride;
+  const float* row_scales = rows.scales + first * rows.groups_stride;
+  const int32_t* row_sums = rows.sums + first * rows.groups_stride;
+  F16 totals[kRows][kVectors];
+  clear(totals);
+  for (int64_t b = 0, g = 0; b < layout.blocks; ++b, first_record += layout.block_bytes) {
+    const uint8_t* headers[kVectors];  // of each vector's channels
+    const uint8_t* codes[kVectors];
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const int64_t place = half + v();
+      const uint8_t* record = first_record + place / kPanelVectors * layout.panel_bytes;
+      headers[v()] = record + place % kPanelVectors * 32;
+      codes[v()] = kHeld == Held::kWidened
+                       ? widened + (place / kPanelVectors * layout.padded_inputs + b * layout.block) * kPanel
+                       : record + layout.header_bytes;
+      codes[v()] += place % kPanelVectors * 64;
+    });
+    I16 block_sums[kRows][kVectors];
+    each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { block_sums[r()][v()] = zero_int(); });
+    const int64_t groups = layout.block_inputs(b) / kMultipleGroup;
+    for (int64_t i = 0; i < groups; ++i, ++g, row_codes += kMultipleGroup) {
+      SmallSums sums[kRows][kVectors];
+      each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE {
+        sums[r()][v()] = in_its_own_register(splat_int(row_sums[r() * rows.groups_stride + g]));
+      });
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kMultipleGroup; k += 4) {
+        if (k % kAskInputs == 0) ahead.ask();
+        Codes operands[kVectors];
+        each<kVectors>([&](auto v) MILLRACE_INLINE {
+          if constexpr (kHeld == Held::kNibbles) {
+            // The codes are read twice: both halves of all vectors at once would not stay in registers.
+            const Codes pairs = load_codes(codes[v()] + (i * kMultipleGroup + k) / 8 * 128);
+            operands[v()] = k % 8 != 0 ? high_nibbles(pairs) : low_nibbles(pairs);
+          } else {
+            operands[v()] = load_codes(codes[v()] + (i * kMultipleGroup + k) * kPanel);
+          }
+        });
+        each<kRows>([&](auto r) MILLRACE_INLINE {
+          const int8_t* inputs = row_codes + r() * rows.stride + k;
+          each<kVectors>([&](auto v)
+                             MILLRACE_INLINE { sums[r()][v()] = add_small(sums[r()][v()], operands[v()], inputs); });
+        });
+      }
+      each<kVectors>([&](auto v) MILLRACE_INLINE {
+        const int64_t at = kPanel * 2 + i * kPanel - (half + v()) % kPanelVectors * 16;
+        const I16 multiples = load_multiples(reinterpret_cast<const int8_t*>(headers[v()] + at));
+        each<kRows>([&](auto r) MILLRACE_INLINE {
+          block_sums[r()][v()] = add_multiples(block_sums[r()][v()], sums[r()][v()], multiples);
+        });
+      });
+    }
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(headers[v()]));
+      each<kRows>([&](auto r) MILLRACE_INLINE {
+        const F16 row_scale = splat(row_scales[r() * rows.groups_stride + b]);
+        totals[r()][v()] = fma(mul(to_float(block_sums[r()][v()]), scale), row_scale, totals[r()][v()]);
+      });
+    });
+  }
+  write_rows(args, vector, row, totals);
+}
+
 template <Held kHeld, int kRows, int kVectors>
 inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
                         Ahead& ahead) {
   if constexpr (kRows > 0) {
     if (count < kRows) return integers_of<kHeld, kRows - 1, kVectors>(args, vector, row, count, widened, ahead);
+    if (kHeld != Held::kBytes && args.weights->layout.multiples) {
+      return product_multiples<kHeld, kRows, kVectors>(args, vector, row, widened, ahead);
+    }
     args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kVectors>(args, vector, row, widened, ahead)
                                     : product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
   }

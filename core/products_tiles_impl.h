@@ -31,8 +31,8 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
   alignas(64) int32_t sums[kTiledRows * kPanel];
   alignas(64) uint8_t wide[kTileBytes * kPanel];
   for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store(totals + i, splat(0.0f));
-  for (int64_t g = 0; g < layout.groups; ++g, record += layout.group_bytes) {
-    const uint8_t* codes = record + layout.header_bytes;
+  // `codes` of one group of the weights, at the rows' inputs from `first_input` on.
+  auto multiply_group = [&](const uint8_t* codes, int64_t first_input) {
     tiles.clear();
     for (int64_t k = 0; k < layout.group; k += shape.bytes) {
       const uint8_t* weights = codes + k * kPanel;
@@ -40,10 +40,44 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
         widen_nibbles(codes + k * kPanel / 2, shape.bytes, wide);
         weights = wide;
       }
-      tiles.load(weights, row_codes + g * layout.group + k, rows.stride);
+      tiles.load(weights, row_codes + first_input + k, rows.stride);
       tiles.add_int8();
     }
     tiles.store(sums);
+  };
+  if (layout.multiples) {
+    alignas(64) int32_t block_sums[kTiledRows * kPanel];
+    for (int64_t b = 0, g = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
+      for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store_int(block_sums + i, zero_int());
+      const int8_t* multiples = reinterpret_cast<const int8_t*>(record + kPanel * 2);
+      const uint8_t* codes = record + layout.header_bytes;
+      const int64_t end = g + layout.block_inputs(b) / layout.group;
+      for (; g < end; ++g, multiples += kPanel, codes += kPanel * layout.group / 2) {
+        multiply_group(codes, g * layout.group);
+        for (int64_t v = 0; v < kPanelVectors; ++v) {
+          const I16 multiple = load_multiples(multiples + v * 16);
+          for (int64_t r = 0; r < shape.rows; ++r) {
+            const int64_t at = r * kPanel + v * 16;
+            const I16 start = splat_int(row_sums[r * rows.groups_stride + g]);
+            const I16 sum = add_int(start, load_int(sums + at));
+            store_int(block_sums + at, add_multiples(load_int(block_sums + at), sum, multiple));
+          }
+        }
+      }
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
+      for (int64_t v = 0; v < kPanelVectors; ++v) {
+        const F16 scale = load_f16(scales + v * 16);
+        for (int64_t r = 0; r < shape.rows; ++r) {
+          const int64_t at = r * kPanel + v * 16;
+          const F16 row_scale = splat(row_scales[r * rows.groups_stride + b]);
+          store(totals + at, fma(mul(to_float(load_int(block_sums + at)), scale), row_scale, load(totals + at)));
+        }
+      }
+    }
+    return;
+  }
+  for (int64_t g = 0; g < layout.groups; ++g, record += layout.block_bytes) {
+    multiply_group(record + layout.header_bytes, g * layout.group);
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
     const F16 low_scale = load_f16(scales);
     const F16 high_scale = load_f16(scales + 16);

@@ -169,6 +169,31 @@ inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* input
   return {sum_small(sum.a, x[0].a, x[1].a, x[2].a, x[3].a, rows),
           sum_small(sum.b, x[0].b, x[1].b, x[2].b, x[3].b, rows)};
 }
+// Sums of at most 32 small codes, as two 16-bit halves of each lane that are added up when they meet their multiple: 15
+// * 127 * 16 = 30480, and with a half of the start, 4 * 127 * 32, no end leaves 16 bits (on the way there it may wrap).
+using SmallSums = I16;
+inline int32_t small_start(int32_t start) {
+  return static_cast<int32_t>((static_cast<uint32_t>(start / 2) & 0xffff) * 0x10001u);
+}
+// As asm, because gcc multiplies first and adds later, and has no registers for what it multiplied.
+inline __m256i add_small8(__m256i sum, __m256i codes, __m256i row) {
+  __m256i products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(row));
+  return sum;
+}
+inline SmallSums add_small(SmallSums sum, Codes x, const int8_t* four) {
+  const __m256i row = broadcast4(four);
+  return {add_small8(sum.a, x.a, row), add_small8(sum.b, x.b, row)};
+}
+// Each lane's multiple in both of its halves.
+inline __m256i load_multiples8(const int8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_blend_epi16(wide, _mm256_slli_epi32(wide, 16), 0xaa);
+}
+inline I16 load_multiples(const int8_t* p) { return {load_multiples8(p), load_multiples8(p + 8)}; }
+inline I16 add_multiples(I16 total, SmallSums sums, I16 multiples) {
+  return add_int(total, {_mm256_madd_epi16(sums.a, multiples.a), _mm256_madd_epi16(sums.b, multiples.b)});
+}
 inline I16 dot4(I16 sum, Codes x, const int8_t* four) {
   const __m256i row = broadcast4(four);
   return {dot4_8(sum.a, x.a, row), dot4_8(sum.b, x.b, row)};

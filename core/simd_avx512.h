@@ -55,6 +55,7 @@ inline F16 add_exponent(F16 x, F16 n) {
 
 inline I16 zero_int() { return _mm512_setzero_si512(); }
 inline I16 load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_int(int32_t* p, I16 x) { _mm512_storeu_si512(p, x); }
 inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 // gcc keeps equal values in one register and then copies it in every turn of a loop that changes them.
 inline I16 in_its_own_register(I16 x) {
@@ -154,6 +155,17 @@ inline I16 dot4(I16 sum, Codes codes, const int8_t* four) {
   const __m512i row = _mm512_set1_epi32(word);
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(row));
   return sum;
+}
+using SmallSums = I16;
+inline int32_t small_start(int32_t start) { return start; }
+inline SmallSums add_small(SmallSums sum, Codes x, const int8_t* four) { return dot4(sum, x, four); }
+inline I16 load_multiples(const int8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// A sum of a group fits 16 bits: its upper half is its sign, and a multiple's meets it as zero.
+inline I16 add_multiples(I16 total, SmallSums sums, I16 multiples) {
+  const I16 lower = _mm512_and_si512(multiples, _mm512_set1_epi32(0xffff));
+  return _mm512_add_epi32(total, _mm512_madd_epi16(sums, lower));
 }
 inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* four) { return dot4(sum, x[0], four); }
 

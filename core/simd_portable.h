@@ -172,6 +172,17 @@ inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   }
   return result;
 }
+using SmallSums = I16;
+inline int32_t small_start(int32_t start) { return start; }
+inline SmallSums add_small(const SmallSums& sum, const Codes& x, const int8_t* four) { return dot4(sum, x, four); }
+inline I16 load_multiples(const int8_t* p) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) result.v[i] = p[i];
+  return result;
+}
+inline I16 add_multiples(const I16& total, const SmallSums& sums, const I16& multiples) {
+  return add_int(total, mul_int(sums, multiples));
+}
 inline I16 dot_small(const I16& sum, const Codes (&a)[kSmallFours], const int8_t* four) {
   return dot4(sum, a[0], four);
 }

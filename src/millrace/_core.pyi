@@ -25,7 +25,9 @@ class Pool:
     @property
     def threads(self) -> int: ...
 
-def packed_bytes(format: Format, outputs: int, inputs: int, group: int, asymmetric: bool = False) -> int: ...
+def packed_bytes(
+    format: Format, outputs: int, inputs: int, group: int, asymmetric: bool = False, multiples: bool = False
+) -> int: ...
 def pack(
     source: NDArray[Any],  # [outputs, inputs], C order; f32, or uint16 bits for bf16 and f16
     source_type: SourceType,
@@ -33,6 +35,7 @@ def pack(
     group: int,  # inputs that share a scale; 0: per channel; ignored by f32 and bf16
     out: NDArray[np.uint8],  # packed_bytes(...) long, aligned to 64
     pool: Pool,
+    multiples: bool = False,  # of int4 in groups of 32: scales are whole multiples of one that four groups share
 ) -> float:
     """Quantise (round to nearest, clip by least squared error) and lay out for the kernels; returns the gain."""
 
@@ -61,6 +64,7 @@ class Packed:
         gain: float,
         data: NDArray[np.uint8],
         asymmetric: bool = False,
+        multiples: bool = False,
     ) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it
 

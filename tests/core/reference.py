@@ -61,6 +61,8 @@ def int8_pairs(values: Doubles) -> Doubles:
 def int8_rows(format: str, group: int) -> Callable[[Doubles], Doubles]:
     """Rounds each group of a row by itself, for weights of that format; group 0 is the whole row."""
     rounding = int8_pairs if format == "int8" else int8
+    if (format, group) == ("int4", 32):
+        group = 128  # groups whose scales are multiples of one share a row's scale too
 
     def rounded(values: Doubles) -> Doubles:
         if not group:

@@ -226,6 +226,7 @@ def test_wrong_packings_are_refused() -> None:
         {"out": out.view(np.int8)},
         {"out": np.zeros(2 * len(out), np.uint8)[::2]},
         {"pool": None},
+        {"multiples": True},
     ):
         with pytest.raises(REFUSED):
             _core.pack(**(good | wrong))
@@ -300,6 +301,7 @@ def test_wrong_packed_data_is_refused() -> None:
         {"data": unaligned[start : start + len(data)]},
         {"data": None},
         {"asymmetric": True},
+        {"multiples": True},
     ):
         with pytest.raises(REFUSED):
             _core.Packed(**(good | wrong))

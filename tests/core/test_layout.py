@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from millrace import _core
 from millrace.models.packing import aligned_bytes
-from millrace.models.precision import Format
+from millrace.models.precision import Format, Precision
 
 from .reference import bf16
 from .tiny import Floats, packed
@@ -31,9 +31,10 @@ def group_of(group: int, inputs: int) -> int:
 def packed_bytes_of(
     source: NDArray[np.generic], kind: _core.SourceType, format: Format, group: int, threads: int = 1
 ) -> Bytes:
-    out = aligned_bytes(_core.packed_bytes(format, source.shape[0], source.shape[1], group))
+    multiples = Precision(format, group).multiples
+    out = aligned_bytes(_core.packed_bytes(format, source.shape[0], source.shape[1], group, multiples=multiples))
     out[:] = 0xA5
-    _core.pack(source, kind, format, group, out, _core.Pool(threads))
+    _core.pack(source, kind, format, group, out, _core.Pool(threads), multiples)
     return out.copy()
 
 
@@ -156,6 +157,21 @@ def test_packed_bytes_follow_from_the_shape(shape: tuple[int, int]) -> None:
         assert _core.packed_bytes(format, outputs, inputs, group, True) == panels * 32 * groups * (codes + 4)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_bytes_by_multiples_follow_from_the_shape(shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    blocks, groups = -(-inputs // 128), -(-inputs // 32)
+    found = _core.packed_bytes("int4", outputs, inputs, 32, multiples=True)
+    assert found == -(-outputs // 32) * 32 * (blocks * (2 + 4) + groups * 16)
+
+
+@pytest.mark.parametrize("wrong", [("int8", 32, False), ("int4", 64, False), ("int4", 0, False), ("int4", 32, True)])
+def test_only_symmetric_int4_in_groups_of_32_has_multiples(wrong: tuple[Format, int, bool]) -> None:
+    format, group, asymmetric = wrong
+    with pytest.raises(ValueError, match="multiples are for symmetric int4 in groups of 32"):
+        _core.packed_bytes(format, 40, 70, group, asymmetric, multiples=True)
+
+
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
 def test_packed_bytes_are_the_same_on_any_number_of_threads(format: Format, group: int) -> None:
     weights = matrix(200, 130)
@@ -219,6 +235,57 @@ def test_codes_lie_in_memory_as_documented(format: Format, group: int, asymmetri
             zero = zeros[channel, g] if asymmetric else 128 if format == "int8" else 8
             assert np.array_equal(lanes[: len(mine)], mine)
             assert (lanes[len(mine) :] == zero).all()
+
+
+def laid_by_multiples(codes: Bytes, scales: Floats, multiples: NDArray[np.int8]) -> _core.Packed:
+    """Codes [outputs, inputs], scales [outputs, blocks] that f16 holds and multiples [outputs, groups], laid out as
+    documented."""
+    outputs, inputs = codes.shape
+    groups, blocks = multiples.shape[1], scales.shape[1]
+    panels = -(-outputs // 32)
+    whole = np.full((panels * 32, groups * 32), 8, np.uint8)
+    whole[:outputs, :inputs] = codes
+    steps = np.zeros((panels * 32, blocks * 4), np.int8)
+    steps[:outputs, :groups] = multiples
+    sizes = np.zeros((panels * 32, blocks), np.float16)
+    sizes[:outputs] = scales
+    parts: list[Bytes] = []
+    for panel in range(panels):
+        rows = slice(panel * 32, panel * 32 + 32)
+        for b in range(blocks):
+            parts.append(np.ascontiguousarray(sizes[rows, b]).view(np.uint8))
+            parts.append(np.ascontiguousarray(steps[rows, b * 4 : b * 4 + 4].T).view(np.uint8).reshape(-1))
+            eights = whole[rows, b * 128 : b * 128 + 128].reshape(32, -1, 2, 4)
+            pairs = eights[:, :, 0] | eights[:, :, 1] << 4  # [channel][eight inputs][4]
+            parts.append(np.ascontiguousarray(pairs.swapaxes(0, 1)).reshape(-1))
+    out = aligned_bytes(_core.packed_bytes("int4", outputs, inputs, 32, multiples=True))
+    out[:] = np.concatenate(parts)
+    return _core.Packed("int4", outputs, inputs, 32, 1.0, out, multiples=True)
+
+
+def random_multiples(outputs: int, inputs: int) -> tuple[Bytes, Floats, NDArray[np.int8]]:
+    random = np.random.default_rng(6)
+    codes = random.integers(0, 16, (outputs, inputs), dtype=np.uint8)
+    scales = random.uniform(0.001, 0.1, (outputs, -(-inputs // 128))).astype(np.float16).astype(np.float32)
+    return codes, scales, random.integers(-127, 128, (outputs, -(-inputs // 32)), dtype=np.int8)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 128), (33, 300)])
+def test_multiples_lie_in_memory_as_documented(shape: tuple[int, int]) -> None:
+    codes, scales, multiples = random_multiples(*shape)
+    at = np.arange(shape[1])
+    expected = scales[:, at // 128] * (multiples[:, at // 32].astype(np.float32) * (codes.astype(np.float32) - 8))
+    assert np.array_equal(laid_by_multiples(codes, scales, multiples).unpack(), expected)
+
+
+def test_a_small_group_beside_a_large_one_is_not_lost() -> None:
+    weights = matrix(40, 256)
+    weights[:, 32:64] *= 0.02
+    weights[:, 160:192] *= 0.002  # less than one of 127 parts of the largest group's scale
+    found = packed(weights, "int4", 32).unpack()
+    for begin, bound in ((32, 0.11), (160, 0.6)):
+        part = weights[:, begin : begin + 32]
+        assert squared_error(part, found[:, begin : begin + 32]) ** 0.5 < bound * float(np.linalg.norm(part))
 
 
 def test_dense_weights_lie_in_memory_as_documented() -> None:

@@ -11,7 +11,7 @@ from millrace.models.packing import aligned_bytes
 from millrace.models.precision import Format
 
 from .reference import bf16
-from .test_layout import INTEGERS, group_of, random_codes
+from .test_layout import INTEGERS, group_of, laid_by_multiples, random_codes, random_multiples
 from .tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
 
 Doubles = NDArray[np.float64]
@@ -128,6 +128,62 @@ def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, 
     centre = zeros if asymmetric else 128 if format == "int8" else 8
     expected, magnitude = emulated(codes, scales, centre, rows, format, group)
     assert (np.abs(product(weights, rows, 36, isa) - expected) <= 1e-6 * magnitude).all()
+
+
+def emulated_multiples(
+    codes: NDArray[np.uint8], scales: Floats, multiples: NDArray[np.int8], rows: Floats
+) -> tuple[Doubles, Doubles]:
+    """As `emulated`: a block's sum is a whole number, and a row has one scale for the block."""
+    row_codes, row_scales = rounded_rows(rows, 128, "int4")
+    total = np.zeros((len(rows), len(codes)))
+    magnitude = np.zeros_like(total)
+    whole = (codes.astype(np.int64) - 8) * np.repeat(multiples.astype(np.int64), 32, axis=1)[:, : codes.shape[1]]
+    for b in range(scales.shape[1]):
+        part = whole[:, b * 128 : (b + 1) * 128]
+        dot = row_codes[:, b, : part.shape[1]] @ part.T
+        term = dot * scales[:, b].astype(np.float64) * row_scales[:, b : b + 1].astype(np.float64)
+        total += term
+        magnitude += np.abs(term)
+    return total, magnitude
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 300), (65, 896)])
+def test_products_by_multiples_are_whole_numbers_of_blocks_times_scales(shape: tuple[int, int], isa: str) -> None:
+    codes, scales, multiples = random_multiples(*shape)
+    weights = laid_by_multiples(codes, scales, multiples)
+    rows = random_rows(MANY, shape[1])
+    expected, magnitude = emulated_multiples(codes, scales, multiples, rows)
+    found = product(weights, rows, shape[0], isa)
+    assert (np.abs(found - expected) <= 1e-6 * magnitude).all()
+    for count in (1, 2, 7, 13):
+        assert same_bits(product(weights, rows[:count], shape[0], isa), found[:count])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_largest_multiples_and_rows_do_not_overflow(isa: str) -> None:
+    codes = np.zeros((36, 256), np.uint8)
+    codes[0::4], codes[1::4, ::2], codes[2::4, ::3], codes[3::4, 1::4], codes[3::4, ::4] = 15, 15, 15, 15, 15
+    multiples = np.tile(np.array([[127], [-127]], np.int8), (18, 8))
+    rows = np.ones((12, 256), np.float32)
+    rows[1] = -1
+    rows[2, ::2] = -1
+    rows[3, ::3] = -1
+    rows[4, 1:] = 0
+    rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
+    # Half of the inputs of each four, and the other half: what the two halves of a lane add up.
+    rows[6, 0::4], rows[6, 1::4] = -1, -1
+    rows[7, 2::4], rows[7, 3::4] = -1, -1
+    rows[8, 0::4], rows[8, 1::4] = 0, 0
+    rows[9, 2::4], rows[9, 3::4] = 0, 0
+    rows[10, 0::4], rows[10, 2::4] = 0, -1
+    rows[11, 1::2] = 0
+    rows = np.tile(rows, (5, 1))
+    scales = np.ones((36, 2), np.float32)
+    expected, magnitude = emulated_multiples(codes, scales, multiples, rows)
+    weights = laid_by_multiples(codes, scales, multiples)
+    for count in (1, 12, 60):
+        assert (np.abs(product(weights, rows[:count], 36, isa) - expected[:count]) <= 1e-6 * magnitude[:count]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from millrace import _core
 from millrace.engine.cpu import describe
 from millrace.models.packing import aligned_bytes
-from millrace.models.precision import Format, KvType
+from millrace.models.precision import Format, KvType, Precision
 from millrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
 
 Floats = NDArray[np.float32]
@@ -156,12 +156,14 @@ def random_tensors(model: ModelSpec, seed: int = 0) -> Mapping[str, Floats]:
 def packed(
     matrix: NDArray[Any], format: Format = "f32", group: int = 0, pool: _core.Pool | None = None
 ) -> _core.Packed:
+    """As models are packed: int4 in groups of 32 by multiples."""
     outputs, inputs = matrix.shape
-    out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group))
+    multiples = Precision(format, group).multiples
+    out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, multiples=multiples))
     kind = "f32" if matrix.dtype == np.float32 else "f16"
     source = np.ascontiguousarray(matrix if kind == "f32" else matrix.view(np.uint16))
-    gain = _core.pack(source, kind, format, group, out, pool or _core.Pool(1))
-    return _core.Packed(format, outputs, inputs, group, gain, out)
+    gain = _core.pack(source, kind, format, group, out, pool or _core.Pool(1), multiples)
+    return _core.Packed(format, outputs, inputs, group, gain, out, multiples=multiples)
 
 
 def by_turns(gate_up: Floats) -> Floats:

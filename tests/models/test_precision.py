@@ -35,7 +35,8 @@ def test_a_wrong_spelling_is_refused_with_what_is_right(text: str) -> None:
 
 
 def test_bits_count_the_share_of_the_scale() -> None:
-    assert parse_precision("int4-g32").bits == 4.5
+    assert parse_precision("int4-g32").bits == 4.375  # 8 bits of 32 for a multiple, 16 of 128 for a scale
+    assert parse_precision("int4-g64").bits == 4.25
     assert parse_precision("int8-channel").bits == 8
     assert parse_precision("bf16").bits == 16
 

@@ -86,10 +86,14 @@ def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: Weigh
         if is_product(name) or name.endswith(".router"):
             precision = _precision(name, plan, spec)
             rows = _panel_rows(shape[0]) if name.endswith(".gate_up") else shape[0]
-            total += _core.packed_bytes(precision.format, rows, shape[1], precision.group)
+            total += _packed_bytes(precision, rows, shape[1])
         else:
             total += 4 * int(np.prod(shape))
     return total
+
+
+def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
+    return _core.packed_bytes(precision.format, outputs, inputs, precision.group, multiples=precision.multiples)
 
 
 def _precision(name: str, plan: WeightPlan, spec: ModelSpec) -> Precision:
@@ -127,7 +131,15 @@ def _tensor(piece: _Piece) -> Tensor:
     meta = piece.meta
     if meta["kind"] == "vector":
         return piece.data.view(np.float32)
-    return _core.Packed(meta["format"], meta["outputs"], meta["inputs"], meta["group"], meta["gain"], piece.data)
+    return _core.Packed(
+        meta["format"],
+        meta["outputs"],
+        meta["inputs"],
+        meta["group"],
+        meta["gain"],
+        piece.data,
+        multiples=meta["multiples"],
+    )
 
 
 def _pieces(
@@ -155,8 +167,8 @@ def _source_name(folder: ModelFolder, name: str) -> str:
 def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Pool) -> _Piece:
     source = _panels(tensor.data) if name.endswith(".gate_up") else np.ascontiguousarray(tensor.data)
     outputs, inputs = source.shape
-    out = aligned_bytes(_core.packed_bytes(precision.format, outputs, inputs, precision.group))
-    gain = _core.pack(source, tensor.dtype, precision.format, precision.group, out, pool)
+    out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
+    gain = _core.pack(source, tensor.dtype, precision.format, precision.group, out, pool, precision.multiples)
     format_name: Format = precision.format
     meta = {
         "kind": "packed",
@@ -164,6 +176,7 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
         "outputs": outputs,
         "inputs": inputs,
         "group": precision.group,
+        "multiples": precision.multiples,
         "gain": gain,
     }
     return _Piece(name, meta, out)

@@ -37,9 +37,17 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> float:
-        """Bits per weight with its share of the f16 scale, for long rows."""
+        """Bits per weight with its share of what it is scaled by, for long rows."""
         plain = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.format]
+        if self.multiples:
+            return plain + 8 / self.group + 16 / 128
         return plain + (16 / self.group if self.group else 0)
+
+    @property
+    def multiples(self) -> bool:
+        """Whether groups have whole multiples of a scale that four of them share, in place of scales of their own: they
+        end quicker, take less memory, and hardly lose."""
+        return self.format == "int4" and self.group == 32
 
 
 def parse_precision(text: str, *, parameter: str = "weights", group: str | int | None = None) -> Precision:
