@@ -183,8 +183,9 @@ void pack_block_by_multiples(const Layout& layout, const float* values, const Sc
     // A group beside one of more than 254 times its size: what is nearest to one step is better than nothing.
     if (multiple == 0.0f && scale > 0.0f) multiple = scalings[g].scale < 0.0f ? -1.0f : scalings[g].scale > 0.0f;
     multiple = std::clamp(multiple, -kMostMultiple, kMostMultiple);
+    float inverse = multiple == 0.0f ? 0.0f : 1.0f / (multiple * scale);
+    if (!std::isfinite(inverse)) multiple = inverse = 0.0f;  // weights of less than 1e-38 are nothing
     reinterpret_cast<int8_t*>(record + kPanel * 2)[g * kPanel + lane] = static_cast<int8_t>(multiple);
-    const float inverse = multiple == 0.0f ? 0.0f : 1.0f / (multiple * scale);
     uint8_t* codes = record + layout.header_bytes + g * kPanel * layout.group / 2;
     pack_integer_group(layout, values + g * layout.group, inverse, lane, codes);
   }

@@ -169,8 +169,9 @@ inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* input
   return {sum_small(sum.a, x[0].a, x[1].a, x[2].a, x[3].a, rows),
           sum_small(sum.b, x[0].b, x[1].b, x[2].b, x[3].b, rows)};
 }
-// Sums of at most 32 small codes, as two 16-bit halves of each lane that are added up when they meet their multiple: 15
-// * 127 * 16 = 30480, and with a half of the start, 4 * 127 * 32, no end leaves 16 bits (on the way there it may wrap).
+// Sums of 32 small codes, as two 16-bit halves of each lane that are added up when they meet their multiple. A half has
+// 16 of the products and starts at half of the start: it ends within 8 * 127 * 16 + 4 * 127 * 32 = 32512, wherever it
+// wraps on the way there.
 using SmallSums = I16;
 inline int32_t small_start(int32_t start) {
   return static_cast<int32_t>((static_cast<uint32_t>(start / 2) & 0xffff) * 0x10001u);

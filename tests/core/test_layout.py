@@ -106,6 +106,17 @@ def test_weights_of_any_size_are_rounded_as_well(format: Format, group: int, siz
 
 
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
+def test_weights_that_are_hardly_numbers_become_no_larger(format: Format, group: int) -> None:
+    weights = matrix(40, 96)
+    weights[:, 40:] *= np.float32(1e-39)
+    weights[20:] *= np.float32(1e-39)
+    found = packed(weights, format, group).unpack()
+    assert np.isfinite(found).all()
+    assert np.abs(found[:20, 64:]).max() <= 1e-37
+    assert np.abs(found[20:]).max() <= 1e-37
+
+
+@pytest.mark.parametrize(("format", "group"), INTEGERS)
 def test_small_rows_beside_large_ones_keep_their_precision(format: Format, group: int) -> None:
     weights = matrix(40, 128)
     sizes = np.logspace(0, -6, 40).astype(np.float32)[:, None]
