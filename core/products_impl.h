@@ -193,49 +193,90 @@ inline MILLRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
 // So many passes take longer over nibbles than over what is widened, widening included.
 constexpr int64_t kWidenPasses = 8;
 
-// kVectors neighbours at once, of a half of a panel, of one, or of two. `widened`: the codes of the panels, where they
-// were widened, from the first vector's panel on.
+// What one pass over integer weights reads: kVectors neighbours, of a half of a panel, of one, or of two, and the rows
+// from one on. `widened`: the codes of the panels, where they were widened, from the first vector's panel on.
+template <Held kHeld, int kVectors>
+struct IntegerPass {
+  struct Block {
+    const uint8_t* headers[kVectors];  // of each vector's channels
+    const uint8_t* codes[kVectors];
+  };
+
+  IntegerPass(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened_codes)
+      : layout(args.weights->layout),
+        half(kVectors < kPanelVectors ? vector % kPanelVectors : 0),
+        record(args.weights->data + vector / kPanelVectors * layout.panel_bytes),
+        widened(widened_codes),
+        stride(args.quantised->stride),
+        groups_stride(args.quantised->groups_stride),
+        codes(args.quantised->codes + (args.first_row + row) * stride),
+        scales(args.quantised->scales + (args.first_row + row) * groups_stride),
+        sums(args.quantised->sums + (args.first_row + row) * groups_stride) {}
+
+  inline MILLRACE_INLINE Block block(int64_t b) const {
+    Block found;
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const int64_t place = half + v();
+      const uint8_t* start = record + place / kPanelVectors * layout.panel_bytes + b * layout.block_bytes;
+      found.headers[v()] = start + place % kPanelVectors * 32;
+      found.codes[v()] = kHeld == Held::kWidened
+                             ? widened + (place / kPanelVectors * layout.padded_inputs + b * layout.block) * kPanel
+                             : start + layout.header_bytes;
+      found.codes[v()] += place % kPanelVectors * 64;
+    });
+    return found;
+  }
+
+  // A block's sums of whole numbers are scaled and added to the totals.
+  template <int kRows>
+  inline MILLRACE_INLINE void add_block(F16 (&totals)[kRows][kVectors], const I16 (&whole)[kRows][kVectors],
+                                        const Block& of, int64_t b) const {
+    each<kVectors>([&](auto v) MILLRACE_INLINE {
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(of.headers[v()]));
+      each<kRows>([&](auto r) MILLRACE_INLINE {
+        const F16 row_scale = splat(scales[r() * groups_stride + b]);
+        totals[r()][v()] = fma(mul(to_float(whole[r()][v()]), scale), row_scale, totals[r()][v()]);
+      });
+    });
+  }
+
+  const Layout& layout;
+  const int64_t half;
+  const uint8_t* const record;
+  const uint8_t* const widened;
+  const int64_t stride;  // of the rows, as in QuantisedRows
+  const int64_t groups_stride;
+  const int8_t* const codes;
+  const float* const scales;
+  const int32_t* const sums;
+};
+
 template <Held kHeld, bool kAsymmetric, int kRows, int kVectors>
 inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
                             Ahead& ahead) {
   constexpr int kFours = kFoursOf<kHeld>;
-  const Layout& layout = args.weights->layout;
-  const QuantisedRows& rows = *args.quantised;
-  const int64_t half = kVectors < kPanelVectors ? vector % kPanelVectors : 0;
-  const uint8_t* first_record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
-  const int64_t first = args.first_row + row;
-  const int8_t* row_codes = rows.codes + first * rows.stride;
-  const float* row_scales = rows.scales + first * rows.groups_stride;
-  const int32_t* row_sums = rows.sums + first * rows.groups_stride;
+  const IntegerPass<kHeld, kVectors> pass(args, vector, row, widened);
+  const Layout& layout = pass.layout;
   F16 totals[kRows][kVectors];
   clear(totals);
-  for (int64_t g = 0; g < layout.groups; ++g, first_record += layout.block_bytes, row_codes += layout.group) {
-    const uint8_t* headers[kVectors];  // of each vector's channels
-    const uint8_t* codes[kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
-      const int64_t place = half + v();
-      const uint8_t* record = first_record + place / kPanelVectors * layout.panel_bytes;
-      headers[v()] = record + place % kPanelVectors * 32;
-      codes[v()] = kHeld == Held::kWidened
-                       ? widened + (place / kPanelVectors * layout.padded_inputs + g * layout.group) * kPanel
-                       : record + layout.header_bytes;
-      codes[v()] += place % kPanelVectors * 64;
-    });
+  const int8_t* row_codes = pass.codes;
+  for (int64_t g = 0; g < layout.groups; ++g, row_codes += layout.group) {
+    const auto block = pass.block(g);
     I16 sums[kRows][kVectors];
     each<kVectors>([&](auto v) MILLRACE_INLINE {
       I16 factor = zero_int();  // of a row's sum of codes
       if constexpr (kAsymmetric) {
-        const int16_t* zeros = reinterpret_cast<const int16_t*>(headers[v()] + kPanel * 2);
+        const int16_t* zeros = reinterpret_cast<const int16_t*>(block.headers[v()] + kPanel * 2);
         factor = sub_int(zero_int(), load_i16(zeros));
       }
       each<kRows>([&](auto r) MILLRACE_INLINE {
-        const I16 row_sum = splat_int(row_sums[r() * rows.groups_stride + g]);
+        const I16 row_sum = splat_int(pass.sums[r() * pass.groups_stride + g]);
         sums[r()][v()] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
       });
     });
     auto add_products = [&](const Codes(&operands)[kVectors][kFours], int64_t k) MILLRACE_INLINE {
       each<kRows>([&](auto r) MILLRACE_INLINE {
-        const int8_t* inputs = row_codes + r() * rows.stride + k;
+        const int8_t* inputs = row_codes + r() * pass.stride + k;
         each<kVectors>([&](auto v)
                            MILLRACE_INLINE { sums[r()][v()] = dot<kHeld>(sums[r()][v()], operands[v()], inputs); });
       });
@@ -248,7 +289,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
           each<2>([&](auto upper) MILLRACE_INLINE {
             Codes operands[kVectors][1];
             each<kVectors>([&](auto v) MILLRACE_INLINE {
-              const Codes pairs = load_codes(codes[v()] + k * 16);
+              const Codes pairs = load_codes(block.codes[v()] + k * 16);
               operands[v()][0] = upper() ? high_nibbles(pairs) : low_nibbles(pairs);
             });
             add_products(operands, k + upper() * 4);
@@ -260,23 +301,17 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
           Codes operands[kVectors][kFours];
           each<kVectors, kFours>([&](auto v, auto four) MILLRACE_INLINE {
             if constexpr (kHeld == Held::kNibbles) {
-              const Codes pairs = load_codes(codes[v()] + k * 16 + four() / 2 * 128);
+              const Codes pairs = load_codes(block.codes[v()] + k * 16 + four() / 2 * 128);
               operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
             } else {
-              operands[v()][four()] = load_codes(codes[v()] + (k + four() * 4) * 32);
+              operands[v()][four()] = load_codes(block.codes[v()] + (k + four() * 4) * 32);
             }
           });
           add_products(operands, k);
         }
       }
     }
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
-      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(headers[v()]));
-      each<kRows>([&](auto r) MILLRACE_INLINE {
-        const F16 row_scale = splat(row_scales[r() * rows.groups_stride + g]);
-        totals[r()][v()] = fma(mul(to_float(sums[r()][v()]), scale), row_scale, totals[r()][v()]);
-      });
-    });
+    pass.add_block(totals, sums, block, g);
   }
   write_rows(args, vector, row, totals);
 }
@@ -286,35 +321,19 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
 template <Held kHeld, int kRows, int kVectors>
 inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
                               Ahead& ahead) {
-  const Layout& layout = args.weights->layout;
-  const QuantisedRows& rows = *args.quantised;
-  const int64_t half = kVectors < kPanelVectors ? vector % kPanelVectors : 0;
-  const uint8_t* first_record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
-  const int64_t first = args.first_row + row;
-  const int8_t* row_codes = rows.codes + first * rows.stride;
-  const float* row_scales = rows.scales + first * rows.groups_stride;
-  const int32_t* row_sums = rows.sums + first * rows.groups_stride;
+  const IntegerPass<kHeld, kVectors> pass(args, vector, row, widened);
   F16 totals[kRows][kVectors];
   clear(totals);
-  for (int64_t b = 0, g = 0; b < layout.blocks; ++b, first_record += layout.block_bytes) {
-    const uint8_t* headers[kVectors];  // of each vector's channels
-    const uint8_t* codes[kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
-      const int64_t place = half + v();
-      const uint8_t* record = first_record + place / kPanelVectors * layout.panel_bytes;
-      headers[v()] = record + place % kPanelVectors * 32;
-      codes[v()] = kHeld == Held::kWidened
-                       ? widened + (place / kPanelVectors * layout.padded_inputs + b * layout.block) * kPanel
-                       : record + layout.header_bytes;
-      codes[v()] += place % kPanelVectors * 64;
-    });
+  const int8_t* row_codes = pass.codes;
+  for (int64_t b = 0, g = 0; b < pass.layout.blocks; ++b) {
+    const auto block = pass.block(b);
     I16 block_sums[kRows][kVectors];
     each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { block_sums[r()][v()] = zero_int(); });
-    const int64_t groups = layout.block_inputs(b) / kMultipleGroup;
+    const int64_t groups = pass.layout.block_inputs(b) / kMultipleGroup;
     for (int64_t i = 0; i < groups; ++i, ++g, row_codes += kMultipleGroup) {
       SmallSums sums[kRows][kVectors];
       each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE {
-        sums[r()][v()] = in_its_own_register(splat_int(row_sums[r() * rows.groups_stride + g]));
+        sums[r()][v()] = in_its_own_register(splat_int(pass.sums[r() * pass.groups_stride + g]));
       });
 #pragma GCC unroll 8
       for (int64_t k = 0; k < kMultipleGroup; k += 4) {
@@ -323,33 +342,27 @@ inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t r
         each<kVectors>([&](auto v) MILLRACE_INLINE {
           if constexpr (kHeld == Held::kNibbles) {
             // The codes are read twice: both halves of all vectors at once would not stay in registers.
-            const Codes pairs = load_codes(codes[v()] + (i * kMultipleGroup + k) / 8 * 128);
+            const Codes pairs = load_codes(block.codes[v()] + (i * kMultipleGroup + k) / 8 * 128);
             operands[v()] = k % 8 != 0 ? high_nibbles(pairs) : low_nibbles(pairs);
           } else {
-            operands[v()] = load_codes(codes[v()] + (i * kMultipleGroup + k) * kPanel);
+            operands[v()] = load_codes(block.codes[v()] + (i * kMultipleGroup + k) * kPanel);
           }
         });
         each<kRows>([&](auto r) MILLRACE_INLINE {
-          const int8_t* inputs = row_codes + r() * rows.stride + k;
+          const int8_t* inputs = row_codes + r() * pass.stride + k;
           each<kVectors>([&](auto v)
                              MILLRACE_INLINE { sums[r()][v()] = add_small(sums[r()][v()], operands[v()], inputs); });
         });
       }
       each<kVectors>([&](auto v) MILLRACE_INLINE {
-        const int64_t at = kPanel * 2 + i * kPanel - (half + v()) % kPanelVectors * 16;
-        const I16 multiples = load_multiples(reinterpret_cast<const int8_t*>(headers[v()] + at));
+        const int64_t at = kPanel * 2 + i * kPanel - (pass.half + v()) % kPanelVectors * 16;
+        const I16 multiples = load_multiples(reinterpret_cast<const int8_t*>(block.headers[v()] + at));
         each<kRows>([&](auto r) MILLRACE_INLINE {
           block_sums[r()][v()] = add_multiples(block_sums[r()][v()], sums[r()][v()], multiples);
         });
       });
     }
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
-      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(headers[v()]));
-      each<kRows>([&](auto r) MILLRACE_INLINE {
-        const F16 row_scale = splat(row_scales[r() * rows.groups_stride + b]);
-        totals[r()][v()] = fma(mul(to_float(block_sums[r()][v()]), scale), row_scale, totals[r()][v()]);
-      });
-    });
+    pass.add_block(totals, block_sums, block, b);
   }
   write_rows(args, vector, row, totals);
 }
@@ -359,8 +372,10 @@ inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, in
                         Ahead& ahead) {
   if constexpr (kRows > 0) {
     if (count < kRows) return integers_of<kHeld, kRows - 1, kVectors>(args, vector, row, count, widened, ahead);
-    if (kHeld != Held::kBytes && args.weights->layout.multiples) {
-      return product_multiples<kHeld, kRows, kVectors>(args, vector, row, widened, ahead);
+    if constexpr (kHeld != Held::kBytes) {
+      if (args.weights->layout.multiples) {
+        return product_multiples<kHeld, kRows, kVectors>(args, vector, row, widened, ahead);
+      }
     }
     args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kVectors>(args, vector, row, widened, ahead)
                                     : product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);

@@ -37,6 +37,9 @@ class Load:
     metrics: Callable[[Result], dict[str, float]]
     quick: tuple[str, ...] = ()  # in place of the flags' counts, to see that everything works
 
+    def asked(self, *, quick: bool) -> tuple[str, ...]:
+        return self.quick if quick and self.quick else self.flags
+
 
 def _at_once(users: int) -> Callable[[Result], dict[str, float]]:
     def metrics(result: Result) -> dict[str, float]:
@@ -124,12 +127,11 @@ LOADS: Final = (
 
 def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: bool) -> dict[str, float]:
     """LoadError where it did not work, or not in time. `asked`: further flags, of the server."""
-    flags: Sequence[str] = load.quick if quick and load.quick else load.flags
     with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
         out = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "millrace", "bench", url, "--json", str(out), "--seed", str(seed)),
-            *("--token-mismatch", "off", "--no-live", *flags, *asked),
+            *("--token-mismatch", "off", "--no-live", *load.asked(quick=quick), *asked),
         ]
         places.LOGS.mkdir(parents=True, exist_ok=True)
         with (places.LOGS / "serve-bench.log").open("ab") as log:

@@ -75,7 +75,7 @@ class Run:
             "machine": describe(Prober(servers.THREADS).machine),
             "versions": {"millrace": {"commit": commit()}, **self.versions},
             "configuration": servers.CONFIGURATION,
-            "loads": {load.name: " ".join(load.flags) for load in self.loads},
+            "loads": {load.name: " ".join(load.asked(quick=options.quick)) for load in self.loads},
             "failures": self.failures,
             "timings": self.timings,
         }

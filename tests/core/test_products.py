@@ -59,19 +59,51 @@ def emulated(
     codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | int, rows: Floats, format: Format, group: int
 ) -> tuple[Doubles, Doubles]:
     """The product of integer codes, and the sum of the magnitudes of what was added: exact but for f32 sums."""
-    outputs, inputs = codes.shape
-    size = group_of(group, inputs)
+    size = group_of(group, codes.shape[1])
+    centre = zeros if isinstance(zeros, int) else np.repeat(zeros.astype(np.int64), size, axis=1)[:, : codes.shape[1]]
+    return scaled(codes.astype(np.int64) - centre, scales, rows, format, size)
+
+
+def emulated_multiples(
+    codes: NDArray[np.uint8], scales: Floats, multiples: NDArray[np.int8], rows: Floats
+) -> tuple[Doubles, Doubles]:
+    """The same for codes whose groups have multiples: a row has one scale for a block of them."""
+    each = np.repeat(multiples.astype(np.int64), 32, axis=1)[:, : codes.shape[1]]
+    return scaled((codes.astype(np.int64) - 8) * each, scales, rows, "int4", 128)
+
+
+def scaled(
+    whole: NDArray[np.int64], scales: Floats, rows: Floats, format: Format, size: int
+) -> tuple[Doubles, Doubles]:
+    """Of whole numbers [outputs, inputs] of which `size` inputs share a scale, in the rows too."""
     row_codes, row_scales = rounded_rows(rows, size, format)
-    total = np.zeros((len(rows), outputs))
-    magnitude = np.zeros((len(rows), outputs))
+    total = np.zeros((len(rows), len(whole)))
+    magnitude = np.zeros_like(total)
     for g in range(scales.shape[1]):
-        zero = zeros if isinstance(zeros, int) else zeros[:, g : g + 1].astype(np.int64)
-        part = codes[:, g * size : (g + 1) * size].astype(np.int64) - zero
-        dot = row_codes[:, g, : part.shape[1]] @ part.T  # whole numbers, exact
+        part = whole[:, g * size : (g + 1) * size]
+        dot = row_codes[:, g, : part.shape[1]] @ part.T  # exact
         term = dot * scales[:, g].astype(np.float64) * row_scales[:, g : g + 1].astype(np.float64)
         total += term
         magnitude += np.abs(term)
     return total, magnitude
+
+
+def extreme_rows() -> Floats:
+    """Rows of 256 of ones, minus ones and zeros, which all become the largest codes."""
+    rows = np.ones((12, 256), np.float32)
+    rows[1] = -1
+    rows[2, ::2] = -1
+    rows[3, ::3] = -1
+    rows[4, 1:] = 0
+    rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
+    rows[6, 1::2] = 0
+    # Half of the inputs of each four, and the other half: what the two halves of a lane add up.
+    rows[7, 0::4], rows[7, 1::4] = -1, -1
+    rows[8, 2::4], rows[8, 3::4] = -1, -1
+    rows[9, 0::4], rows[9, 1::4] = 0, 0
+    rows[10, 2::4], rows[10, 3::4] = 0, 0
+    rows[11, 0::4], rows[11, 2::4] = 0, -1
+    return np.tile(rows, (5, 1))  # as many as are multiplied in the quickest way
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -116,35 +148,11 @@ def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, 
     groups = -(-256 // group_of(group, 256))
     scales = np.ones((36, groups), np.float32)
     zeros = np.tile(np.array([[0], [most], [most // 2], [1]], np.int16), (9, groups))
-    rows = np.ones((7, 256), np.float32)
-    rows[1] = -1
-    rows[2, ::2] = -1
-    rows[3, ::3] = -1
-    rows[4, 1:] = 0
-    rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
-    rows[6, 1::2] = 0
-    rows = np.tile(rows, (9, 1))  # as many as are multiplied in the quickest way
+    rows = extreme_rows()
     weights = from_codes(codes, scales, zeros if asymmetric else None, format, group)
     centre = zeros if asymmetric else 128 if format == "int8" else 8
     expected, magnitude = emulated(codes, scales, centre, rows, format, group)
     assert (np.abs(product(weights, rows, 36, isa) - expected) <= 1e-6 * magnitude).all()
-
-
-def emulated_multiples(
-    codes: NDArray[np.uint8], scales: Floats, multiples: NDArray[np.int8], rows: Floats
-) -> tuple[Doubles, Doubles]:
-    """As `emulated`: a block's sum is a whole number, and a row has one scale for the block."""
-    row_codes, row_scales = rounded_rows(rows, 128, "int4")
-    total = np.zeros((len(rows), len(codes)))
-    magnitude = np.zeros_like(total)
-    whole = (codes.astype(np.int64) - 8) * np.repeat(multiples.astype(np.int64), 32, axis=1)[:, : codes.shape[1]]
-    for b in range(scales.shape[1]):
-        part = whole[:, b * 128 : (b + 1) * 128]
-        dot = row_codes[:, b, : part.shape[1]] @ part.T
-        term = dot * scales[:, b].astype(np.float64) * row_scales[:, b : b + 1].astype(np.float64)
-        total += term
-        magnitude += np.abs(term)
-    return total, magnitude
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -165,20 +173,7 @@ def test_the_largest_multiples_and_rows_do_not_overflow(isa: str) -> None:
     codes = np.zeros((36, 256), np.uint8)
     codes[0::4], codes[1::4, ::2], codes[2::4, ::3], codes[3::4, 1::4], codes[3::4, ::4] = 15, 15, 15, 15, 15
     multiples = np.tile(np.array([[127], [-127]], np.int8), (18, 8))
-    rows = np.ones((12, 256), np.float32)
-    rows[1] = -1
-    rows[2, ::2] = -1
-    rows[3, ::3] = -1
-    rows[4, 1:] = 0
-    rows[5] = np.random.default_rng(0).choice([-1, 1], 256)
-    # Half of the inputs of each four, and the other half: what the two halves of a lane add up.
-    rows[6, 0::4], rows[6, 1::4] = -1, -1
-    rows[7, 2::4], rows[7, 3::4] = -1, -1
-    rows[8, 0::4], rows[8, 1::4] = 0, 0
-    rows[9, 2::4], rows[9, 3::4] = 0, 0
-    rows[10, 0::4], rows[10, 2::4] = 0, -1
-    rows[11, 1::2] = 0
-    rows = np.tile(rows, (5, 1))
+    rows = extreme_rows()
     scales = np.ones((36, 2), np.float32)
     expected, magnitude = emulated_multiples(codes, scales, multiples, rows)
     weights = laid_by_multiples(codes, scales, multiples)

@@ -40,7 +40,7 @@ class Precision(msgspec.Struct, frozen=True):
         """Bits per weight with its share of what it is scaled by, for long rows."""
         plain = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.format]
         if self.multiples:
-            return plain + 8 / self.group + 16 / 128
+            return plain + 8 / self.group + 16 / (4 * self.group)
         return plain + (16 / self.group if self.group else 0)
 
     @property
