@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.config import Config, ModelConfig, UpstreamConfig
+from millrace.config import Config, ModelConfig
 from millrace.engine import wire
 from millrace.engine.client import Client
 from millrace.engine.request import Request
 from millrace.engine.supervisor import StartError, Supervisor
 from millrace.engine.variant import Variant
-from millrace.engine.worker_start import start_worker, worker_ahead
 from millrace.errors import MillraceError
 from millrace.gateway.fleet import Fleet
 from millrace.models.loading import BUNDLED_NAMES
@@ -114,21 +113,3 @@ def test_a_fleet_that_cannot_be_ends_what_it_has_begun(monkeypatch: pytest.Monke
         Fleet.of(Config(models=models), early=True)
     assert len(begun) == 1  # of the first model alone: the others wait until it is there
     assert not any(is_there(pid) for pid in begun)
-
-
-def test_a_fleet_of_upstreams_keeps_no_worker_that_was_begun_ahead() -> None:
-    models = {"far": ModelConfig(upstream=UpstreamConfig(url="http://127.0.0.1:1/v1", tokenizer="mini"))}
-    with worker_ahead():
-        Fleet.of(Config(models=models)).abandon()  # not a server's, which has a process of its own
-        ahead = start_worker()
-        assert ahead.poll() is None
-        ahead.kill()
-        ahead.communicate()
-    with worker_ahead():
-        children = children_of(os.getpid())
-        Fleet.of(Config(models=models), early=True).abandon()
-        assert len(children - children_of(os.getpid())) == 1
-
-
-def children_of(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}

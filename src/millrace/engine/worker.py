@@ -516,16 +516,14 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def read_config() -> wire.WorkerConfig | None:
-    """The line on standard input, byte by byte: what follows it must stay there. None where there never came one."""
+def read_config() -> wire.WorkerConfig:
+    """The line on standard input, byte by byte: what follows it must stay there."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
             break
         line += byte
-    if not line:
-        return None
     return msgspec.json.decode(line, type=wire.WorkerConfig)
 
 
@@ -534,8 +532,6 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     tell = report or _tell
     try:
         config = read_config()
-        if config is None:  # whoever began this process ahead of need is gone
-            return 0
         opened = open_variant(config.variant, progress=told_now_and_then(tell))
         worker = Worker(opened, config)
     except (MillraceError, msgspec.MsgspecError, OSError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""One worker's process: given its configuration at any time, also before there is an event loop, and watched in one.
+"""One worker's process: begun at any time, also before there is an event loop, and watched in one.
 
-Owns the process and its two pipes. How it begins is worker_start's; what it is told and what it says the supervisor's.
+Owns the process and its two pipes. What it is told and what it says is the supervisor's.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 from typing import Final
-
-from millrace.engine.worker_start import start_worker
 
 _LINE: Final = 64 * 1024  # bytes of a worker's report
 _AT_ONCE: Final = 16 * 1024  # bytes that a pipe takes without anybody reading it
@@ -22,7 +21,12 @@ _LOOK: Final = 0.05  # seconds between two looks whether it runs, where the syst
 class WorkerProcess:
     def __init__(self, config: bytes) -> None:
         """`config`: the line that it reads first. OSError where there can be no process more."""
-        self._popen = start_worker()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "millrace.engine.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is the supervisor's to act on: it drains
+        )
         self._output: asyncio.ReadTransport | None = None
         self._ended: asyncio.Future[int] | None = None
         if len(config) < _AT_ONCE:

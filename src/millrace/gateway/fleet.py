@@ -21,7 +21,6 @@ from millrace.engine.client import Waits
 from millrace.engine.request import Request
 from millrace.engine.stream import Stream
 from millrace.engine.variant import Variant
-from millrace.engine.worker_start import end_worker_ahead
 from millrace.gateway import fingerprint
 from millrace.gateway.errors import ApiError
 from millrace.gateway.reasoning import ReasoningFormat, reasoning_format_named, reasoning_format_of
@@ -191,8 +190,6 @@ class Fleet:
             for engine in runs:
                 engine.abandon()
             raise
-        if early:
-            end_worker_ahead()  # where all models are upstreams
         order = names_of(config)
         default = config.default_model or next(iter(config.models))
         fleet = cls({full: made[full][0] for full in order}, aliases, default)
