@@ -95,7 +95,8 @@ async def test_fast_mode_ends_by_itself(tmp_path: Path) -> None:
         monotonic = Clock(1000.0)
         running.set_clocks(Clock(), monotonic)
         await running.did("PUT", "fast", {"ttl_s": 600, "reason": "a storm"})
-        monotonic.now += 570.0  # and what the storage took, by its own clock, which runs
+        # It ends on a whole second of the storage's clock, which runs: up to one sooner than asked, and a little more.
+        monotonic.now += 570.0
         assert is_fast(await running.chat("red-secret"))
         monotonic.now += 31.0
         assert not is_fast(await running.chat("red-secret"))
