@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from millrace.engine.output import MOST_STOP_CHARACTERS, MOST_STOPS, OutputText, Piece, StopStrings, token_bytes
 from millrace.errors import RequestError
-from millrace.models.detokenizer import Detokenizer, Pieces
+from millrace.models.detokenizer import Detokenizer, Pieces, read_decoder
 
 from .small_tokenizers import MAKERS
 
@@ -20,7 +20,8 @@ class Vocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.pieces = Pieces(tokenizer)
+        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.pieces = Pieces(tokenizer, read_decoder(tokenizer.decoder.__getstate__()), special)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.engine import wire
 from millrace.engine.answer import Answer
-from millrace.engine.grammar import Grammar
+from millrace.engine.grammar_source import Grammar
 from millrace.engine.request import Finish, Request
 from millrace.engine.sampling import Chosen, Sampling
 from millrace.errors import MillraceError, RequestError

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as ManyOf
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from millrace.engine import wire
 from millrace.engine.batch import BatchBuilder
 from millrace.engine.blocks import Blocks
 from millrace.engine.draft_model import DraftModelDrafter
 from millrace.engine.executor import Executor, Rows, Ticket
-from millrace.engine.grammar import Grammars, GrammarState, Mask, Masks
 from millrace.engine.output import OutputText
 from millrace.engine.plan import Admission, Event, Outcome, StepPlan
 from millrace.engine.progress import Progress
@@ -36,6 +35,9 @@ from millrace.engine.speculator import Speculator
 from millrace.engine.step_time import StepTimeModel
 from millrace.errors import MillraceError, RequestError
 from millrace.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from millrace.engine.grammar import Grammars, GrammarState, Mask, Masks
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,8 @@ class Engine:
         if self._grammars is None:
             if self.tokenizer is None:
                 raise RequestError("this model writes no text that could follow a grammar", parameter="grammar")
+            from millrace.engine.grammar import Grammars  # which a worker may never need
+
             self._grammars = Grammars(self.tokenizer)
         return self._grammars
 

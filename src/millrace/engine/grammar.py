@@ -90,10 +90,6 @@ class Grammars:
         """Waits for it; RequestError for a grammar that is wrong or takes too long."""
         return self.prepare(grammar, salt=salt).result()
 
-    def warm(self) -> None:
-        """Begins to read the vocabulary, which takes about a second for the largest, before the first grammar comes."""
-        self._compilers.submit(self._read_vocabulary)
-
     def launch(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> Masks:
         """Begins to compute the masks of each state and of what follows its drafts.
 

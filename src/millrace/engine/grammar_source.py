@@ -11,7 +11,6 @@ import re
 from typing import Any, Final, Literal, cast
 
 import msgspec
-from llguidance import LLMatcher
 
 from millrace.errors import RequestError
 
@@ -68,6 +67,8 @@ def grammar_source(grammar: Grammar, limits: GrammarLimits) -> str:
             terminal = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
             return _lark_source(f"start: CHOICE\nCHOICE: {terminal}")
         case "regex":
+            from llguidance import LLMatcher  # for those who ask for a grammar
+
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             if _TEMPERATURE.search(grammar.text):

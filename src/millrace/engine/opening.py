@@ -40,20 +40,24 @@ class Opened:
     executor: CpuExecutor
     engine: Engine
     pins: Pins
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.folder.tokenizer
+    tokenizer: Tokenizer
 
 
-def open_variant(variant: Variant, *, folder: ModelFolder | None = None, progress: Progress | None = None) -> Opened:
-    """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already."""
+def open_variant(
+    variant: Variant,
+    *,
+    folder: ModelFolder | None = None,
+    progress: Progress | None = None,
+    cuts_texts: bool = True,
+) -> Opened:
+    """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already.
+    `cuts_texts`: prompts become tokens here, so that the tokenizer is read as a whole."""
     variant.check()
     if folder is None:
         folder = open_model(find_model(variant.model))
     executor = _load(folder, variant, progress)
     spec, capacity = executor.spec, executor.capacity
-    tokenizer = folder.tokenizer
+    tokenizer = folder.tokenizer if cuts_texts else folder.written_tokenizer
     reuse = spec.causal and variant.prefix_cache
     blocks = Blocks(capacity.blocks, capacity.block_tokens, reuse=reuse)
     for prefix in variant.public_prefixes:
@@ -79,7 +83,7 @@ def open_variant(variant: Variant, *, folder: ModelFolder | None = None, progres
         sequences=variant.max_sequences,
         checks=variant.checks,
     )
-    return Opened(variant, folder, executor, engine, _pins(variant, folder, executor, engine))
+    return Opened(variant, folder, executor, engine, _pins(variant, folder, executor, engine), tokenizer)
 
 
 def _load(folder: ModelFolder, variant: Variant, progress: Progress | None) -> CpuExecutor:

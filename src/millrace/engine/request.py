@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from millrace.engine.sampling import Sampling
 
 if TYPE_CHECKING:
-    from millrace.engine.grammar import Grammar
+    from millrace.engine.grammar_source import Grammar
 
 Kind = Literal["generate", "score", "embed"]
 

@@ -24,15 +24,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from millrace.engine import wire
-from millrace.engine.grammar import Compilation, Grammar, GrammarState
+from millrace.engine.grammar_source import Grammar
 from millrace.engine.opening import Opened, open_variant
 from millrace.engine.request import Finish, Request
 from millrace.errors import MillraceError, RequestError
+
+if TYPE_CHECKING:
+    from millrace.engine.grammar import Compilation, GrammarState
 
 log = logging.getLogger(__name__)
 
@@ -532,7 +535,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     tell = report or _tell
     try:
         config = read_config()
-        opened = open_variant(config.variant, progress=told_now_and_then(tell))
+        opened = open_variant(config.variant, progress=told_now_and_then(tell), cuts_texts=False)
         worker = Worker(opened, config)
     except (MillraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.Started(error=str(error) or type(error).__name__)))

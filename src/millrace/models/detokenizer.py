@@ -15,12 +15,11 @@ none are replaced: a script that is written in bytes alone can be streamed.
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
-import tokenizers
+import msgspec
 
 _MOST_WAITING: Final = 16  # tokens that the window decoder holds back, waiting for a character's last byte
 
@@ -35,59 +34,102 @@ class DecoderKind(NamedTuple):
     strip: tuple[str, int] = ("", 0)  # a character, and how many of it are dropped at the beginning of the text
 
 
-def read_decoder(tokenizer: tokenizers.Tokenizer) -> DecoderKind:
-    decoder: Any = tokenizer.decoder
-    if decoder is None:
+class _ByteLevel(msgspec.Struct, tag_field="type", tag="ByteLevel"):
+    pass
+
+
+class _Pattern(msgspec.Struct, forbid_unknown_fields=True):  # a regular expression is another kind of pattern
+    String: str
+
+
+class _Replace(msgspec.Struct, tag_field="type", tag="Replace"):
+    pattern: _Pattern
+    content: str
+
+
+class _ByteFallback(msgspec.Struct, tag_field="type", tag="ByteFallback"):
+    pass
+
+
+class _Metaspace(msgspec.Struct, tag_field="type", tag="Metaspace"):
+    replacement: str
+    prepend_scheme: Literal["always", "first", "never"]
+
+
+class _Fuse(msgspec.Struct, tag_field="type", tag="Fuse"):
+    pass
+
+
+class _Strip(msgspec.Struct, tag_field="type", tag="Strip"):
+    content: str
+    start: int
+    stop: int
+
+
+_Step = _ByteLevel | _Replace | _ByteFallback | _Metaspace | _Fuse | _Strip
+
+
+class _Sequence(msgspec.Struct, tag_field="type", tag="Sequence"):
+    decoders: list[_Step]
+
+
+# A later step may not come before an earlier one: what each does depends on what it is given.
+_ORDER: Final = (_Replace, _ByteFallback, _Metaspace, _Fuse, _Strip)
+
+
+def read_decoder(written: bytes) -> DecoderKind:
+    """Of a decoder as tokenizer.json has it."""
+    try:
+        decoder = msgspec.json.decode(written, type=_Step | _Sequence)
+    except msgspec.MsgspecError:
         return DecoderKind("window")
-    state = cast("dict[str, Any]", json.loads(decoder.__getstate__()))
-    steps = cast("list[dict[str, Any]]", state["decoders"]) if state["type"] == "Sequence" else [state]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
+    steps = decoder.decoders if isinstance(decoder, _Sequence) else [decoder]
+    if len(steps) == 1 and isinstance(steps[0], _ByteLevel):
         return DecoderKind("bytes")
     return _read_pieces(steps) or DecoderKind("window")
 
 
-def _read_pieces(steps: list[dict[str, Any]]) -> DecoderKind | None:
+def _read_pieces(steps: list[_Step]) -> DecoderKind | None:
     """The steps of a SentencePiece-like decoder; None where one of them, or their order, is not known."""
-    # A later step may not come before an earlier one: what each does depends on what it is given.
-    order = ("Replace", "ByteFallback", "Metaspace", "Fuse", "Strip")
     found = DecoderKind("pieces")
     stage = 0
     for step in steps:
-        kind: str = step["type"]
-        if kind not in order or order.index(kind) < stage:
+        if isinstance(step, _ByteLevel) or _ORDER.index(type(step)) < stage:
             return None
         # Only replacing may happen twice; stripping is of the whole text only after the pieces were fused.
-        stage = order.index(kind) + (kind != "Replace")
-        match kind:
-            case "Replace":
-                pattern = step["pattern"]
-                if "String" not in pattern:
-                    return None
-                found = found._replace(replaces=(*found.replaces, (pattern["String"], step["content"])))
-            case "ByteFallback":
+        stage = _ORDER.index(type(step)) + (not isinstance(step, _Replace))
+        match step:
+            case _Replace(pattern=pattern, content=content):
+                found = found._replace(replaces=(*found.replaces, (pattern.String, content)))
+            case _ByteFallback():
                 found = found._replace(byte_fallback=True)
-            case "Metaspace":
-                mark = step["replacement"]
-                dropped = mark if step.get("prepend_scheme", "always") != "never" else None
+            case _Metaspace(replacement=mark, prepend_scheme=prepends):
+                dropped = mark if prepends != "never" else None
                 found = found._replace(replaces=(*found.replaces, (mark, " ")), first_without=dropped)
-            case "Strip":
-                if step["stop"] or not any(other["type"] == "Fuse" for other in steps):
+            case _Strip(content=content, start=start, stop=stop):
+                if stop or not any(isinstance(other, _Fuse) for other in steps):
                     return None
-                found = found._replace(strip=(step["content"], step["start"]))
+                found = found._replace(strip=(content, start))
             case _:
                 pass
     return found
 
 
+class Tokens(Protocol):
+    """Who knows how tokens are written: a TokenTable, or a tokenizer of `tokenizers`."""
+
+    def id_to_token(self, id: int) -> str | None: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
 class Pieces:
     """Every token's own bytes or text, found once; shared by the detokenizers of one tokenizer."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Iterable[str] = ()) -> None:
-        self.kind = read_decoder(tokenizer)
-        self._tokenizer = tokenizer
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._special.update(id for token in special_tokens if (id := tokenizer.token_to_id(token)) is not None)
+    def __init__(self, tokens: Tokens, kind: DecoderKind, special: Collection[int]) -> None:
+        self.kind = kind
+        self._tokens = tokens
+        self._special = frozenset(special)
         self._known: dict[int, bytes | str] = {}
 
     def is_special(self, token: int) -> bool:
@@ -97,11 +139,11 @@ class Pieces:
         """Bytes that join those around them, or text; before anything is done to the first token."""
         known = self._known.get(token)
         if known is None:
-            known = self._known[token] = self._find(self._tokenizer.id_to_token(token) or "")
+            known = self._known[token] = self._find(self._tokens.id_to_token(token) or "")
         return known
 
     def window(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._tokens.decode(tokens, skip_special_tokens=False)
 
     def _find(self, text: str) -> bytes | str:
         if self.kind.form == "bytes":

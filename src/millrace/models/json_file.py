@@ -59,7 +59,7 @@ def parse_json_object(data: bytes | memoryview, *, path: Path | str | None, what
 
 def read_text(path: Path, *, limit: int = JSON_LIMIT) -> str:
     """The text of a small file; ModelError where it is missing, longer than `limit` bytes or not UTF-8."""
-    data = _read_bounded(path, limit)
+    data = read_bounded(path, limit)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -68,10 +68,11 @@ def read_text(path: Path, *, limit: int = JSON_LIMIT) -> str:
 
 def read_json(path: Path, *, limit: int = JSON_LIMIT) -> dict[str, object]:
     """The object that a JSON file of at most `limit` bytes holds; ModelError for anything else."""
-    return parse_json_object(_read_bounded(path, limit), path=path)
+    return parse_json_object(read_bounded(path, limit), path=path)
 
 
-def _read_bounded(path: Path, limit: int) -> bytes:
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The bytes of a file; ModelError where it is missing or longer than `limit`."""
     try:
         if not path.is_file():  # a FIFO or a device would block or never end
             raise ModelError("no such file" if not path.exists() else "not a regular file", path=path)

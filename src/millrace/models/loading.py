@@ -44,6 +44,11 @@ class ModelFolder:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.path, self.spec.vocab_size)
 
+    @cached_property
+    def written_tokenizer(self) -> Tokenizer:
+        """The same for who hardly ever cuts a text: what that takes is read when it is first asked for."""
+        return Tokenizer.load_written(self.path, self.spec.vocab_size)
+
     def tensor(self, name: str) -> DenseTensor:
         """A canonical tensor, joined from its parts; a view of the mapped file where one part is all of it."""
         parts = [self._part(name, part) for part in self.sources[name]]

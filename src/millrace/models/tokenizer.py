@@ -1,23 +1,28 @@
 """The tokenizer of a model folder, with its special tokens, its chat templates and the tokens that end a text.
 
 Owns Tokenizer and the reading of tokenizer.json and of the files beside it. Knows nothing of weights; of the model it
-knows the size of its vocabulary, which no token may pass.
+knows the size of its vocabulary, which no token may pass. What cuts texts into tokens takes most of the time to read,
+which a server's process spends at its start and a worker's only once a grammar asks for it: therefore the libraries of
+that half are imported where it is read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, cast
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from millrace.errors import ModelError, RequestError
-from millrace.models.detokenizer import Detokenizer, Pieces
-from millrace.models.json_file import parse_json_object, read_json, read_text
-from millrace.models.template import SOURCE_LIMIT, ChatTemplate
+from millrace.models.detokenizer import Detokenizer, Pieces, read_decoder
+from millrace.models.json_file import parse_json_object, read_bounded, read_json, read_text
+from millrace.models.token_table import read_pieces
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from millrace.models.template import ChatTemplate
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -27,85 +32,123 @@ _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 
 
+class _Cutting(NamedTuple):
+    """What makes tokens of texts and of chats."""
+
+    tokenizer: tokenizers.Tokenizer
+    templates: Mapping[str, ChatTemplate]
+    frame: tuple[list[int], list[int]] | None  # tokens before and after a text; None: the tokenizer's own
+
+
 class Tokenizer:
     """Text to tokens and back; safe to use from several threads at once."""
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        cutting: Callable[[], _Cutting],
+        pieces: Pieces,
         *,
         vocab_size: int,
         special_tokens: Mapping[str, str],
+        bos_id: int | None,
         eos_ids: frozenset[int],
-        templates: Mapping[str, ChatTemplate],
-        frame: tuple[list[int], list[int]] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self.pieces = Pieces(tokenizer, special_tokens.values())
-        self._templates = dict(templates)
-        self._frame = frame  # tokens before and after a text; None: the tokenizer's own
+        self._read_cutting = cutting
+        self.pieces = pieces
         self.vocab_size = vocab_size
         self.special_tokens = dict(special_tokens)
-        self.bos_id = _token_id(tokenizer, special_tokens.get("bos_token"))
+        self.bos_id = bos_id
         self.eos_ids = eos_ids
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
         """ModelError for files that are missing, corrupt, or do not fit a model of `vocab_size` tokens."""
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise _missing(folder)
-        config = _optional_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
-        tokenizer = _within_vocabulary(read_text(path, limit=TOKENIZER_LIMIT), vocab_size, path)
-        # Limits that somebody saved with the tokenizer would cut prompts in silence.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        _mark_special(tokenizer, special_tokens)
+        config, special_tokens = _beside(folder)
+        cutting = _read_cutting(folder, vocab_size, config, special_tokens)
+        tokenizer = cutting.tokenizer
+        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        special.update(id for token in special_tokens.values() if (id := tokenizer.token_to_id(token)) is not None)
+        decoder: Any = tokenizer.decoder
+        kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
+        pieces = Pieces(tokenizer, kind, special)
+        return cls._of(folder, lambda: cutting, pieces, tokenizer.token_to_id, vocab_size, special_tokens)
+
+    @classmethod
+    def load_written(cls, folder: Path, vocab_size: int) -> Tokenizer:
+        """The same for who reads what a model writes and hardly ever cuts a text: that half is read when it is first
+        asked for, and its errors are raised then."""
+        config, special_tokens = _beside(folder)
+        data = read_bounded(_path(folder), TOKENIZER_LIMIT)
+        found = read_pieces(data, vocab_size, special_tokens.values())
+        if found is None:
+            return cls.load(folder, vocab_size)
+        pieces, ids = found
+        cutting = partial(_read_cutting, folder, vocab_size, config, special_tokens)
+        return cls._of(folder, cutting, pieces, ids.get, vocab_size, special_tokens)
+
+    @classmethod
+    def _of(
+        cls,
+        folder: Path,
+        cutting: Callable[[], _Cutting],
+        pieces: Pieces,
+        token_to_id: Callable[[str], int | None],
+        vocab_size: int,
+        special_tokens: Mapping[str, str],
+    ) -> Tokenizer:
+        def named(name: str) -> int | None:
+            token = special_tokens.get(name)
+            return None if token is None else token_to_id(token)
+
         return cls(
-            tokenizer,
+            cutting,
+            pieces,
             vocab_size=vocab_size,
             special_tokens=special_tokens,
-            eos_ids=_eos_ids(folder, tokenizer, special_tokens, vocab_size),
-            templates=_templates(folder, config, special_tokens),
-            frame=_frame(config, tokenizer, special_tokens),
+            bos_id=named("bos_token"),
+            eos_ids=_eos_ids(folder, named("eos_token"), vocab_size),
         )
+
+    @cached_property
+    def _cutting(self) -> _Cutting:
+        return self._read_cutting()
 
     @property
     def template(self) -> ChatTemplate | None:
         """The template of a chat without tools."""
-        return self._templates.get("default")
+        return self._cutting.templates.get("default")
 
     @property
     def tool_template(self) -> ChatTemplate | None:
         """The template of a chat with tools."""
-        return self._templates.get("tool_use") or self.template
+        return self._cutting.templates.get("tool_use") or self.template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        own_frame = add_special_tokens and self._frame is None
+        tokenizer, _, frame = self._cutting
+        own_frame = add_special_tokens and frame is None
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=own_frame).ids
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=own_frame).ids
         except (TypeError, UnicodeEncodeError):  # which of the two depends on the version of `tokenizers`
             raise RequestError("the text holds half of a surrogate pair, which is no character") from None
-        if add_special_tokens and self._frame is not None:
-            return [*self._frame[0], *ids, *self._frame[1]]
+        if add_special_tokens and frame is not None:
+            return [*frame[0], *ids, *frame[1]]
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The same text that a Detokenizer gives piece by piece."""
         if self.pieces.kind.form != "pieces":
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._cutting.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 
     def token_id(self, text: str) -> int | None:
         """The token that is written so in the vocabulary: for added tokens and special ones, the text's own token."""
-        return _token_id(self._tokenizer, text)
+        return self._cutting.tokenizer.token_to_id(text)
 
     @cached_property
     def longest_piece(self) -> int:
         """Characters of the longest token."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
+        return max(map(len, self._cutting.tokenizer.get_vocab()), default=1)
 
     def is_special(self, token: int) -> bool:
         return self.pieces.is_special(token)
@@ -113,7 +156,7 @@ class Tokenizer:
     @property
     def tells_time(self) -> bool:
         """The same messages may be another prompt later."""
-        return any(template.tells_time for template in self._templates.values())
+        return any(template.tells_time for template in self._cutting.templates.values())
 
     def apply_template(
         self,
@@ -129,6 +172,31 @@ class Tokenizer:
         if template is None:
             raise RequestError("the model has no chat template; it completes text only", parameter="messages")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+
+
+def _beside(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
+    """tokenizer_config.json, and the special tokens by the names that templates know them by."""
+    config = _optional_json(folder / "tokenizer_config.json")
+    return config, _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
+
+
+def _read_cutting(
+    folder: Path, vocab_size: int, config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> _Cutting:
+    path = _path(folder)
+    tokenizer = _within_vocabulary(read_text(path, limit=TOKENIZER_LIMIT), vocab_size, path)
+    # Limits that somebody saved with the tokenizer would cut prompts in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _mark_special(tokenizer, special_tokens)
+    return _Cutting(tokenizer, _templates(folder, config, special_tokens), _frame(config, tokenizer, special_tokens))
+
+
+def _path(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise _missing(folder)
+    return path
 
 
 def _missing(folder: Path) -> ModelError:
@@ -147,6 +215,8 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # `tokenizers` raises nothing more precise
@@ -203,15 +273,13 @@ def _token_content(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _token_id(tokenizer: tokenizers.Tokenizer, token: str | None) -> int | None:
-    return None if token is None else tokenizer.token_to_id(token)
-
-
 def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
     """Named special tokens that are in the vocabulary but not marked, as older converters left them."""
+    from tokenizers import AddedToken
+
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     known = {token for token in special_tokens.values() if tokenizer.token_to_id(token) is not None}
-    missing = [tokenizers.AddedToken(token, special=True, normalized=False) for token in sorted(known - marked)]
+    missing = [AddedToken(token, special=True, normalized=False) for token in sorted(known - marked)]
     tokenizer.add_special_tokens(missing)  # pyright: ignore[reportUnknownMemberType] - a bare `list` in its stubs
 
 
@@ -223,15 +291,14 @@ def _frame(
         return None
     ends: list[list[int]] = []
     for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token = _token_id(tokenizer, special_tokens.get(name))
+        named = special_tokens.get(name)
+        token = None if named is None else tokenizer.token_to_id(named)
         ends.append([token] if config.get(flag) is True and token is not None else [])
     return ends[0], ends[1]
 
 
-def _eos_ids(
-    folder: Path, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str], vocab_size: int
-) -> frozenset[int]:
-    """Tokens that end a text, from the first file that names any."""
+def _eos_ids(folder: Path, eos_id: int | None, vocab_size: int) -> frozenset[int]:
+    """Tokens that end a text, from the first file that names any; else the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = _optional_json(path).get("eos_token_id")
@@ -242,13 +309,14 @@ def _eos_ids(
         fitting = frozenset(id for id in cast("list[int]", ids) if 0 <= id < vocab_size)
         if fitting:
             return fitting
-    eos = _token_id(tokenizer, special_tokens.get("eos_token"))
-    return frozenset() if eos is None else frozenset({eos})
+    return frozenset() if eos_id is None else frozenset({eos_id})
 
 
 def _templates(
     folder: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> dict[str, ChatTemplate]:
+    from millrace.models.template import SOURCE_LIMIT, ChatTemplate
+
     sources: dict[str, tuple[str, Path]] = {}
     path = folder / "tokenizer_config.json"
     value = config.get("chat_template")
