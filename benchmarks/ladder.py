@@ -18,10 +18,12 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Final
+
+from msgspec.structs import replace
 
 # Neither training nor this folder's parts are packages that are installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
+from msgspec.structs import fields, replace
 
 from millrace.gateway.ladder.extract import ExtractOptions, Weights, asked_of, extract, weigh
 from millrace.gateway.shaping.sources import Source

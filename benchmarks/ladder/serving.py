@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.engine.blocks import Blocks
 from millrace.engine.plan import Event, Limits, Outcome, StepPlan
@@ -56,11 +59,10 @@ class Worth:
     stale: float = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the calls."""
 
-    sourced: Mapping[str, float] = field(default_factory=lambda: {"chat": 0.5, "agent": 0.3, "voice": 0.2})
+    sourced: Mapping[str, float] = msgspec.field(default_factory=lambda: {"chat": 0.5, "agent": 0.3, "voice": 0.2})
     repeated: float = 0.1  # of which the caches have an answer that has expired
     declines: float = 0.05  # degrade: "off"
 

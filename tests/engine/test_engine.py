@@ -6,12 +6,12 @@ import json
 import random
 from collections import Counter
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from millrace.engine.answer import Answer
 from millrace.engine.engine import Engine

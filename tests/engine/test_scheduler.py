@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.engine.blocks import Blocks
 from millrace.engine.plan import Limits, Outcome, Share

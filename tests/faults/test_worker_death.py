@@ -23,6 +23,7 @@ from millrace.engine.client import Client, Waits
 from millrace.engine.grammar import Grammar
 from millrace.engine.request import Request
 from millrace.engine.sampling import Sampling
+from millrace.engine.stream import Stream
 from millrace.engine.supervisor import StartError, Supervisor, Watch
 from millrace.engine.variant import Variant
 from tests.engine.running import open_tiny, run
@@ -222,9 +223,12 @@ async def test_cancelled_streams_leave_the_worker_idle(tiny_folder: Path) -> Non
     config = wire.WorkerConfig(variant=variant(tiny_folder))
     async with Supervisor([config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
         streams = [client.stream(request) for request in requests(300)]
-        for stream in streams:
+
+        async def cancel(stream: Stream) -> None:
             await stream.__anext__()
             stream.cancel()
+
+        await asyncio.gather(*map(cancel, streams))  # each at once: while a grammar compiles, others would end
         for _ in range(500):
             (stats,) = await client.stats()
             if not stats["scheduler"]["running"] + stats["scheduler"]["waiting"]:

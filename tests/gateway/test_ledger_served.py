@@ -11,13 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from msgspec.structs import replace
 
 from millrace.config import (
     CacheConfig,

@@ -5,10 +5,10 @@ Everything here is arithmetic with seeds, so the numbers are the same on every m
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.engine.plan import Limits
 from millrace.engine.policy import Policy

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from millrace.engine import wire
 from millrace.engine.sampling import Chosen
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(msgspec.Struct):
     index: int  # of the request's n
-    tokens: list[int] = field(default_factory=list[int])
+    tokens: list[int] = []
     text: str = ""
-    chosen: list[Chosen] = field(default_factory=list[Chosen])
+    chosen: list[Chosen] = []
     prompt: list[Chosen] | None = None
     vector: bytes | None = None
     ending: wire.Ending | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import msgspec
@@ -49,8 +48,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     surface: str = ""  # by default "batch", and for one prompt alone what the caller's object says
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True):
     """One continuation of a prompt."""
 
     text: str
@@ -62,8 +60,7 @@ class Completion:
     why: str = ""  # it failed
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """A prompt and its continuations."""
 
     prompt: list[int]
@@ -76,8 +73,7 @@ class Generation:
         return self.completions[0].text
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(msgspec.Struct, frozen=True):
     """How likely a text is after another."""
 
     logprob: float  # of the whole text

@@ -18,8 +18,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from millrace.engine.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack
 from millrace.errors import RequestError
@@ -29,8 +30,7 @@ MOST_PINS: Final = 256
 OTHER_SALTS: Final = "*"
 
 
-@dataclass(slots=True, eq=False)
-class Match:
+class Match(msgspec.Struct, eq=False):
     """The longest prefix that can be reused, as far as is known: `Blocks.acquire` looks again if the tree changed."""
 
     salt: str
@@ -43,8 +43,7 @@ class Match:
     stamp: int  # of the tree
 
 
-@dataclass(slots=True, eq=False)
-class Table:
+class Table(msgspec.Struct, eq=False):
     """What one sequence holds. `blocks` only ever grows at its end."""
 
     blocks: list[int]
@@ -56,8 +55,7 @@ class Table:
     tokens: int  # that it was last asked to have room for
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
+class PinnedPrefix(msgspec.Struct, frozen=True):
     """A pinned prefix, in whole blocks; `blocks` has those that are computed."""
 
     tokens: tuple[int, ...]
@@ -66,22 +64,19 @@ class PinnedPrefix:
     blocks: tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _Pin:
+class _Pin(msgspec.Struct, eq=False):
     packed: bytes
     salt: str
     variant: int
-    path: list[Block] = field(default_factory=list[Block])
+    path: list[Block] = []
 
 
-@dataclass(slots=True)
-class SaltStats:
+class SaltStats(msgspec.Struct):
     asked: int = 0  # tokens of the sequences that acquired blocks
     hit: int = 0  # of those, tokens that did not have to be computed
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStats:
+class BlockStats(msgspec.Struct, frozen=True):
     total: int
     free: int
     cached: int  # idle: found by whoever has the same prefix, and evicted when memory is needed

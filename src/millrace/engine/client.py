@@ -15,7 +15,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any, Final, TypeVar
 
@@ -46,8 +45,7 @@ class WorkerLostError(MillraceError):
     """No worker could finish the request in the time that a client waits for one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client waits for what, in seconds."""
 
     patience: float = 60.0  # for a worker that can take a request
@@ -58,8 +56,7 @@ class Waits:
     reconnect_most: float = 0.5
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A stream, or some of its sequences, as submitted to a worker once."""
 
     id: str
@@ -68,18 +65,17 @@ class Job:
     continues: bool = False
     replica: _Replica | None = None
     load: float = 0.0
-    refused_by: set[int] = field(default_factory=set[int])
+    refused_by: set[int] = set()
     give_up: float = 0.0  # when patience ends, while it waits for a worker
 
 
-@dataclass(slots=True, eq=False)
-class _Replica:
+class _Replica(msgspec.Struct, eq=False):
     number: int
     path: str
     connection: Connection | None = None  # greeted, and to be used
     welcome: wire.Welcome | None = None
     draining: bool = False
-    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    jobs: dict[str, Job] = {}
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
     asked: int = 0  # pings that were not answered yet

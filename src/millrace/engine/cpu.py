@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,8 +56,7 @@ def choose_isa(named: str | None) -> str:
     return named
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What loading took and made."""
 
     seconds: float

@@ -11,8 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as ManyOf
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,15 +26,14 @@ from millrace.errors import RequestError
 Constrain = Callable[[Sequence, ManyOf[int]], "Mask | None"]
 
 
-@dataclass(slots=True, eq=False)
-class _Past:
+class _Past(msgspec.Struct, eq=False):
     """A sequence as the draft model has it: `computed` of its tokens, and after them drafts that may not have held."""
 
     sequence: Sequence
     table: Table
     rope_variant: int
     computed: int
-    ahead: list[int] = field(default_factory=list[int])
+    ahead: list[int] = []
 
     def settle(self) -> None:
         """Drafts that the sequence went on with are computed already; the others are to be computed over."""
@@ -47,12 +46,11 @@ class _Past:
         self.computed = min(self.computed, len(tokens) - 1)  # the last token's result is wanted
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
+class _Work(msgspec.Struct, eq=False):
     past: _Past
     most: int
     feed: list[int]  # tokens of the next pass
-    drafts: list[int] = field(default_factory=list[int])
+    drafts: list[int] = []
 
 
 class DraftModelDrafter:

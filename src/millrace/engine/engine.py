@@ -17,8 +17,9 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ManyOf
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from millrace.engine import wire
 from millrace.engine.batch import BatchBuilder
@@ -46,8 +47,7 @@ _HOST_SHARE: Final = 0.05  # of the newest step in the running mean of the host'
 MOST_PROMPT_LOGPROBS: Final = 1_000_000  # of one prompt: each takes some ten bytes on the wire
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(msgspec.Struct):
     """A step under way."""
 
     plan: StepPlan
@@ -56,11 +56,10 @@ class _Step:
     masks: Masks | None  # of those that follow a grammar, in order
     launched: float
     rows: Rows | None = None
-    mask_counts: dict[int, int] = field(default_factory=dict[int, int])  # by share
+    mask_counts: dict[int, int] = {}  # by share
 
 
-@dataclass(slots=True)
-class Timing:
+class Timing(msgspec.Struct):
     """Where the loop's time went, in seconds, since it began."""
 
     steps: int = 0

@@ -7,9 +7,9 @@ Result comes out by `collect`, so that the host's work for the next step overlap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ from millrace.models.spec import ModelSpec
 Int32s = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """What fits: the bounds that a planner must keep."""
 
     blocks: int
@@ -29,8 +28,7 @@ class Capacity:
     context: int  # most tokens of one sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """One step over several sequences, each with any number of new tokens; a sequence's rows follow one another."""
 
     tokens: Int32s  # [rows]
@@ -45,8 +43,7 @@ class Batch:
     peaks: NDArray[np.float32] | None = None  # where what `choose` is helped by goes, [wanted, peaks_of(vocab)]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     values: NDArray[np.float32]  # [wanted, vocab], or [wanted, hidden]
     peaks: NDArray[np.float32] | None = None  # of the logits, where the batch brought room for them
 

@@ -7,8 +7,8 @@ where what the engine makes is compared with what the executor alone does; calle
 from __future__ import annotations
 
 from collections.abc import Sequence as ManyOf
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,11 +18,10 @@ from millrace.errors import RequestError
 Floats = NDArray[np.float32]
 
 
-@dataclass(slots=True)
-class Sequence:
+class Sequence(msgspec.Struct):
     tokens: list[int]
     rope_variant: int
-    blocks: list[int] = field(default_factory=list[int])
+    blocks: list[int] = []
     computed: int = 0  # tokens whose KV is in the blocks
 
     @property

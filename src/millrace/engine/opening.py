@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from millrace.engine.blocks import Blocks
 from millrace.engine.cpu import CpuExecutor
@@ -33,8 +34,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # bytes of weights done, and of all
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     variant: Variant
     folder: ModelFolder
     executor: CpuExecutor

@@ -14,13 +14,12 @@ A loop around it (`now` is the engine's monotonic clock):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from millrace.engine.request import Finish, Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds that every plan keeps. The first group comes from the executor's Capacity."""
 
     context: int = 8192  # most tokens of one sequence
@@ -43,8 +42,7 @@ class Limits:
     least_rows: int = 8  # of prefill in a step, however slow the decodes are: nothing stands still
 
 
-@dataclass(slots=True)
-class Share:
+class Share(msgspec.Struct):
     """One sequence's rows of a step: (tokens + drafted)[computed : computed + count]."""
 
     sequence: Sequence
@@ -52,8 +50,7 @@ class Share:
     wanted: int  # of the last rows, how many results are wanted: 0 while a prompt is not whole, then 1 + len(drafted)
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     shares: list[Share]
     copies: list[tuple[int, int]]  # blocks to copy before the step: source, target
     predicted: float  # seconds
@@ -62,25 +59,22 @@ class StepPlan:
     pairs: int = 0  # KV tokens that all rows together read
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(msgspec.Struct):
     """What the engine hands back for a share."""
 
-    accepted: list[int] = field(default_factory=list[int])  # new tokens: verified drafts, the one sampled, forced ones
+    accepted: list[int] = []  # new tokens: verified drafts, the one sampled, forced ones
     finish: Finish | None = None  # where the engine knows that it ends: stop string, grammar, failure
     why: str = ""
 
 
-@dataclass(slots=True)
-class Event:
+class Event(msgspec.Struct):
     sequence: Sequence
     tokens: list[int]  # new ones, a stop id included
     finish: Finish | None = None
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     accepted: bool
     predicted: float  # seconds from now to the first token
     sequences: tuple[Sequence, ...] = ()  # the request's n, where it was accepted

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from millrace.engine.request import Request
 from millrace.errors import RequestError
@@ -25,8 +25,7 @@ _MOST_SLACK: Final = 60.0  # seconds
 _SLACK_SHARE: Final = 1 / 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surface:
+class Surface(msgspec.Struct, frozen=True, kw_only=True):
     """What one product surface promises and may take."""
 
     ttft: float = math.inf  # objective: seconds from arrival to the first token
@@ -76,9 +75,8 @@ def surfaces_with(changes: Mapping[str, SurfaceOptions]) -> Mapping[str, Surface
     return MappingProxyType(surfaces)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    surfaces: Mapping[str, Surface] = field(default_factory=lambda: SURFACES)
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    surfaces: Mapping[str, Surface] = msgspec.field(default_factory=lambda: SURFACES)
 
     pace: float = (
         0.85  # of the inter-token objective that a step is planned to take: steps differ, and the mean must hold

@@ -16,7 +16,6 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -105,8 +104,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     prefixes: Annotated[list[_Prefix], msgspec.Meta(max_length=MOST_PINS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     prefixes: int  # that are pinned and whole again
     tokens: int  # whose KV came from the file
     left_out: tuple[str, ...]  # why, for each of those that did not fit

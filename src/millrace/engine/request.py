@@ -7,9 +7,10 @@ go by) and Finish (how a sequence ended). Knows no blocks, no clock and no hardw
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from millrace.engine.sampling import Sampling
 
@@ -27,12 +28,11 @@ class Finish(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt: tuple[int, ...]
     kind: Kind = "generate"  # score: log-probabilities of the prompt's tokens, nothing new; embed: hidden states
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
     max_tokens: int = 256
     min_tokens: int = 0  # no stop before: stop ids are masked, stop strings ignored
     stop_ids: frozenset[int] = frozenset()  # with end-of-sequence ids, unless they are to be ignored
@@ -61,8 +61,7 @@ class Request:
         return len(self.prompt)
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(msgspec.Struct, eq=False):
     """One of a request's n. `tokens` and `computed` are moved on by the scheduler when a step is settled."""
 
     request: Request
@@ -70,10 +69,10 @@ class Sequence:
     tokens: list[int]  # prompt and output
     computed: int = 0  # tokens whose KV is in the blocks
     reported: int = 0  # prompt positions whose results were handed out; they are not wanted again after a preemption
-    blocks: list[int] = field(default_factory=list[int])
+    blocks: list[int] = []
     rope_variant: int = 0
-    seen: dict[int, int] = field(default_factory=dict[int, int])  # token -> count in the output, where penalties ask
-    drafted: list[int] = field(default_factory=list[int])  # proposed continuation, to be verified by the next step
+    seen: dict[int, int] = {}  # token -> count in the output, where penalties ask
+    drafted: list[int] = []  # proposed continuation, to be verified by the next step
     cached: int = 0  # prompt tokens that the prefix cache had when the sequence first started
     finish: Finish | None = None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -77,13 +76,12 @@ def seed_of(seed: int, index: int) -> int:
 _WORD: Final = 2**64 - 1
 
 
-@dataclass(slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct):
     """One row of logits and what is wished of it."""
 
     sampling: Sampling
     position: int  # of the token to be chosen, in its sequence
-    seen: Mapping[int, int] = field(default_factory=dict[int, int])  # token of prompt or output -> count in the output
+    seen: Mapping[int, int] = {}  # token of prompt or output -> count in the output
     mask: NDArray[np.uint32] | None = None  # a bit per token, set where it is allowed
     forbidden: Collection[int] = ()  # tokens that must not be chosen, beside the mask
     given: int | None = None  # a token that is known already: it is taken, and only its log-probability is of interest

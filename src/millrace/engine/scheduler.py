@@ -17,7 +17,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from millrace.engine.admission import impossible, no_room, tokens_in_all, too_late
 from millrace.engine.blocks import Blocks
@@ -34,8 +35,7 @@ from millrace.engine.waiting import FairQueue, Job, State
 _FORCED = 16  # tokens appended at once that still count as decoding
 
 
-@dataclass(slots=True)
-class SchedulerStats:
+class SchedulerStats(msgspec.Struct):
     """Counts since the beginning, but for what is there now (`waiting` to `tenants`)."""
 
     waiting: int = 0  # those included that follow

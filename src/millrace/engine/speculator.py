@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as ManyOf
-from dataclasses import dataclass, field
+
+import msgspec
 
 from millrace.engine.request import Sequence
 from millrace.engine.speculation import Drafter, PerSequence, Wanted
 
 
-@dataclass(slots=True)
-class _Record:
+class _Record(msgspec.Struct):
     """Drafts that were put to the test, and those that held, of late."""
 
     tried: float = 0.0
     held: float = 0.0
 
 
-@dataclass(slots=True)
-class DraftLength:
+class DraftLength(msgspec.Struct):
     """How many tokens to propose for each sequence: as many as make the most tokens per second, which may be none.
 
     A draft is put to the test if all before it held, so the n-th is worth acceptance to the power of n tokens. Rows are
@@ -33,8 +32,8 @@ class DraftLength:
     most: int = 8  # for one sequence
     prior: float = 0.6  # acceptance before anything is known
     memory: float = 0.9  # of a sequence's record, from step to step
-    _all: _Record = field(default_factory=_Record)
-    _records: PerSequence[_Record] = field(default_factory=lambda: PerSequence[_Record](4096))
+    _all: _Record = msgspec.field(default_factory=_Record)
+    _records: PerSequence[_Record] = msgspec.field(default_factory=lambda: PerSequence[_Record](4096))
 
     def acceptance(self, sequence: Sequence) -> float:
         """Probability that a draft holds if those before it did."""

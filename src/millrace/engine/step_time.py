@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 _FAST: Final = 0.08  # share of an error that the speed takes up at once
 _MOST_ERROR: Final = 0.7  # logarithm: an error beyond a factor of two counts as that
@@ -28,8 +29,7 @@ _LEAST: Final = 1e-9  # seconds; nothing is faster
 Line = tuple[float, float, float]  # fixed, per row, per pair, in seconds
 
 
-@dataclass(slots=True)
-class _Centre:
+class _Centre(msgspec.Struct):
     """Mean of the steps of one kind, at the speed that the line is of."""
 
     rows: float

@@ -14,7 +14,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,8 +31,7 @@ class StartError(MillraceError):
     """A worker that did not start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
     """How closely workers are watched, in seconds."""
 
     start: float = 900.0  # to load; packing a large model for the first time takes minutes
@@ -48,8 +46,7 @@ class Watch:
     kill: float = 5.0  # for a worker to end by itself once it should
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
+class _Worker(msgspec.Struct, eq=False):
     config: WorkerConfig
     socket: Path
     process: WorkerProcess | None = None

@@ -22,7 +22,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,25 +47,22 @@ _PROGRESS_SECONDS: Final = 0.2  # between two reports while the weights are pack
 _MOST_WAITED: Final = 3600.0  # seconds before its submission that a request may have arrived
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
+class _Client(msgspec.Struct, eq=False):
     socket: socket.socket
     frames: wire.Frames[wire.ToWorker]
-    unsent: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = msgspec.field(default_factory=bytearray)
     greeted: bool = False
     leaving: bool = False  # once all is sent
-    requests: set[str] = field(default_factory=set[str])
-    outputs: list[wire.Output] = field(default_factory=list[wire.Output])  # of the step being delivered
+    requests: set[str] = set()
+    outputs: list[wire.Output] = []  # of the step being delivered
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
+class _Running(msgspec.Struct, eq=False):
     client: _Client
     open: int  # sequences that have not ended
 
 
-@dataclass(slots=True, eq=False)
-class _Compiling:
+class _Compiling(msgspec.Struct, eq=False):
     client: _Client
     message: wire.Submit
     compilation: Compilation

@@ -12,11 +12,11 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from millrace.config import Config
 from millrace.errors import MillraceError
@@ -59,8 +59,7 @@ ANTHROPIC: Final = "anthropic"  # the shape of errors
 Handler = Callable[[Call], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     method: str
     path: str  # a part in braces is a parameter
     handler: Handler

@@ -9,7 +9,6 @@ Owns Asked (one request for text, whatever endpoint it came by), Piece (what is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -25,8 +24,7 @@ Finish = Literal["stop", "length", "tool_calls", "deadline"]
 Choosing = Literal["auto", "none", "required"]
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
+class Tool(msgspec.Struct, frozen=True):
     """A function that the model may call."""
 
     name: str
@@ -48,7 +46,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     parallel_calls: bool = True
     grammar: Grammar | None = None  # of the answer's text
     grammar_of: str = "grammar"  # the parameter that asks for it, for errors
-    template: Mapping[str, Any] = msgspec.field(default_factory=dict[str, Any])  # further values for the chat template
+    template: Mapping[str, Any] = {}  # further values for the chat template
     think: bool | None = None  # whether the model is to reason first; None: as it likes
     sources: tuple[Source, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
@@ -74,15 +72,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
     degrade: Degrade | None = None  # what may become of the answer under pressure; None: all that is declared
     user: str | None = None
-    metadata: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
+    metadata: Mapping[str, str] = {}
 
     def but(self, **changes: Any) -> Asked:
         """The same but for these fields."""
         return msgspec.structs.replace(self, **changes)
 
 
-@dataclass(slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct):
     """What is new of a tool call. The first of a call has its id and its name; the others have arguments alone."""
 
     index: int  # among the choice's calls
@@ -91,8 +88,7 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct):
     text: str
     bytes: bytes
     logprob: float | None  # None for the first token of a prompt
@@ -100,8 +96,7 @@ class TokenLogprob:
     shown: str = ""  # its part of the answer's text: none where it is hidden, or only a part of a character
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct):
     """What one choice took."""
 
     prompt_tokens: int = 0
@@ -115,14 +110,13 @@ class Usage:
     decode_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What is new of one choice. Exactly one piece of a choice, its last, has `finish`."""
 
     index: int  # of the choice: prompt by prompt, n for each
     content: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list[CallDelta])
+    calls: list[CallDelta] = []
     logprobs: list[TokenLogprob] | None = None  # of the tokens whose text is certain by now
     finish: Finish | None = None
     stop: str | None = None  # the stop string that ended it
@@ -130,7 +124,6 @@ class Piece:
     tokens: int = 0  # of the answer, that came with it
 
 
-@dataclass(slots=True)
 class Restart(Piece):
     """Marks that a choice begins anew, by another variant: what came of it before does not count."""
 
@@ -138,25 +131,23 @@ class Restart(Piece):
     why: str = ""
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     id: str
     name: str
     arguments: str  # JSON as the model wrote it
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct):
     """An answer, whole."""
 
     index: int
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[Call] = []
     logprobs: list[TokenLogprob] | None = None
     finish: Finish = "stop"
     stop: str | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = msgspec.field(default_factory=Usage)
 
     def add(self, piece: Piece) -> None:
         self.content += piece.content

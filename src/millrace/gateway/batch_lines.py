@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, cast
 
 import msgspec
@@ -20,8 +19,7 @@ _MARK: Final = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
 _WANTED: Final = ("custom_id", "method", "url", "body")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     number: int  # from 1
     custom_id: str
     start: int  # in the file

@@ -11,8 +11,9 @@ import json
 import re
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from millrace.gateway import batch_lines
 from millrace.gateway.batch_lines import Line
@@ -26,8 +27,7 @@ _IN: Final = f"status IN ({', '.join(repr(status) for status in _UNFINISHED)})"
 _PAGE: Final = 64  # requests or lines that are in memory at once
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
+class BatchRecord(msgspec.Struct, frozen=True):
     id: str
     tenant: str
     endpoint: str
@@ -73,8 +73,7 @@ _TIMES: Final = (
 )
 
 
-@dataclass(slots=True)
-class Request:
+class Request(msgspec.Struct):
     line: int
     custom_id: str
     start: int
@@ -82,8 +81,7 @@ class Request:
     tries: int = 0  # that were refused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewBatch:
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     key: str  # that asked for it

@@ -26,8 +26,9 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from millrace.gateway import batch_lines
 from millrace.gateway import batch_table as table
@@ -68,8 +69,7 @@ class BatchLimits(Protocol):
     def batch_requests(self) -> int: ...  # of one batch
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
+class Backoff(msgspec.Struct, frozen=True):
     """Of a batch whose requests are refused for now."""
 
     first_s: float = 1.0
@@ -77,8 +77,7 @@ class Backoff:
     tries: int = 20  # of one request; after these the refusal is its result
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(msgspec.Struct):
     """An unfinished batch, in this process."""
 
     seq: int
@@ -89,10 +88,10 @@ class _Live:
     input_file_id: str
     expires_at: int
     output_seconds: int
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: deque[Request] = field(default_factory=deque[Request])  # read, and to be run or tried again
+    cancelled: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    waiting: deque[Request] = msgspec.field(default_factory=deque[Request])  # read, and to be run or tried again
     running: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a request has ended
+    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a request has ended
     refusals: int = 0  # in a row
     paused_until: float = 0.0  # of the loop's clock
 

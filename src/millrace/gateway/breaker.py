@@ -16,8 +16,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from millrace.config.breaker import BreakerConfig
 
@@ -27,8 +28,7 @@ _PIECES: Final = 10  # of the window: what is older goes a tenth at a time
 _PROBE_S: Final = 120.0  # after which a probe that told nothing is given up
 
 
-@dataclass(slots=True)
-class _Piece:
+class _Piece(msgspec.Struct):
     number: int
     calls: int = 0
     failed: int = 0

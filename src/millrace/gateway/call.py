@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -32,12 +31,11 @@ class GoneError(Exception):
     """The client left before it had said all."""
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     body: bytes
     status: int = 200
     type: bytes = JSON
-    headers: dict[str, str] = field(default_factory=dict[str, str])
+    headers: dict[str, str] = {}
 
     @classmethod
     def json(cls, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Reply:

@@ -21,11 +21,12 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
 
 from millrace.gateway.errors import ApiError, invalid
 
@@ -316,8 +317,7 @@ def storage_error(error: OSError) -> ApiError:
     return unavailable("the server's storage cannot be used")
 
 
-@dataclass(frozen=True, slots=True)
-class Page(Generic[Item]):
+class Page(msgspec.Struct, Generic[Item], frozen=True):
     """A part of a list, with whether more follows."""
 
     data: list[Item]

@@ -19,12 +19,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
 import httptools
+import msgspec
 
 from millrace.config import Server
 from millrace.gateway.turn import STATUS, Message, Turn
@@ -45,8 +45,7 @@ _LINGER: Final = 2.0  # seconds that a client has to read why it is cut, while w
 _TOLD: Final = 64  # connections beyond the bound that are told so; further ones are closed without a word
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     connections: int
     header_bytes: int
     header_s: float

@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from millrace.gateway.asked import Asked, Usage, total
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from millrace.gateway.fleet import Served
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Who calls, by the key."""
 
     key: str = ""  # its name in the configuration; never the secret
@@ -35,28 +35,27 @@ class Prompt(NamedTuple):
     tail: str  # the end of its text
 
 
-@dataclass(slots=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, kw_only=True):
     caller: Caller
     asked: Asked
     served: Served
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
-    arrival: float = field(default_factory=time.monotonic)
-    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = msgspec.field(default_factory=lambda: secrets.token_urlsafe(18))
+    arrival: float = msgspec.field(default_factory=time.monotonic)
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
     prompt_tokens: int = 0  # of all prompts, once they are tokens
     shaped: float = 0.0  # when the prompt was tokens; on the monotonic clock, as the others
     first: float = 0.0  # when the engine's first output came
     last: float = 0.0  # when its last came
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = msgspec.field(default_factory=Usage)
     finish: str = ""  # of the choices, for the log
     endpoint: str = ""  # the route's path
     surface: str = ""  # that it runs on, once it is known whose it is
-    prompts: dict[str, list[Prompt]] = field(default_factory=dict[str, list["Prompt"]])  # by variant, once cut
+    prompts: dict[str, list[Prompt]] = {}  # by variant, once cut
     by: str = ""  # what answered in the place of an engine: exact, stale, shared, semantic, extract
     cut: str = ""  # what ended the answer early: limit, budget
-    headers: dict[str, str] = field(default_factory=dict[str, str])  # of the answer, from the stages
-    logged: dict[str, Any] = field(default_factory=dict[str, Any])  # for the log alone; parts share it
-    notes: dict[str, Any] = field(default_factory=dict[str, Any])  # what the answer's own field says beside the times
+    headers: dict[str, str] = {}  # of the answer, from the stages
+    logged: dict[str, Any] = {}  # for the log alone; parts share it
+    notes: dict[str, Any] = {}  # what the answer's own field says beside the times
 
     @property
     def model(self) -> str:

@@ -20,9 +20,10 @@ import sqlite3
 import string
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, TypeVar
+
+import msgspec
 
 from millrace.gateway.database import Database, Page, check_listing, full, rows_of, select_page, storage_error
 from millrace.gateway.errors import ApiError, invalid
@@ -79,8 +80,7 @@ class FileLimits(Protocol):
     def files_bytes(self) -> int: ...  # of all together
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True):
     id: str
     tenant: str
     filename: str

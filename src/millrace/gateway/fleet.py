@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 
@@ -62,8 +61,7 @@ class _Runs(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class Served:
+class Served(msgspec.Struct, kw_only=True):
     """One variant. Where an upstream answers, `engine` and perhaps `tokenizer` are there in name only: each use of them
     is an ApiError that says so, so that what only engines can do needs no question of its own."""
 
@@ -78,9 +76,9 @@ class Served:
     reasoning: ReasoningFormat | None = None
     max_tokens: int | None = None  # of an answer that asks for no limit
     surface: str = "chat"
-    deadlines: Mapping[str, float] = field(default_factory=dict[str, float])  # seconds, by surface
+    deadlines: Mapping[str, float] = {}  # seconds, by surface
     upstream: Upstream | None = None  # who answers, in the place of an engine
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @property
     def own_tokenizer(self) -> Tokenizer | None:

@@ -7,8 +7,9 @@ is and does is vectors's.
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from millrace.gateway.asked import Usage
 from millrace.gateway.errors import as_api_error

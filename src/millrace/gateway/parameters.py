@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -20,8 +19,7 @@ _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _FIELD: Final = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     about: str
     type: Any = Any  # as msgspec takes it; a body's null is the same as an absent parameter
     required: bool = False

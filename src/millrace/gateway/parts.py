@@ -11,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from millrace.config import Config, ConfigError, SurfaceConfig, names_of
 from millrace.config.tenants import TenantConfig

@@ -7,16 +7,17 @@ however the text was cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.errors import RequestError
 from millrace.gateway.markers import MOST_WAITING, WHITESPACE, Passing, may_begin
 from millrace.models.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(msgspec.Struct, frozen=True):
     name: str
     opening: str
     closing: str

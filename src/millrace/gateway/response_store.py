@@ -12,7 +12,6 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -23,8 +22,7 @@ from millrace.gateway.errors import ApiError, invalid
 _LIST_MOST: Final = 100
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
+class StoredResponse(msgspec.Struct, frozen=True):
     id: str
     tenant: str
     created_at: int  # seconds since 1970

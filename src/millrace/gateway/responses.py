@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from millrace.config import Limits
 from millrace.engine.grammar_source import Grammar
@@ -161,8 +161,7 @@ TABLE: Final[Table] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesAsked:
+class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     """`asked` has the messages of the new items alone until `with_history` puts the earlier ones before them."""
 
     asked: Asked

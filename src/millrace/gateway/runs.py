@@ -5,16 +5,16 @@ Owns Runs and its Steps. Knows no dialect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from millrace.gateway.asked import CallDelta, Piece
 
 Kind = Literal["reasoning", "text", "call"]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What a piece does to a run."""
 
     does: Literal["begin", "more", "end"]

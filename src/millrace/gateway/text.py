@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from millrace.config import Limits
 from millrace.gateway.asked import Asked, Choice, Piece, Restart
@@ -40,8 +41,7 @@ class Events(Protocol):
     def error(self, error: ApiError) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True):
     name: str
     table: Table
     read: Callable[[bytes, Mapping[str, str], Limits], Asked]

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from millrace.config import Limits
@@ -166,8 +167,7 @@ class Work:
         return answer
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A call that was read and counted, and found to be right. Nothing of it runs before `run`."""
 
     work: Work

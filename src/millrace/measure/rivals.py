@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final, Literal, get_args
+
+from msgspec.structs import replace
 
 from millrace.engine.plan import Limits
 from millrace.engine.policy import Policy

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from millrace.engine.plan import Limits
 from millrace.engine.policy import Policy
@@ -23,8 +23,7 @@ from millrace.measure.workloads import Call, Mix, abuser, generate
 PATIENCE = 600.0  # seconds after the last arrival for which a run goes on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What stays the same while orders are compared."""
 
     mix: Mix

@@ -11,7 +11,8 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from millrace.engine.blocks import Blocks
 from millrace.engine.plan import Event, Limits, Outcome
@@ -23,8 +24,7 @@ from millrace.measure.rivals import Order, rival
 from millrace.measure.workloads import Call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """How long steps take; by default about what a 0.5B model in int8 takes on two cores."""
 
     fixed: float = 12e-3  # seconds
@@ -39,8 +39,7 @@ class Hardware:
         return seconds * math.exp(rng.gauss(0.0, self.noise)) if self.noise else seconds
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """What became of a call. Times in seconds; `inf` where there is none."""
 
     call: Call
@@ -59,13 +58,12 @@ class Record:
         return (self.end - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-@dataclass(slots=True)
-class Run:
+class Run(msgspec.Struct):
     records: list[Record]
     seconds: float  # until the last request ended
     busy: float  # of those, in steps
     stats: SchedulerStats
-    gaps: dict[str, array[float]] = field(default_factory=dict[str, "array[float]"])  # between tokens, by surface
+    gaps: dict[str, array[float]] = {}  # between tokens, by surface
     unserved: int = 0  # waiting when the run was stopped
 
 

@@ -13,11 +13,11 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from millrace.errors import RequestError
 
@@ -26,8 +26,7 @@ MOST_TOKENS: Final = 1_000_000  # of a prompt or an answer in a trace
 _IDS: Final = 100_000  # token ids of made-up prompts are below
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     at: float  # seconds from the start
     tenant: str
     surface: str
@@ -39,8 +38,7 @@ class Call:
     deadline: float | None = None  # seconds from its arrival
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     """Log-normal, so most are near the median and a few are long."""
 
     median: float
@@ -51,8 +49,7 @@ class Lengths:
         return max(1, min(self.most, round(self.median * math.exp(rng.gauss(0.0, self.spread)))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What requests of one surface look like."""
 
     share: float  # of the requests
@@ -89,13 +86,12 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
     tenants: int = 50
     rate: float = 2.0  # requests per second of all tenants together, the abuser's excess apart
     seconds: float = 120.0
     seed: int = 0
-    kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
+    kinds: Mapping[str, Kind] = msgspec.field(default_factory=lambda: KINDS)
     prefixes: int = 1  # that a tenant's requests of one surface share
     cold: float = 0.05  # share of requests whose prefix is their own
     skew: float = 0.5  # of the tenants' loads: the k-th has k**-skew of the first's

@@ -11,7 +11,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
@@ -34,8 +33,7 @@ _CHUNK: Final = 4 * 1024 * 1024  # 4 MiB
 _SETTLED: Final = 2.0  # seconds; a file younger than this may still change without a change of its mtime
 
 
-@dataclass(frozen=True, slots=True)
-class DenseTensor:
+class DenseTensor(msgspec.Struct, frozen=True):
     """A tensor as it is on disk: a read-only view in C order, which keeps its file mapped."""
 
     name: str

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from millrace.config import Config, KeyConfig, ModelConfig, names_of
 from millrace.config.tenants import AdminConfig, FastConfig, TenantConfig

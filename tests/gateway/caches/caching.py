@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from millrace.gateway.asked import Asked, Piece, Usage
 from millrace.gateway.caches.exact import Answer, ExactCache, Looked, Options, Outcome

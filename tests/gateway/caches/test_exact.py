@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.engine.request import Finish
 from millrace.engine.sampling import Sampling

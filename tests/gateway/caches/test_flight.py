@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.caches.flight import Flight, Flights, Reader, Terms

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millrace.gateway.ladder.levels import NONE, Ladder, Signals, State, next_state
 from millrace.gateway.ladder.options import ORDER, LadderOptions, StepOptions, Threshold, by_patience, findings

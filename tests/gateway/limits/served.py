@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from millrace.config import Config, KeyConfig, Log, Storage
 from millrace.config import Server as ServerConfig
@@ -193,7 +194,7 @@ async def served(
     engines = {name: FakeEngine() for name in ("mini", *variants)}
     fleet = FakeFleet(engines["mini"])
     for name, engine in engines.items():
-        fleet.served[name] = dataclasses.replace(fleet.served["mini"], name=name, engine=engine, fingerprint=name)
+        fleet.served[name] = msgspec.structs.replace(fleet.served["mini"], name=name, engine=engine, fingerprint=name)
     sections["keys"] = (*sections.get("keys", ()), ADMIN)
     config = Config(
         server=ServerConfig(port=0), log=Log(requests=False), storage=Storage(folder=str(folder)), **sections

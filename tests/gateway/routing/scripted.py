@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from millrace.engine.sampling import Sampling
 from millrace.gateway.asked import Asked, Finish, Piece, TokenLogprob, Usage, total
@@ -90,7 +91,7 @@ class Scripted:
             if isinstance(line, ApiError):
                 raise line
             self._count(line)
-            if not take(dataclasses.replace(line)):
+            if not take(msgspec.structs.replace(line)):
                 return False
         return True
 

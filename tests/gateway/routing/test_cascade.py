@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millrace.gateway.asked import Piece
 from millrace.gateway.errors import ApiError, invalid

@@ -6,16 +6,16 @@ Owns the two contracts. Who keeps them is not known here.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Final, Literal, Protocol
+
+import msgspec
 
 from millrace.gateway.ledger.store import Dimension
 
 BY: Final[tuple[Dimension, ...]] = ("day", "tenant", "key", "endpoint", "model", "variant")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageFilters:
+class UsageFilters(msgspec.Struct, frozen=True, kw_only=True):
     """Which usage is exported, and what it is told apart by."""
 
     tenant: str | None = None  # None: all of them

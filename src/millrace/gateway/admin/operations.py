@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -51,22 +50,20 @@ Result = TypeVar("Result")
 Planned = Callable[[], tuple[Change, Result]]
 
 
-@dataclass(frozen=True, slots=True)
-class Who:
+class Who(msgspec.Struct, frozen=True):
     """Whoever asks, for the audit log."""
 
     key: str
     request: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewKey:
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tenant: str
     scope: Scope
     surface: str | None = None
     weight: float = 1.0
-    limits: LimitSet = LimitSet()  # noqa: RUF009 - it never changes
+    limits: LimitSet = LimitSet()
     expires: int | None = None
 
 

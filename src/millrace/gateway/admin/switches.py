@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from millrace.config.tenants import FastConfig
 from millrace.gateway.tenants.records import ALL, FastRecord, Record
 from millrace.gateway.tenants.store import Changes
 
 
-@dataclass(frozen=True, slots=True)
-class Fast:
+class Fast(msgspec.Struct, frozen=True):
     """What fast mode asks of a request. None and empty ask for nothing."""
 
     variant: str | None  # that answers instead
@@ -32,8 +32,7 @@ class Fast:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     record: Record
     value: FastRecord
     end: float  # on the monotonic clock

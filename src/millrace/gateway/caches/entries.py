@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -76,8 +75,7 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
     machine_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     made: float  # seconds since 1970
     pieces: list[Piece]
     machine_s: float = 0.0  # that it took to make

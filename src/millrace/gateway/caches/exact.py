@@ -18,9 +18,10 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol
+
+import msgspec
 
 from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.caches.entries import Entry, is_whole, pack, say_the_same, unpack
@@ -160,11 +161,10 @@ class Hit:
         return Facts("hit", False, saved, self.age_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 3600.0  # of an entry without tags
-    tag_ttls: Mapping[str, float] = field(default_factory=dict[str, float])  # seconds; of several tags the shortest
-    events: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # the tags that end then
+    tag_ttls: Mapping[str, float] = {}  # seconds; of several tags the shortest
+    events: Mapping[str, tuple[str, ...]] = {}  # the tags that end then
     repeatable_only: bool = True  # answers that are drawn at random, without a seed, are neither kept nor shared
     joins: bool = True  # identical requests under way share one generation
     entry_bytes: int = 1024**2  # 1 MiB
@@ -172,8 +172,7 @@ class Options:
     secret: bytes = b""  # entries that others wrote, who can reach the store but have no secret, are none
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(msgspec.Struct, frozen=True):
     """What a look found, and what `generate` needs to know of it."""
 
     wanted: Wanted | None

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.gateway.asked import Piece, Usage, total
 
@@ -49,8 +51,7 @@ class Shareable(Source, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """How an answer came about, for the ledger, the headers and the metrics. Final once it has been read or left."""
 
     role: Role
@@ -59,8 +60,7 @@ class Facts:
     age_s: float = 0.0  # of a hit
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """When a request runs. A request joins only what runs on terms that are no worse than its own."""
 
     deadline: float | None = None  # on the monotonic clock

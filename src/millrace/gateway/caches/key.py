@@ -11,7 +11,6 @@ import hashlib
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -68,8 +67,7 @@ _seeded_values = attrgetter(*Sampling.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """An answer that the cache may have."""
 
     tenant: str

@@ -12,8 +12,9 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from millrace.gateway.caches.key import Wanted
 from millrace.gateway.caches.stores import Found, Scope, Size
@@ -25,8 +26,7 @@ _TAG: Final = 340
 _TURN: Final = 1000  # entries that may be dropped before others have a turn
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     wanted: Wanted
     data: bytes
     expires: float

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from millrace.config.caches import Mode
 
 
-@dataclass(frozen=True, slots=True)
-class Uses:
+class Uses(msgspec.Struct, frozen=True):
     """What may be done with a cache for one request."""
 
     looks: bool  # whether there is an entry is found out
@@ -28,14 +28,13 @@ RECORD: Final = Uses(looks=True, serves=False, stores=True)
 EVERYTHING: Final = Uses(looks=True, serves=True, stores=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Modes:
+class Modes(msgspec.Struct, frozen=True, kw_only=True):
     """`record` finds out what would have been served and serves the fresh answer; `share` is `on` for a share of the
     tenants and `record` for the others."""
 
     mode: Mode = "off"
     share: float = 0.0  # of the tenants, where the mode is share; 0 to 1
-    tenants: Mapping[str, Mode] = field(default_factory=dict[str, Mode])  # those that have a mode of their own
+    tenants: Mapping[str, Mode] = {}  # those that have a mode of their own
     salt: str = ""  # caches with different ones choose different tenants
 
     def uses(self, tenant: str, *, wish: str = "on") -> Uses:

@@ -15,8 +15,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 from millrace.gateway.breaker import Streak
 from millrace.gateway.caches.key import Wanted
@@ -28,8 +29,7 @@ Result = TypeVar("Result")
 _LATE: Final = 2.0  # times a bound: who comes to look so late cannot tell whether the store was in time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
     """The entries that have all of what is given; nothing given is every entry."""
 
     tenant: str | None = None
@@ -44,14 +44,12 @@ class Scope:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     data: bytes | None  # None: a miss
     ticket: Any = None  # to be shown at `put`: the store's own memory of when it was asked
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(msgspec.Struct, frozen=True):
     entries: int
     bytes: int
 

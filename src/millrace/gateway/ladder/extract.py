@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
+
+import msgspec
 
 from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.ladder.kinds import has_kind
@@ -39,8 +40,7 @@ _IT: Final = frozenset(
 _FIRST: Final = re.compile(r"\w+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """Of what is found out about a sentence; the sum goes through a logistic function."""
 
     bias: float = -0.04
@@ -55,8 +55,7 @@ class Weights:
     other_thing: float = -2.56  # it is about another thing of the same sort
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractOptions:
+class ExtractOptions(msgspec.Struct, frozen=True, kw_only=True):
     least: float = 0.5  # confidence below which it is not in the sources
     quotes: int = 2  # for each question
     margin: float = 0.2  # by which the score of a further sentence may be lower than the best one's
@@ -65,11 +64,10 @@ class ExtractOptions:
     not_there: str = NOT_THERE
     most_sources: int = 64
     most_characters: int = 200_000  # of all sources
-    weights: Weights = field(default_factory=Weights)
+    weights: Weights = msgspec.field(default_factory=Weights)
 
 
-@dataclass(frozen=True, slots=True)
-class Quote:
+class Quote(msgspec.Struct, frozen=True):
     text: str  # as it stands in the source
     number: int  # of the source, from 1
     id: str
@@ -78,15 +76,13 @@ class Quote:
     confidence: float
 
 
-@dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(msgspec.Struct, frozen=True):
     text: str
     quotes: tuple[Quote, ...]  # none: it is not in the sources
     confidence: float  # of the best sentence, taken or not
 
 
-@dataclass(slots=True)
-class _Sentence:
+class _Sentence(msgspec.Struct):
     source: int
     start: int
     end: int
@@ -96,8 +92,7 @@ class _Sentence:
     carried: frozenset[str]  # that one's stems
 
 
-@dataclass(slots=True)
-class Weighed:
+class Weighed(msgspec.Struct):
     """A sentence beside a question."""
 
     sentence: _Sentence

@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from millrace.gateway.ladder.options import WORSE, LadderOptions, SignalName, StepName, StepOptions
 
@@ -22,8 +23,7 @@ _OWN: Final[tuple[SignalName, ...]] = ("slack_s",)
 _MEASURED: Final[tuple[SignalName, ...]] = ("queue_s", "memory_free")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signals:
+class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """The pressure that a request meets; see StepOptions for the meanings. None: not known, or there is none."""
 
     queue_s: float | None = None
@@ -36,8 +36,7 @@ class Signals:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(msgspec.Struct, frozen=True):
     """How many steps of a ladder are taken. A harder step includes the milder ones."""
 
     number: int  # 0: none
@@ -56,8 +55,7 @@ class Level:
 NONE: Final = Level(0)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """Of one ladder."""
 
     number: int = 0

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, get_args
+
+import msgspec
 
 from millrace.config.shaping import StepName
 
@@ -24,16 +25,14 @@ WORSE: Final[Mapping[SignalName, float]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(msgspec.Struct, frozen=True):
     """A step is entered at `enter` and beyond it, and left once the signal is back at the mild side of `leave`."""
 
     enter: float
     leave: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
+class StepOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A step, the signals that lead to it (any of them is enough), and what it does."""
 
     step: StepName
@@ -53,8 +52,7 @@ class StepOptions:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LadderOptions:
+class LadderOptions(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepOptions, ...] = ()  # none: the surface never degrades
     dwell_s: float = 2.0  # least seconds on a step before a milder one; going down the ladder is never held up
     hold_s: float = 30.0  # that a step is kept while nothing is known of queue and memory

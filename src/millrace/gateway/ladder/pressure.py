@@ -15,8 +15,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from millrace.gateway.ladder.levels import Signals
 
@@ -60,23 +61,21 @@ class _Line:
         return sum(self._at_least[: self._of.get(tenant, 0) + 1])
 
 
-@dataclass(slots=True)
-class _Variant:
-    waiting: dict[int, _Waiting] = field(default_factory=dict[int, "_Waiting"])  # in order of arrival
-    line: _Line = field(default_factory=_Line)
+class _Variant(msgspec.Struct):
+    waiting: dict[int, _Waiting] = {}  # in order of arrival
+    line: _Line = msgspec.field(default_factory=_Line)
     wrong: float = 0.0  # logarithm of measured / foreseen waiting, of late
     busy: float = 0.0  # seconds in which somebody waited, and first tokens in them, both of late
     begun: float = 0.0
     since: float = 0.0  # such seconds since the last of those tokens
     looked: float = 0.0  # up to when they count
     token_s: float | None = None  # seconds for each token of an answer
-    answers: dict[str, float] = field(default_factory=dict[str, float])  # tokens of an answer, by surface
+    answers: dict[str, float] = {}  # tokens of an answer, by surface
     memory_free: float | None = None
     heard: float = 0.0  # when the memory was
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(msgspec.Struct):
     tenant: str
     since: float
     foreseen: float  # seconds, before it was corrected

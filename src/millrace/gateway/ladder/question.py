@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
+
+import msgspec
 
 from millrace.gateway.shaping.words import folded, raw_words
 
@@ -92,15 +93,13 @@ _ALSO: Final = re.compile(r"^\W*(?:and|und|et|y|e|en|what about|how about|was is
 _PART: Final = re.compile(r"(?<=[?\uff1f\u061f])\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(msgspec.Struct, frozen=True):
     stem: str
     named: bool  # a name or a number: what is asked about, rather than what is asked
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     terms: tuple[Term, ...]
     kind: Kind | None
     words: frozenset[str]  # the stems of all of its words: what it says itself is no answer to it

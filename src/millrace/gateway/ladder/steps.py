@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from millrace.gateway.asked import Asked
 from millrace.gateway.errors import ApiError
@@ -24,8 +25,7 @@ HEADER: Final = "x-millrace-degraded"
 MOST_WAIT: Final = 60.0  # seconds that a client is asked to stay away
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(msgspec.Struct, frozen=True):
     """The steps that may be taken of a request. To be refused cannot be declined: it is what is left."""
 
     steps: frozenset[StepName] = frozenset(ORDER)
@@ -43,8 +43,7 @@ class Allowed:
         return cls(frozenset(found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degraded:
+class Degraded(msgspec.Struct, frozen=True, kw_only=True):
     """What is to change of a request. Nothing of it has happened yet."""
 
     level: Level
@@ -135,11 +134,10 @@ def retry_after(level: Level, signals: Signals) -> float:
     return min(max(1.0, left), MOST_WAIT)
 
 
-@dataclass(slots=True)
-class Telling:
+class Telling(msgspec.Struct):
     """What was done to one request, for whoever is told of it: its client, the log, the metrics."""
 
-    done: list[tuple[StepName, Shaped]] = field(default_factory=list[tuple[StepName, Shaped]])
+    done: list[tuple[StepName, Shaped]] = []
 
     def took(self, step: StepName, *shaped: Shaped) -> None:
         """Nothing is told of a step that changed nothing."""

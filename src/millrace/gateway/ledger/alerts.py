@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -37,12 +36,11 @@ class Alerts(Protocol):
     async def alert_done(self, alert: Alert, *, sent: bool) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Webhook:
+class Webhook(msgspec.Struct, frozen=True, kw_only=True):
     """Where alerts go. The URL is the operator's own, and may lead wherever the operator likes."""
 
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str] = {}
     timeout_s: float = 5.0  # of one try
     tries: int = 5
     first_pause_s: float = 1.0  # and twice as long after each further try

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import msgspec
 
 # What can be counted; each is a metric's label.
 Event: TypeAlias = Literal[
@@ -27,8 +28,7 @@ Event: TypeAlias = Literal[
 Count: TypeAlias = Callable[[Event, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     exchanges: int = 16_384  # open, or not in the store yet
     wait_s: float = 0.05  # for the store, and that it may be behind before it counts as down
     gather_s: float = 0.004  # that charges are gathered before they are written together
@@ -39,8 +39,7 @@ class Bounds:
     drain_s: float = 5.0  # that the last charges have to be written at the end
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(msgspec.Struct, frozen=True):
     open: int  # exchanges that run
     waiting: int  # charges that are not in the store yet
     behind_s: float  # how long the oldest of these has waited

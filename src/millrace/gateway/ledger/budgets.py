@@ -11,8 +11,9 @@ engine made more tokens than it was asked for before it stopped, is charged all 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
+
+import msgspec
 
 from millrace.config.tenants import ALERTS, Period
 from millrace.errors import MillraceError
@@ -27,8 +28,7 @@ class BudgetError(MillraceError):
     """Budgets that contradict each other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
     limit: int  # micros
     period: Period
     endpoint: str = ""  # a route's path; empty: all that the tenant spends
@@ -49,8 +49,7 @@ class Budget:
         return [percent for percent in sorted(self.alerts) if spent * 100 >= self.limit * percent]
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(msgspec.Struct, frozen=True):
     """A tenant's budgets, and what it gets when the ledger cannot be written."""
 
     budgets: tuple[Budget, ...] = ()
@@ -93,21 +92,18 @@ class Accounts:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     micros: int  # reserved
     checked: bool = True  # False: the ledger is down, and this tenant is served all the same
 
 
-@dataclass(frozen=True, slots=True)
-class Fallback:
+class Fallback(msgspec.Struct, frozen=True):
     """The budget has no room for this variant; it has for this one. Nothing is reserved yet."""
 
     variant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     why: Why
     retry_after: float  # seconds
     message: str
@@ -128,8 +124,7 @@ class Refuse:
 Verdict: TypeAlias = Admit | Fallback | Refuse
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """A budget and where it stands, without the exchange that asks."""
 
     budget: Budget

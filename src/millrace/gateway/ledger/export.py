@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -34,11 +33,10 @@ _AMOUNTS: Final = (
 _CHUNK: Final = 64 * 1024  # 64 KiB written at once
 
 
-@dataclass(slots=True)
-class UsageRow:
+class UsageRow(msgspec.Struct):
     group: dict[str, str]  # in the order of the query's `by`
     sum: DaySum = NOTHING
-    saved: dict[str, DaySum] = field(default_factory=dict[str, DaySum])  # by source: its requests and micros
+    saved: dict[str, DaySum] = {}  # by source: its requests and micros
 
     def amounts(self) -> dict[str, Any]:
         sum = self.sum

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
+
+import msgspec
 
 from millrace.gateway.ledger.budgets import (
     HELD,
@@ -36,8 +37,7 @@ log: Final = logging.getLogger(__name__)
 _LONGEST_PAUSE: Final = 30.0  # seconds, of a store that does not answer
 
 
-@dataclass(slots=True)
-class Open:
+class Open(msgspec.Struct):
     """An exchange from its reservation until the store has its charge."""
 
     reserved: Reserved
@@ -105,8 +105,7 @@ class Pause:
         self._until = 0.0
 
 
-@dataclass(slots=True)
-class _Sum:
+class _Sum(msgspec.Struct):
     stored: int | None = None  # None: not read yet
     waiting: int = 0  # charged, and not in the store yet
     held: int = 0

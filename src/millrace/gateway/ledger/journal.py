@@ -19,9 +19,10 @@ import fcntl
 import os
 import struct
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from millrace.errors import MillraceError
 
@@ -39,8 +40,7 @@ class JournalError(MillraceError):
     """A journal that cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """What an earlier run left in a slot."""
 
     slot: int

@@ -21,7 +21,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -73,8 +72,7 @@ class LedgerError(MillraceError):
     """The ledger was asked for what makes no sense."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """What an exchange is charged, and what it would have been charged more without caches and routes, in micros."""
 
     micros: int

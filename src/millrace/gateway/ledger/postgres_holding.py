@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -24,8 +23,7 @@ _MOST: Final = 256  # in one statement
 Answer: TypeAlias = tuple[bool, list[tuple[int, int]]]  # held, and what others have spent and hold
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     reserved: Reserved
     micros: int
     limits: tuple[int | None, ...]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Container, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 from millrace.gateway.ledger.budgets import Budget
 from millrace.gateway.ledger.records import Charge, DayKey, DaySum, Reserved, Scope, ScopeSums
@@ -24,8 +25,7 @@ class BusyError(TimeoutError):
     """The store is well, and has more to do than it can."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alert:
+class Alert(msgspec.Struct, frozen=True):
     """A budget has reached a threshold. There is at most one of a scope and a threshold, ever."""
 
     scope: Scope
@@ -53,8 +53,7 @@ class Alert:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """How far an exchange has come."""
 
     id: str
@@ -63,24 +62,21 @@ class Moved:
     micros: int  # what it would be charged if it ended here
 
 
-@dataclass(slots=True)
-class Batch:
-    charges: list[Charge] = field(default_factory=list[Charge])
-    alerts: list[Alert] = field(default_factory=list[Alert])
+class Batch(msgspec.Struct):
+    charges: list[Charge] = []
+    alerts: list[Alert] = []
     # Of shared stores alone.
-    opened: list[Reserved] = field(default_factory=list[Reserved])  # that run, and hold nothing of a budget
-    moved: list[Moved] = field(default_factory=list[Moved])
-    released: list[str] = field(default_factory=list[str])
+    opened: list[Reserved] = []  # that run, and hold nothing of a budget
+    moved: list[Moved] = []
+    released: list[str] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     known: frozenset[str]  # ids of charges that were there before and count no second time
     alerts: list[Alert]  # that nobody had recorded before
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """Which sums, and what they are told apart by."""
 
     by: tuple[Dimension, ...] = ("day", "tenant", "key", "endpoint", "model", "variant")

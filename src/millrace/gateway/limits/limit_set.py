@@ -8,7 +8,6 @@ when). Counts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -32,8 +31,7 @@ class Scope(msgspec.Struct, frozen=True):
     limits: LimitSet
 
 
-@dataclass(frozen=True, slots=True)
-class WindowLimit:
+class WindowLimit(msgspec.Struct, frozen=True):
     field: str  # of LimitSet
     meter: Meter
     pace: int
@@ -88,8 +86,7 @@ def smallest(scopes: Iterable[Scope], meter: Meter, pace: int) -> int | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for. Pairs are for windows of a second and of a minute."""
 
     input_tokens: int
@@ -105,8 +102,7 @@ class Wish:
         return self.input_tokens if window.meter == "input_tokens" else self.first[window.pace]
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """How a window stands, for headers."""
 
     window: WindowLimit
@@ -114,8 +110,7 @@ class Standing:
     reset: int  # microseconds until all of it is there again, if nothing else comes
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """The limit that has no room for longest."""
 
     scope: Scope

@@ -12,8 +12,9 @@ import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
+
+import msgspec
 
 from millrace.errors import MillraceError
 from millrace.gateway.breaker import Streak
@@ -34,8 +35,7 @@ class GoneError(Exception):
         self.why: Final[Gone] = why
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     keys: Sequence[str]
     payload: bytes
     answer: asyncio.Future[list[int]]

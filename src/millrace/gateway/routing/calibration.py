@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +36,7 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
     large_cost: float
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """What a threshold would have done with labelled questions."""
 
     threshold: float

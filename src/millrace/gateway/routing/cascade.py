@@ -8,9 +8,7 @@ the client's usage is their sum. Whether a confidence is enough is the threshold
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -33,8 +31,7 @@ from millrace.gateway.routing.parts import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cascade:
+class Cascade(msgspec.Struct, frozen=True, kw_only=True):
     """When the small model's answer is taken."""
 
     threshold: float
@@ -195,4 +192,4 @@ def _trimmed(piece: Piece, wanted: int | None) -> Piece:
 
 
 def _fewer(token: TokenLogprob, wanted: int) -> TokenLogprob:
-    return dataclasses.replace(token, top=token.top[:wanted])
+    return msgspec.structs.replace(token, top=token.top[:wanted])

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from millrace.config.routing import Then
 from millrace.gateway.asked import Piece, Usage
@@ -45,8 +46,7 @@ def passes_on(error: ApiError) -> bool:
     return error.kind in _KINDS or error.status >= 500 or error.code in _CODES
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     variant: str
     make: Factory
     then: Then = "error"  # with a stream that broke after it had begun

@@ -7,7 +7,7 @@ reasoning and the arguments of tool calls alike. Knows no variant and no usage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from millrace.gateway.asked import CallDelta, Piece, TokenLogprob
 
@@ -16,11 +16,10 @@ class DivergedError(Exception):
     """The second answer says something else."""
 
 
-@dataclass(slots=True)
-class _Call:
+class _Call(msgspec.Struct):
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list[str])
+    arguments: list[str] = []
 
 
 class Said:

@@ -7,13 +7,13 @@ of its own, so that its usage is its own; what the client is told is the whole's
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+import msgspec
 
 from millrace.gateway.asked import Asked, Choice, Piece, Restart, Usage, total
 from millrace.gateway.errors import ApiError
@@ -43,8 +43,7 @@ Factory = Callable[[Asked], Answers]  # makes a part; nothing of it runs yet
 Settled = Callable[[Exchange, ApiError | None, bool], None]  # hears once how a whole ended; the bool: its client left
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     """What one variant computed for an exchange."""
 
     variant: str
@@ -53,8 +52,7 @@ class Charge:
     charged: bool = True  # False: nobody pays for it
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Something that was chosen, and why; for headers and traces."""
 
     stage: str  # rule, split, cascade, hedge, fallback, health
@@ -64,7 +62,7 @@ class Decision:
 
 def part_of(exchange: Exchange, served: Served, asked: Asked) -> Exchange:
     """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         exchange, served=served, asked=asked, usage=Usage(), prompt_tokens=0, shaped=0.0, first=0.0, last=0.0, finish=""
     )
 
@@ -74,7 +72,7 @@ def count_of(asked: Asked) -> int:
     return len(asked.prompts or (None,)) * asked.n
 
 
-_COUNTS: Final = tuple(each.name for each in dataclasses.fields(Usage))
+_COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(Usage))
 
 
 def summed(usages: Iterable[Usage]) -> Usage:
@@ -89,7 +87,7 @@ def itemised(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[Charge]:
     for place, index in enumerate(sorted(ended)):
         variant, usage = ended[index]
         # A prompt counts once, with the first of its choices.
-        counted = usage if place % n == 0 else dataclasses.replace(usage, prompt_tokens=0, cached_tokens=0)
+        counted = usage if place % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
         found.setdefault(variant, []).append(counted)
     return [Charge(variant, total(usages, 1), "answer") for variant, usages in found.items()]
 
@@ -221,5 +219,5 @@ def charges_of(part: Answers, role: str, *, charged: bool = True) -> list[Charge
     """A part's charges; each of its own where it is composed itself."""
     if isinstance(part, Composed):
         own = part.charges
-        return own if charged else [dataclasses.replace(each, role=role, charged=False) for each in own]
+        return own if charged else [msgspec.structs.replace(each, role=role, charged=False) for each in own]
     return [Charge(part.exchange.served.name, part.exchange.usage, role, charged)]

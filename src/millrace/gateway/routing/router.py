@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from zoneinfo import ZoneInfo
+
+import msgspec
 
 from millrace.config.routing import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from millrace.gateway.asked import Asked
@@ -28,8 +29,7 @@ _MOST_HEADER: Final = 512  # characters
 WhyNot = Callable[[str], str | None]  # why a variant is to be left alone now; None where it is well
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Who is to answer. Without a cascade, `variant` does; with one, its small model does first and `variant` after."""
 
     variant: str
@@ -53,12 +53,11 @@ def headers_of(decisions: Sequence[Decision]) -> dict[str, str]:
     return {HEADER: shown if len(shown) <= _MOST_HEADER else shown[: _MOST_HEADER - 3] + "..."}
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(msgspec.Struct):
     """What a decision has come to so far."""
 
     variant: str
-    decisions: list[Decision] = field(default_factory=list[Decision])
+    decisions: list[Decision] = []
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from functools import cached_property
 from typing import Any, Final
+
+import msgspec
 
 from millrace.config.routing import DAYS, RuleConfig, When
 from millrace.gateway.exchange import Exchange
@@ -83,8 +84,7 @@ def last_said(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequence[st
     return next((prompt for prompt in prompts or () if isinstance(prompt, str)), "")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     config: RuleConfig
     tests: tuple[Test, ...]  # the cheap ones first
 

@@ -9,9 +9,10 @@ only conversations of that one move.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
+
+import msgspec
 
 from millrace.gateway.exchange import Exchange
 
@@ -21,8 +22,7 @@ _BEGINNING: Final = 64  # of a text without messages
 _PLACES: Final = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     salt: str
     ends: tuple[tuple[str, int], ...]  # the variants in order, and the unit before which each ends
 

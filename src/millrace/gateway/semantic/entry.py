@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -35,8 +34,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=usage)]
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct):
     id: int
     digest: bytes
     question: str
@@ -45,7 +43,7 @@ class Entry:
     created: float  # seconds since 1970
     expires: float
     hits: int = 0
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = msgspec.field(default_factory=Evidence)
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +51,7 @@ class Entry:
         return len(self.question.encode()) + len(self.answer.content.encode()) + len(self.answer.reasoning.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """A request as the cache sees it."""
 
     question: str  # the last turn of the user

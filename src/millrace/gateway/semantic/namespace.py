@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,27 +24,24 @@ from millrace.gateway.semantic.verifier import score
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Of one namespace."""
 
     entries: int = 20_000
     nbytes: int = 64 * 1024 * 1024  # 64 MiB of texts and vectors
     ttl_s: float = 24 * 3600.0
-    tag_ttl_s: Mapping[str, float] = field(default_factory=dict[str, float])  # the shortest of an entry's tags counts
+    tag_ttl_s: Mapping[str, float] = {}  # the shortest of an entry's tags counts
     vectors: Kind = "float32"
     exact: int = EXACT
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     entry: Entry
     cosine: float
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+class Search(msgspec.Struct, frozen=True):
     """The best candidate, or why the nearest was refused; neither where nothing is near."""
 
     best: Candidate | None

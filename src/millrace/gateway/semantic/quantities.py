@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final
+
+import msgspec
 
 _UNITS: Final = {
     "bytes": "1:byte bytes|1e3:kb kilobyte kilobytes|1e6:mb megabyte megabytes|1e9:gb gigabyte gigabytes|"
@@ -95,8 +96,7 @@ _MONTH: Final = "|".join(sorted(_MONTHS, key=len, reverse=True))
 _LONG_MONTH: Final = "|".join(name for name in _MONTHS if len(name) > 3 and name not in ("march", "may"))
 
 
-@dataclass(frozen=True, slots=True)
-class Quantities:
+class Quantities(msgspec.Struct, frozen=True):
     numbers: tuple[str, ...]  # as they come: `16000000000 bytes`, `#3` of a third one, `3.11`
     dates: tuple[str, ...]  # as they come: `2026-05-01`, `month 3`, `next week`, `time 1080`
     rest: str  # the text without them; same length

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
+
+import msgspec
 
 from millrace.gateway.semantic.kinds import kind_of
 from millrace.gateway.semantic.languages import language_of, script_of
@@ -23,8 +24,7 @@ _LONGEST: Final = 1500  # characters that are read; the cache takes no question 
 _KEPT: Final = 4096  # questions that have been read
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     text: str
     words: tuple[Word, ...]  # without what is polite only, and without numbers and dates
     content: tuple[str, ...]  # keys of the words that say what is asked, in order; numbers and dates are not among them

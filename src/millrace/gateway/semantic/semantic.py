@@ -19,10 +19,11 @@ import sqlite3
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from millrace.errors import MillraceError
@@ -46,8 +47,7 @@ Outcome = Literal["off", "none", "unavailable", "miss", "refused", "below", "exp
 OUTCOMES: Final = ("off", "none", "unavailable", "miss", "refused", "below", "explore", "record", "hit")
 
 
-@dataclass(slots=True)
-class Recall:
+class Recall(msgspec.Struct):
     """What the cache had for a request. The flow hands it back to `settle` or `check`."""
 
     outcome: Outcome
@@ -71,14 +71,13 @@ class Recall:
         return self.outcome == "hit" and self.decision is not None and self.decision.sampled
 
 
-@dataclass(slots=True)
-class Counts:
+class Counts(msgspec.Struct):
     """Since the start; the labels are the code's own words."""
 
-    outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    refusals: dict[str, int] = field(default_factory=dict[str, int])
+    outcomes: dict[str, int] = {}
+    refusals: dict[str, int] = {}
     # Right, wrong or unsure: of checks of hits, and of fresh answers beside a candidate.
-    comparisons: dict[str, int] = field(default_factory=dict[str, int])
+    comparisons: dict[str, int] = {}
 
     def add(self, which: Literal["outcomes", "refusals", "comparisons"], name: str) -> None:
         table: dict[str, int] = getattr(self, which)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -48,8 +47,7 @@ SCHEMA: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     entry: Entry
     vector: NDArray[np.float32]
 

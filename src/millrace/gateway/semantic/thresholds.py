@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,8 +40,7 @@ _LEAST: Final = 1e-9
 _STEPS: Final = 3  # of expectation and maximisation, for each thing that is learned
 
 
-@dataclass(slots=True)
-class Evidence:
+class Evidence(msgspec.Struct):
     """What was seen of one entry."""
 
     asked: int = 0  # decisions so far, of which draws follow
@@ -66,16 +65,14 @@ class Evidence:
         return cls(asked, right, wrong, np.frombuffer(data[24:], dtype="<f4").astype(np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     serve: bool
     wrong: float  # the bound on P(wrong) if it were served
     good: bool  # it would be served but for the brake
     sampled: bool  # drawn for a check against a fresh answer
 
 
-@dataclass(slots=True, kw_only=True)
-class Thresholds:
+class Thresholds(msgspec.Struct, kw_only=True):
     """Of one namespace.
 
     `per` says what the bound is a share of. "hit": no more than `delta` of the answers that are served are wrong.
@@ -91,11 +88,11 @@ class Thresholds:
     base_weight: float = 8.0  # entries that the prior before any evidence counts for
     remembered: int = 1000  # entries that the prior is learned from, the latest that something was seen of
     brake_window: int = 400  # latest checks that the brake looks at
-    _prior: Floats = field(default_factory=lambda: _BASE.copy())
-    _table: NDArray[np.float32] = field(default_factory=lambda: np.zeros((1, CELLS), dtype=np.float32))
-    _owners: list[Evidence] = field(default_factory=list[Evidence])  # of the table's rows
+    _prior: Floats = msgspec.field(default_factory=lambda: _BASE.copy())
+    _table: NDArray[np.float32] = msgspec.field(default_factory=lambda: np.zeros((1, CELLS), dtype=np.float32))
+    _owners: list[Evidence] = []  # of the table's rows
     _oldest: int = 0
-    _checks: deque[bool] = field(default_factory=deque[bool])  # whether the served answer was right
+    _checks: deque[bool] = msgspec.field(default_factory=deque[bool])  # whether the served answer was right
 
     def belief(self, evidence: Evidence) -> Floats:
         if evidence.likelihood is None:

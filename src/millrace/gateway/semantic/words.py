@@ -7,9 +7,10 @@ The lists are the lexicon's. Knows no questions; a word of another language come
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
+
+import msgspec
 
 from millrace.gateway.semantic.lexicon import (
     ADJECTIVES,
@@ -25,8 +26,7 @@ from millrace.gateway.semantic.lexicon import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(msgspec.Struct, frozen=True):
     text: str  # lower case
     lemma: str  # without inflection: comparable, not always a word
     key: str  # what it means: the lemma of the first of its synonyms

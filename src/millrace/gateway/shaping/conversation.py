@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 Message = dict[str, Any]  # in the shape that chat templates take: role, content (a text), tool_calls, tool_call_id
 Counter = Callable[[Message], int]  # tokens of a message, with what the template puts around it
@@ -18,11 +19,10 @@ Counter = Callable[[Message], int]  # tokens of a message, with what the templat
 AROUND: Final = 4  # tokens that most templates put around a message
 
 
-@dataclass(slots=True)
-class Unit:
+class Unit(msgspec.Struct):
     """Messages that stay or go together."""
 
-    places: list[int] = field(default_factory=list[int])
+    places: list[int] = []
     stays: bool = False
     last: bool = False  # after the last user's turn began
 

@@ -6,16 +6,14 @@ held to a grammar, or that may be a call, is not cut, because half of one is wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from msgspec import structs
 
 from millrace.gateway.asked import Asked
 from millrace.gateway.shaping.told import Shaped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FastOptions:
+class FastOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 160
     temperature: float = 0.3  # at most
     top_p: float = 0.9  # at most

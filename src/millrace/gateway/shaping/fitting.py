@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from millrace.config import ShapingConfig
 from millrace.gateway.asked import Asked
@@ -27,8 +27,7 @@ _AROUND: Final = 6  # tokens that a template puts around a message, about
 _BYTES: Final = 4  # of a token, where there is no tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     asked: Asked
     shaped: tuple[Shaped, ...] = ()
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from millrace.gateway.shaping.conversation import Counter, Message, units_of
 from millrace.gateway.shaping.told import Shaped
@@ -28,15 +29,13 @@ class Summariser(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SummaryOptions:
+class SummaryOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 160  # of the summary, its heading included
     seconds: float = 2.0  # that it may take
     reads: int = 2048  # tokens of the dropped turns that are summarised: the newest of them
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(msgspec.Struct, frozen=True):
     messages: list[Message]
     dropped: tuple[Message, ...]  # oldest first
     before: int  # tokens

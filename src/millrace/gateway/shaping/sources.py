@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Final, Literal
 
@@ -46,15 +45,13 @@ class SourceField(msgspec.Struct, forbid_unknown_fields=True):
     score: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     id: str
     text: str
     score: float | None = None  # the higher, the better
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOptions:
+class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 32  # sources
     chunk_tokens: int = 512  # of each
     total_tokens: int = 2048
@@ -66,8 +63,7 @@ class SourceOptions:
     question: str = "Question: "  # before the user's words, where sources stand before them
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(msgspec.Struct, frozen=True):
     """Sources by their numbers: the first is [1]."""
 
     sources: tuple[Source, ...]
@@ -78,8 +74,7 @@ class Selected:
         return self.sources[number - 1].id if 1 <= number <= len(self.sources) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Citation:
+class Citation(msgspec.Struct, frozen=True):
     """A place in an answer that names a source."""
 
     number: int

@@ -6,13 +6,13 @@ Owns Shaped and its writing as a header's value. Knows no step: names come from 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 Value = int | float | str
 
 
-@dataclass(frozen=True, slots=True)
-class Shaped:
+class Shaped(msgspec.Struct, frozen=True):
     """One thing that was done. `before` is None where there was nothing to compare with."""
 
     step: str

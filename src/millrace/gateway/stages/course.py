@@ -6,8 +6,9 @@ Owns no decision: each field is written by the stage that it stands under, and r
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from millrace.gateway.asked import Piece, Usage
 from millrace.gateway.caches.exact import Answer, Looked
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from millrace.gateway.parts import Parts
 
 
-@dataclass(slots=True)
-class Course:
+class Course(msgspec.Struct):
     """All of it belongs to one event loop."""
 
     exchange: Exchange
@@ -38,11 +38,11 @@ class Course:
     gone: bool = False  # the client has left
 
     # prepare
-    telling: ladder.Telling = field(default_factory=ladder.Telling)  # what the ladder did
-    shaped: list[Shaped] = field(default_factory=list[Shaped])  # what shaping did beside it
+    telling: ladder.Telling = msgspec.field(default_factory=ladder.Telling)  # what the ladder did
+    shaped: list[Shaped] = []  # what shaping did beside it
     degraded: ladder.Degraded | None = None
     whole: Exchange | None = None  # as it was before it was degraded
-    signals: Signals = field(default_factory=Signals)
+    signals: Signals = msgspec.field(default_factory=Signals)
     standing: str = ""  # whose place on the ladder is its own
     selected: Selected | None = None  # the sources, by their numbers
     most_prompt: int | None = None  # tokens, of fast mode
@@ -67,9 +67,9 @@ class Course:
     waits: asyncio.Future[bool] | None = None  # until it may be
     out: int = 0  # tokens let out
     bound: asyncio.Timeout | None = None  # of the wait for the first token
-    usages: dict[int, Usage] = field(default_factory=dict[int, Usage])  # of the choices that have ended
-    tokens: dict[int, int] = field(default_factory=dict[int, int])  # let out, by choice
-    said: list[Piece] = field(default_factory=list[Piece])  # of the first choice, where what it says is needed
+    usages: dict[int, Usage] = {}  # of the choices that have ended
+    tokens: dict[int, int] = {}  # let out, by choice
+    said: list[Piece] = []  # of the first choice, where what it says is needed
 
     # settle
     free: bool = False  # nothing was computed for it

@@ -17,8 +17,10 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.config import ConfigError, digest_of
 from millrace.config.tenants import KeyConfig, TenantConfig
@@ -44,8 +46,7 @@ UNLIMITED: Final = LimitSet()
 _PARTS: Final = 64  # of a path that are looked at one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Identified(Caller):
+class Identified(Caller, frozen=True):
     """A caller with what it may do. Without any key in the server it is everybody, and may all but administer."""
 
     models: tuple[frozenset[str], ...] = ()  # each allows a model; what is used must be allowed by all of them
@@ -59,8 +60,7 @@ class Identified(Caller):
 EVERYBODY: Final = Identified()
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(msgspec.Struct, frozen=True):
     digest: bytes
     caller: Identified
     expires: float = math.inf

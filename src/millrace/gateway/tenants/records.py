@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -98,8 +97,7 @@ KEYS_MARK: Final = "keys"
 ALL: Final = "*"  # the id of the fast record that is of all tenants; no tenant has this name
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     kind: str
     id: str
     version: int  # the epoch in which it was written

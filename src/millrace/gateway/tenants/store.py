@@ -12,8 +12,10 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.gateway.admin.audit import Entry, Mark, Row, pruning, sealed
 from millrace.gateway.database import Database, unavailable
@@ -65,16 +67,14 @@ SCHEMA: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     kind: str
     id: str
     value: Value | None  # None removes it
     replaces: int  # the version that it had; 0: there is none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """All of it, or nothing."""
 
     entry: Entry
@@ -82,8 +82,7 @@ class Change:
     expects: tuple[tuple[str, str, int], ...] = ()  # kind, id and version of what was relied on and stays as it is
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """What is new since an epoch."""
 
     epoch: int
@@ -92,15 +91,13 @@ class Changes:
     whole: bool = False  # these are all that there are; what is not among them was removed
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     epoch: int
     now: float
     head: Mark  # of the audit log
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """That the audit log's rows up to one of them are to go."""
 
     through: int
@@ -112,8 +109,7 @@ class Cut:
         return self if young is None else replace(self, through=min(self.through, young - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(msgspec.Struct, frozen=True):
     """What the audit log keeps."""
 
     rows: int = 100_000
@@ -131,8 +127,7 @@ class Retention:
         return Cut(through, f"older than {self.days} days", now - self.days * _DAY)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A part of the audit log, with both its ends."""
 
     rows: tuple[Row, ...]

@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -72,8 +71,7 @@ FATES: Final[Mapping[str, str]] = {
 _MOST_BIAS: Final = 100.0  # as the parameter has it; what is beyond means always, or never
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """What is asked of an upstream, and what is to be done here with its answer."""
 
     path: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import msgspec
@@ -55,23 +54,21 @@ _FILTERED: Final = ("content_filter", "refusal", "safety")
 _BROKEN: Final = ("abort", "error", "insufficient_system_resource", "cancelled")
 
 
-@dataclass(slots=True)
-class _Call:
+class _Call(msgspec.Struct):
     index: int  # ours
     id: str
     name: str = ""  # once it is known
-    arguments: list[str] = field(default_factory=list[str])
+    arguments: list[str] = []
 
 
-@dataclass(slots=True)
-class _Progress:
+class _Progress(msgspec.Struct):
     """How far one choice is."""
 
-    content: list[str | bytes] = field(default_factory=list[str | bytes])  # bytes: as JSON has it between quotes
-    reasoning: list[str] = field(default_factory=list[str])
-    calls: list[_Call] = field(default_factory=list[_Call])
-    places: dict[int, _Call] = field(default_factory=dict[int, _Call])  # calls by the upstream's index
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    content: list[str | bytes] = []  # bytes: as JSON has it between quotes
+    reasoning: list[str] = []
+    calls: list[_Call] = []
+    places: dict[int, _Call] = {}  # calls by the upstream's index
+    logprobs: list[TokenLogprob] = []
     chunks: int = 0  # with some output
     tokens: int = 0  # that came, about; below zero before the end of a prompt that the upstream repeats
     told: int = 0  # of them with pieces

@@ -7,8 +7,9 @@ whole numbers, and the choices' shares add up to them. Knows no connection.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+import msgspec
 
 from millrace.errors import MillraceError
 from millrace.gateway.asked import Asked, Usage
@@ -28,8 +29,7 @@ _MOST_PER_BYTE: Final = 2
 _PROMPT_SLACK: Final = 2048  # tokens of a template and of tools, as a server may render them
 
 
-@dataclass(frozen=True, slots=True)
-class Came:
+class Came(msgspec.Struct, frozen=True):
     """What came of one choice."""
 
     chunks: int  # with some output in them; most servers put one token into each
@@ -42,8 +42,7 @@ class Came:
         return len(self.text.encode(errors="replace"))
 
 
-@dataclass(slots=True)
-class Counted:
+class Counted(msgspec.Struct):
     """Of a whole answer."""
 
     usages: list[Usage]  # of the choices, in order

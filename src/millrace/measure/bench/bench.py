@@ -11,10 +11,10 @@ import gc
 import math
 import resource
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
 import uvloop
 
 from millrace import __version__
@@ -40,8 +40,7 @@ _WARMING: Final = 8  # warm-up requests at once, at most
 _SPARE: Final = 64  # file descriptors beside the connections
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One stage to come."""
 
     name: str

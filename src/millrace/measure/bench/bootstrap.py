@@ -11,9 +11,9 @@ In all of it `picks` says which round stands at each place of each draw: (draws,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from millrace.measure.bench.columns import Floats, Places
@@ -90,8 +90,7 @@ def _in_groups(rng: np.random.Generator, owner: Places) -> tuple[Places, int]:
     return (rng.permutation(requests) % groups)[request], groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bins:
+class _Bins(msgspec.Struct, frozen=True, kw_only=True):
     """A histogram for each group of requests, all with the same bins: drawing groups is adding these up."""
 
     counts: Floats  # (groups, bins)
@@ -133,8 +132,7 @@ def _weights(rng: np.random.Generator, groups: int, draws: int) -> Floats:
     return np.bincount(drawn.ravel(), minlength=draws * groups).reshape(draws, groups).astype(np.float64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """A round cut into slices of time, all of the same length."""
 
     seconds: float  # that its rates are of

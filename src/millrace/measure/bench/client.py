@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,8 +24,7 @@ from millrace.measure.bench.connection import Connection
 AGENT: Final = "millrace-bench"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     host: str
     port: int
     base: str  # path before /v1, such as "" or "/proxy"

@@ -10,9 +10,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -26,8 +26,7 @@ LATENCIES: Final = ("ttft", "ttfo", "itl", "tpot", "e2el")
 TAIL: Final = 0.99995  # curves of percentiles end here at the latest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class Columns(msgspec.Struct, frozen=True, kw_only=True):
     """One place for each row; NaN is what is not known. Latencies are of requests that ended well only."""
 
     start: Floats

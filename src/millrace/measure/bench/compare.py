@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -137,8 +136,7 @@ def _under(result: Result, load: str) -> Result:
     return msgspec.structs.replace(result, rows=rows, stages=[stage], figures=stage.figures)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
+class _Setting(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     resamples: int
     confidence: float
@@ -146,8 +144,7 @@ class _Setting:
     paired: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class _Side(msgspec.Struct, frozen=True, kw_only=True):
     """The rounds of one side, and which of them each draw takes."""
 
     results: list[Result]

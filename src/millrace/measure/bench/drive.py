@@ -10,10 +10,10 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from millrace.measure.bench.answers import Answer, Tally
@@ -30,8 +30,7 @@ _RECENT: Final = 512  # requests that a snapshot's percentiles are of
 _PAUSE: Final = 0.05  # seconds that a user of a closed loop waits after a failure: nobody is served by a flood of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     requests: int | None  # of a stage
     seconds: float | None  # in which requests of a stage are sent
     drain: float  # seconds that those under way may take after that
@@ -39,8 +38,7 @@ class Bounds:
     rows: int  # of all stages
 
 
-@dataclass(slots=True, kw_only=True)
-class Load:
+class Load(msgspec.Struct, kw_only=True):
     """What one tenant does in a stage."""
 
     ahead: Ahead
@@ -50,13 +48,12 @@ class Load:
     most: int | None = None  # of an open loop: requests at once, the others wait
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(msgspec.Struct):
     """Evenly chosen from all answers that came well, however many they are."""
 
     rng: random.Random
     seen: int = 0
-    kept: list[tuple[str, int, bool]] = field(default_factory=list[tuple[str, int, bool]])
+    kept: list[tuple[str, int, bool]] = []
 
     def offer(self, text: str, tokens: int, *, ended: bool) -> None:
         self.seen += 1
@@ -66,8 +63,7 @@ class Sample:
             self.kept[place] = (text, tokens, ended)
 
 
-@dataclass(slots=True)
-class _Stage:
+class _Stage(msgspec.Struct):
     number: int
     name: str
     bounds: Bounds
@@ -80,8 +76,8 @@ class _Stage:
     last_sent: float = 0.0
     worst_lag: float = 0.0  # since the last snapshot
     stopping: bool = False
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: set[asyncio.Task[Any]] = set()
+    idle: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     bug: BaseException | None = None
 
 

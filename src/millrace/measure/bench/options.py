@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
+
+from msgspec.structs import replace
 
 from millrace.errors import RequestError
 from millrace.measure.bench.figures import OBJECTIVES

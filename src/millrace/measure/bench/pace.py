@@ -9,14 +9,14 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 Kind = Literal["constant", "poisson", "gamma"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
+class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     rate: float  # requests per second; of a ramp the first
     kind: Kind = "poisson"
     burstiness: float = 1.0  # of gamma: below 1 in bursts, 1 is Poisson, above 1 more even

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -26,8 +25,7 @@ MOST_COUNTS: Final = 2000  # texts that are counted to learn what words cost
 MOST_PROBES: Final = 60  # the same where each is a request for an answer
 
 
-@dataclass(slots=True, kw_only=True)
-class Prepared:
+class Prepared(msgspec.Struct, kw_only=True):
     model: str
     prompts: Prompts
     counter: TokenCounter | None  # None: only the server's usage counts

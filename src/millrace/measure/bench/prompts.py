@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -27,19 +26,17 @@ Shape = tuple[str, ...]  # the roles of a chat's messages; empty: a prompt
 Message = dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     request: bytes
     text: str  # of the user's latest message
     asked_input: int  # tokens that the server should count; 0: nobody knows
     asked_output: int
 
 
-@dataclass(slots=True)
-class Frames:
+class Frames(msgspec.Struct):
     """Tokens of a prompt beyond those of its texts, by its shape."""
 
-    known: dict[Shape, int] = field(default_factory=dict[Shape, int])
+    known: dict[Shape, int] = {}
 
     def of(self, shape: Shape) -> int:
         return self.known.get(shape, 0)

@@ -7,10 +7,10 @@ several, each with its own colour. Knows nothing of the page. No chart grows wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from millrace.measure.bench.columns import (
     Floats,

@@ -7,7 +7,6 @@ lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -37,8 +36,7 @@ MOST_STAGES: Final = 200
 MOST_ERRORS: Final = 32  # kinds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One result of a report."""
 
     result: Result

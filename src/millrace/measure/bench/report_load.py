@@ -6,8 +6,10 @@ Owns what stages look like side by side. Knows neither the page nor how a knee i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.measure.bench.report_figures import NAMES, SHORT, Run, figure, load_of, table
 from millrace.measure.bench.report_markup import Html
@@ -18,8 +20,7 @@ from millrace.measure.bench.wording import milliseconds, number
 MOST_TICKS: Final = 12  # loads that have a tick of their own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Curve:
+class _Curve(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # in the tooltip and the table
     label: str  # beside its end
     series: int
@@ -31,8 +32,7 @@ class _Curve:
         return next((y for x, y in zip(self.xs, self.ys, strict=True) if x == load), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loads:
+class _Loads(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[Run]
     stages: dict[int, list[tuple[float, Stage]]]  # by the run's series, in the order of their loads
     across: Axis

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
@@ -36,8 +35,7 @@ _TAIL: Final = (0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999)
 _ELAPSED: Final = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400)  # seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "linear"
     low: float = 0.0
     high: float = 1.0
@@ -133,8 +131,7 @@ def thin(count: int, most: int = MOST_POINTS) -> NDArray[np.intp]:
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.intp))
 
 
-@dataclass(slots=True, kw_only=True)
-class Plot:
+class Plot(msgspec.Struct, kw_only=True):
     """Parts are drawn in the order in which they are added; `render` puts axes below them and labels beside them."""
 
     x: Axis
@@ -143,11 +140,9 @@ class Plot:
     width: float = 560.0  # pixels of the drawing's own measure
     height: float = 268.0
     right: float = 24.0  # more where lines have labels
-    _parts: list[Html] = field(default_factory=list[Html])
-    _labels: list[tuple[float, float, str, int]] = field(default_factory=list[tuple[float, float, str, int]])
-    _hints: list[tuple[float, float, float, float, str]] = field(
-        default_factory=list[tuple[float, float, float, float, str]]
-    )
+    _parts: list[Html] = []
+    _labels: list[tuple[float, float, str, int]] = []
+    _hints: list[tuple[float, float, float, float, str]] = []
     _top: float = 34.0
     _bottom: float = 40.0
     _left: float = 62.0

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from millrace.measure.bench.result import Figures
 
@@ -17,16 +18,15 @@ _FAILED: Final = 0.01  # share of requests that may fail
 _TAIL: Final = 1.5  # times the first stage's p99 E2EL that may pass after the last request, a tenth of the stage apart
 
 
-@dataclass(slots=True)
-class Climb:
+class Climb(msgspec.Struct):
     """Rates go up by `factor` from `low` until one is too high, and then between that and the last good one."""
 
     low: float
     high: float = math.inf  # no rate is above
     factor: float = 2.0
     refine: int = 2  # stages between the last good rate and the first bad one
-    good: list[float] = field(default_factory=list[float])
-    bad: list[float] = field(default_factory=list[float])
+    good: list[float] = []
+    bad: list[float] = []
 
     def next(self) -> float | None:
         """The rate to try; None when the knee is known."""

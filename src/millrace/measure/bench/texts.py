@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,8 +77,7 @@ WORDS: Final = tuple(
 Counter = Callable[[str], Awaitable[int]]  # tokens of a text, with whatever a text always has around it
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(msgspec.Struct, frozen=True):
     """Tokens of words after a blank."""
 
     words: tuple[str, ...]

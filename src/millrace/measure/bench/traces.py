@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from millrace.errors import RequestError
 from millrace.measure.bench.workloads import Prefix, Session, Turn

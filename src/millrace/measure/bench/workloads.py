@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from millrace.measure.workloads import Lengths
 
@@ -25,8 +27,7 @@ class Draws(Protocol):
     def draw(self, rng: random.Random) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
+class Around(msgspec.Struct, frozen=True):
     """Evenly between tokens * (1 - ratio) and tokens * (1 + ratio); always `tokens` without a ratio."""
 
     tokens: int
@@ -38,8 +39,7 @@ class Around:
         return max(1, rng.randint(round(self.tokens * (1 - self.ratio)), round(self.tokens * (1 + self.ratio))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
     """Beginnings that requests share."""
 
     count: int  # how many different ones
@@ -48,8 +48,7 @@ class Shared:
     share: float = 1.0  # of the sessions that have one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     own: Draws  # tokens of each message of the user, the first with all that the chat template adds
     answer: Draws
@@ -58,22 +57,19 @@ class Workload:
     think: float = 0.0  # mean seconds between an answer and the next turn, exponentially distributed
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True):
     name: str  # prefixes of the same name have the same text
     kind: PrefixKind
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     tokens: int  # of the user's message
     answer: int  # tokens; 0: as long as the server likes
     think: float = 0.0  # seconds before it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Session(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation: later turns carry the answers to the earlier ones."""
 
     number: int

@@ -10,18 +10,17 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 _LONGEST: Final = 120.0  # seconds for one answer, however bad things are
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     status: int = 0  # 0: no answer came
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str] = {}
     text: str = ""
     finish: str = ""
     code: str = ""  # of an error
