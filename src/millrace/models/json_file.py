@@ -59,7 +59,11 @@ def parse_json_object(data: bytes | memoryview, *, path: Path | str | None, what
 
 def read_text(path: Path, *, limit: int = JSON_LIMIT) -> str:
     """The text of a small file; ModelError where it is missing, longer than `limit` bytes or not UTF-8."""
-    data = read_bounded(path, limit)
+    return text_of(read_bounded(path, limit), path)
+
+
+def text_of(data: bytes, path: Path) -> str:
+    """What was read of a file, as text; ModelError where it is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from millrace.errors import ModelError, RequestError
+from millrace.models.bpe_file import read_bpe
 from millrace.models.detokenizer import Detokenizer, Pieces, read_decoder
-from millrace.models.json_file import parse_json_object, read_bounded, read_json, read_text
+from millrace.models.json_file import parse_json_object, read_bounded, read_json, read_text, text_of
 from millrace.models.token_table import read_pieces
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _read_cutting(
     folder: Path, vocab_size: int, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> _Cutting:
     path = _path(folder)
-    tokenizer = _within_vocabulary(read_text(path, limit=TOKENIZER_LIMIT), vocab_size, path)
+    tokenizer = _within_vocabulary(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
     # Limits that somebody saved with the tokenizer would cut prompts in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -228,12 +229,12 @@ def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
 
 
-def _within_vocabulary(text: str, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
+def _within_vocabulary(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
     """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
-    tokenizer = _parse(text, path)
-    count = tokenizer.get_vocab_size(with_added_tokens=True)
-    if count <= vocab_size and None not in map(tokenizer.id_to_token, range(count)):
-        return tokenizer  # as nearly all: there are no other ids. The whole vocabulary takes twice as long to get
+    bpe = read_bpe(data)
+    if bpe is not None and bpe[1] < vocab_size:
+        return bpe[0]  # as nearly all
+    tokenizer = _parse(text_of(data, path), path)
     past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
     if not past:
         return tokenizer
@@ -245,7 +246,7 @@ def _within_vocabulary(text: str, vocab_size: int, path: Path) -> tokenizers.Tok
         )
     # Public models have such tokens (Gemma 3 1B: <image_soft_token>, of its larger sisters). The model knows nothing of
     # them, so their text is text like any other.
-    content = parse_json_object(text.encode(), path=path)
+    content = parse_json_object(data, path=path)
     listed = cast("list[dict[str, object]]", content.get("added_tokens"))
     content["added_tokens"] = [entry for entry in listed if cast(int, entry["id"]) < vocab_size]
     return _parse(json.dumps(content), path)
