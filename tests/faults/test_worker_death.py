@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from millrace.engine.sampling import Sampling
 from millrace.engine.stream import Stream
 from millrace.engine.supervisor import StartError, Supervisor, Watch
 from millrace.engine.variant import Variant
+from millrace.errors import RequestError
 from tests.engine.running import open_tiny, run
 
 STREAMS = 32
@@ -236,6 +238,25 @@ async def test_cancelled_streams_leave_the_worker_idle(tiny_folder: Path) -> Non
             await asyncio.sleep(0.01)
         assert stats["blocks"]["used"] == 0
         assert stats["scheduler"]["cancelled"] >= STREAMS
+
+
+@asynchronous
+async def test_a_tokenizer_that_is_gone_is_the_grammars_matter_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    grammar = Grammar("regex", "[ab]+")
+    async with (
+        Supervisor([wire.WorkerConfig(variant=variant(folder))]) as supervisor,
+        Client(supervisor.paths, waits=WAITS) as client,
+    ):
+        (folder / "tokenizer.json").unlink()
+        for id in ("first", "again"):
+            with pytest.raises(RequestError, match=r"no grammar can be followed: .*expected tokenizer\.json"):
+                async with client.stream(Request(id=id, prompt=(5, 6), max_tokens=4, grammar=grammar)) as stream:
+                    await stream.__anext__()
+        async with client.stream(Request(id="plain", prompt=(5, 6), max_tokens=4)) as stream:
+            assert [output async for output in stream][-1].ending is not None
+        assert supervisor.restarts == [0]
 
 
 def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.Started]:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.grammar_source import Grammar, GrammarLimits, grammar_source
 from millrace.engine.vocabulary import Vocabulary
-from millrace.errors import MillraceError, RequestError
+from millrace.errors import MillraceError, ModelError, RequestError
 from millrace.models.tokenizer import Tokenizer
 
 __all__ = ["Compilation", "Grammar", "GrammarError", "GrammarLimits", "GrammarState", "Grammars", "Mask", "Masks"]
@@ -131,6 +131,10 @@ class Grammars:
     def _read_vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
+                try:
+                    self.tokenizer.read()  # a worker's first grammar may find that the model's folder is gone
+                except ModelError as error:
+                    raise RequestError(f"no grammar can be followed: {error}", parameter="grammar") from None
                 self._vocabulary = Vocabulary(self.tokenizer).for_llguidance()
             return self._vocabulary
 

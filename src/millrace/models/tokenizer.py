@@ -124,6 +124,10 @@ class Tokenizer:
         """The template of a chat with tools."""
         return self._cutting.templates.get("tool_use") or self.template
 
+    def read(self) -> None:
+        """What cuts texts is there from now on; ModelError where it cannot be read."""
+        _ = self._cutting
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         tokenizer, _, frame = self._cutting
         own_frame = add_special_tokens and frame is None
