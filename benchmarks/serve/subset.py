@@ -56,7 +56,9 @@ def _reference(isa: str) -> Path:
 
 
 def _is_reference(results: dict[str, Any]) -> bool:
-    """Whether it has peers at what is compared."""
+    """Whether it came to its end, with peers at what is compared."""
+    if results["finished"] is None:
+        return False
     there = {(each["shape"], each["precision"], each["peer"] != "millrace") for each in results["timings"]}
     return all((SHAPE, precision, True) in there for precision in PRECISIONS)
 
