@@ -7,9 +7,11 @@ certain is not read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
+
+from millrace.models.token_table import Added
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,18 +33,8 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
     ignore_merges: bool = False
 
 
-class _Added(msgspec.Struct):
-    id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]  # which it must have, and which tells nothing
-    content: str
-    single_word: bool
-    lstrip: bool
-    rstrip: bool
-    normalized: bool
-    special: bool
-
-
 _OPTIONS: Final = [name for name in _Model.__struct_fields__ if name not in ("type", "vocab", "merges")]
-_FLAGS: Final = [name for name in _Added.__struct_fields__ if name not in ("id", "content")]
+_FLAGS: Final = [name for name in Added.__struct_fields__ if name not in ("id", "content")]
 
 
 def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
@@ -50,7 +42,7 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
     try:
         parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(parts["model"], type=_Model)
-        added = msgspec.json.decode(parts.get("added_tokens", _NO_TOKENS), type=list[_Added])
+        added = msgspec.json.decode(parts.get("added_tokens", _NO_TOKENS), type=list[Added])
         merges = _pairs(model.merges)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
         return None
@@ -59,13 +51,17 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
     parts |= {"model": _NO_MODEL, "added_tokens": _NO_TOKENS}
     try:
         tokenizer = _made(msgspec.json.encode(parts).decode(), model, merges, added)
-    except Exception:  # `tokenizers` raises nothing more precise
-        return None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of its Rust code
+        if not is_refusal(error):
             raise
         return None
     return tokenizer, max([*model.vocab.values(), *tokenizer.get_added_tokens_decoder()], default=0)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether `tokenizers` did not take a file, which it says by nothing more precise than an Exception, or by a panic of
+    its Rust code. That is none, so that nobody catches it by accident; here it means a corrupt file."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _pairs(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
@@ -84,7 +80,7 @@ def _pairs(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
     return pairs
 
 
-def _made(frame: str, model: _Model, merges: list[tuple[str, str]], added: list[_Added]) -> tokenizers.Tokenizer:
+def _made(frame: str, model: _Model, merges: list[tuple[str, str]], added: list[Added]) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, Tokenizer, models
 
     tokenizer = Tokenizer.from_str(frame)

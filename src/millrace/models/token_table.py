@@ -1,23 +1,29 @@
 """How the tokens of a tokenizer.json are written, without what cuts a text into them.
 
-Owns TokenTable. To read what a model writes is a fifth of the work of reading a whole tokenizer, and all that an engine
-needs until somebody asks for a grammar. What is read here is what `tokenizers` would say; a file of which that is not
-certain is not read.
+Owns TokenTable and the form of an added token. To read what a model writes is a fifth of the work of reading a whole
+tokenizer, and all that an engine needs until somebody asks for a grammar. What is read here is what `tokenizers` would
+say; a file of which that is not certain is not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import msgspec
 
 from millrace.models.detokenizer import Pieces, read_decoder
 
 
-class _Added(msgspec.Struct):
-    id: int
+class Added(msgspec.Struct):
+    """An entry of `added_tokens`."""
+
+    id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
     special: bool
 
 
@@ -28,7 +34,7 @@ class _Model(msgspec.Struct):
 
 class _File(msgspec.Struct):
     model: _Model
-    added_tokens: list[_Added] = []
+    added_tokens: list[Added] = []
     decoder: msgspec.Raw = msgspec.Raw(b"null")
 
 

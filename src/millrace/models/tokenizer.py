@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from millrace.errors import ModelError, RequestError
-from millrace.models.bpe_file import read_bpe
+from millrace.models.bpe_file import is_refusal, read_bpe
 from millrace.models.detokenizer import Detokenizer, Pieces, read_decoder
 from millrace.models.json_file import parse_json_object, read_bounded, read_json, read_text, text_of
 from millrace.models.token_table import read_pieces
@@ -224,11 +224,8 @@ def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
 
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # `tokenizers` raises nothing more precise
-        raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
     except BaseException as error:
-        # A panic of Rust code is no Exception, so that nobody catches it by accident; here it means a corrupt file.
-        if type(error).__name__ != "PanicException":
+        if not is_refusal(error):
             raise
         raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
 
