@@ -59,7 +59,7 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether `tokenizers` did not take a file, which it says by nothing more precise than an Exception, or by a panic of
+    """Whether `tokenizers` did not take a file, which it says by nothing more precise than an Exception or a panic of
     its Rust code. That is none, so that nobody catches it by accident; here it means a corrupt file."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
