@@ -8,12 +8,14 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace.cli import main
 from millrace.cli.drill import DRILLS
 from millrace.measure.drills import overload, redis_frozen, upstream_down, worker_crash
+from millrace.measure.drills.asking import Reply
 from millrace.measure.drills.instance import DrillError, Instance
 from millrace.measure.drills.promises import Promise, percentile
 
@@ -50,6 +52,21 @@ def test_overload_is_answered_or_refused() -> None:
     promises = asyncio.run(overload.run(seconds=3.0, most=200))
     assert len(promises) == 6
     assert broken(promises, "patience") == []
+
+
+@pytest.mark.parametrize("signs", [{"extracted": True}, {"finish": "length", "tokens": overload.ASKED_TOKENS - 1}])
+def test_a_degraded_answer_without_the_header_breaks_the_promise(signs: dict[str, Any]) -> None:
+    full = Reply(200, finish="length", tokens=overload.ASKED_TOKENS)
+    told = Reply(200, {"x-millrace-degraded": "extract"}, **{"finish": "stop", **signs})
+    silent = Reply(200, **{"finish": "stop", **signs})
+    assert overload.declared([full, told]).kept
+    assert not overload.declared([full, told, silent]).kept
+
+
+def test_a_server_that_keeps_up_breaks_no_promise() -> None:
+    promise = overload.declared([Reply(200, finish="stop")] * 3)
+    assert promise.kept
+    assert "kept up" in promise.found
 
 
 def test_a_promise_that_is_not_kept_is_an_exit_code(

@@ -15,6 +15,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 _LONGEST: Final = 120.0  # seconds for one answer, however bad things are
 
 
@@ -27,6 +28,8 @@ class Reply(msgspec.Struct):
     ttft: float | None = None  # seconds
     seconds: float = 0.0
     restarts: int = 0  # marked
+    extracted: bool = False  # quoted from the sources, by the answer's own field
+    tokens: int = 0  # of the answer, by the server's usage
     longest_gap: float = 0.0  # seconds between two outputs
 
     @property
@@ -55,7 +58,7 @@ class Asker:
 
     async def chat(self, question: str, *, key: str | None = None, **more: Any) -> Reply:
         """A streamed chat. `more`: further parameters."""
-        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True, **more}
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, **_STREAM, **more}
         reply = Reply()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         began = last = time.monotonic()
@@ -89,7 +92,10 @@ class Asker:
             reply.code = str(event["error"].get("code"))
             reply.finish = ""
             return False
-        if event.get("millrace", {}).get("restart"):
+        told = event.get("millrace", {})
+        reply.extracted = reply.extracted or bool(told.get("extracted"))
+        reply.tokens = (event.get("usage") or {}).get("completion_tokens", reply.tokens)
+        if told.get("restart"):
             reply.restarts += 1
             reply.text = ""
             return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from millrace.measure.drills.asking import Asker, Reply, at_rate
@@ -15,6 +16,7 @@ from millrace.measure.drills.promises import Promise, milliseconds, percentile
 
 PATIENCE = 2.0  # seconds, of the surface
 DWELL = 0.5  # seconds
+ASKED_TOKENS = 96
 SHORT = 24  # tokens that fast mode lets an answer have
 CONFIG = f"""
 [models.mini]
@@ -59,7 +61,6 @@ async def _run(asker: Asker, seconds: float, most: int) -> list[Promise]:
     asked = [_question(asker, place) for place in range(count)]
     replies = await at_rate(asked, 4 * capacity)
     with_sources = [reply for place, reply in enumerate(replies) if place % 2 == 0]
-    told = [reply for reply in replies if "x-millrace-degraded" in reply.headers]
     lost = [reply for reply in replies if not (reply.answered or reply.refused)]
     slow = percentile([reply.ttft for reply in replies if reply.answered and reply.ttft is not None], 0.99)
     useful = sum(reply.answered for reply in with_sources) / max(1, len(with_sources))
@@ -75,11 +76,7 @@ async def _run(asker: Asker, seconds: float, most: int) -> list[Promise]:
             f"p99 {milliseconds(slow)}",
             slow <= PATIENCE + 0.5,
         ),
-        Promise(
-            "what is made less is told in x-millrace-degraded",
-            f"{len(told)} of {count} answers were made less and say so",
-            bool(told),
-        ),
+        declared(replies),
         Promise(
             "of the requests with sources, nine of ten get an answer, generated or quoted",
             f"{useful:.0%}",
@@ -91,10 +88,23 @@ async def _run(asker: Asker, seconds: float, most: int) -> list[Promise]:
     return found
 
 
+def declared(replies: Sequence[Reply]) -> Promise:
+    """Answers that are seen to be degraded (quoted, or cut before the limit that was asked for) carry the header. A
+    machine that keeps up degrades none, and breaks no promise by it."""
+    degraded = [each for each in replies if each.extracted or (each.finish == "length" and each.tokens < ASKED_TOKENS)]
+    silent = [reply for reply in degraded if "x-millrace-degraded" not in reply.headers]
+    found = (
+        f"{len(degraded)} of {len(replies)} answers were quoted or cut, {len(silent)} of them without the header"
+        if degraded
+        else "the server kept up: no answer was quoted or cut"
+    )
+    return Promise("every degraded answer says so in x-millrace-degraded", found, not silent)
+
+
 def _question(asker: Asker, place: int) -> partial[object]:
     question = _QUESTIONS[place % len(_QUESTIONS)]
     more = {"sources": _SOURCES} if place % 2 == 0 else {}
-    return partial(asker.chat, f"{question} ({place})" if not more else question, max_tokens=96, cache="off", **more)
+    return partial(asker.chat, f"{question} ({place})" if not more else question, max_tokens=ASKED_TOKENS, cache="off", **more)
 
 
 async def _capacity(asker: Asker) -> float:
