@@ -38,7 +38,7 @@ help:
 	@echo "make clean      remove .venv and build"
 
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 or later; set PYTHON.")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or later; set PYTHON.")'
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -90,15 +90,15 @@ $(STAMPS)/asan: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS) $(PACKAGE)
 	@echo "building the core with sanitizers"
 	@rm -rf $(ASAN)/site
 	@CXX="$(CXX)" $(PIP) --no-deps --no-build-isolation --target $(ASAN)/site . \
-	  --config-settings=build-dir=$(ASAN) --config-settings=cmake.define.MILLRACE_SANITIZE=address,undefined
+	  --config-settings=build-dir=$(ASAN) --config-settings=cmake.define.HEADRACE_SANITIZE=address,undefined
 	@touch $@
 
 # Until Ctrl-C; the server is told to end in the same way as by `kill`.
 serve: $(STAMPS)/core
-	@exec $(BIN)/millrace serve $(if $(MODEL),"$(MODEL)") $(ARGS)
+	@exec $(BIN)/headrace serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 chat: $(STAMPS)/core
-	@exec $(BIN)/millrace chat $(if $(MODEL),"$(MODEL)") $(ARGS)
+	@exec $(BIN)/headrace chat $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 services:
 	@sh tests/services.sh
@@ -132,7 +132,7 @@ format: $(STAMPS)/lint
 	@$(BIN)/ruff format
 	@$(BIN)/clang-format -i $(CORE)
 
-# Millrace's server for five minutes, beside the committed results of it and its peers.
+# Headrace's server for five minutes, beside the committed results of it and its peers.
 bench: $(STAMPS)/core
 	@$(BIN)/python benchmarks/serve/subset.py $(ARGS)
 

@@ -21,7 +21,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no package that is installed
 
-from millrace.gateway.routing.calibration import (
+from headrace.gateway.routing.calibration import (
     ALWAYS_LARGE,
     Labelled,
     Point,
@@ -30,8 +30,8 @@ from millrace.gateway.routing.calibration import (
     fit,
     write_labelled,
 )
-from millrace.gateway.routing.confidence import MEASURES, Measure
-from millrace.models.loading import BUNDLED
+from headrace.gateway.routing.confidence import MEASURES, Measure
+from headrace.models.model_folder import BUNDLED
 from training.routing import Pair, Pairs, answers_from
 
 TARGETS: Final = (0.99, 0.98, 0.95, 0.9, 0.8)  # of mini's quality

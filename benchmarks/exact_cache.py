@@ -7,7 +7,7 @@ A hit is counted from the prompt's tokens to the last chunk written for the clie
 chunks as a chat streams them. Prints one JSON object; times are in microseconds. Each of the measurements takes
 `--seconds` at most.
 
-`--served` starts `millrace serve` with the bundled model, once with each store, and the bare echo server of
+`--served` starts `headrace serve` with the bundled model, once with each store, and the bare echo server of
 benchmarks/edge beside them. A client on a connection that is kept asks one after the other, in turns of a round each:
 its times are from the request's first byte sent to the answer's last byte read.
 """
@@ -36,21 +36,21 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent / "edge"))
 from client import Connection
 
-from millrace.engine.request import Request
-from millrace.engine.stream import Stream
-from millrace.gateway.asked import Asked, Piece, Usage
-from millrace.gateway.caches.exact import ExactCache
-from millrace.gateway.caches.flight import Terms
-from millrace.gateway.caches.key import Wanted, wanted_of
-from millrace.gateway.caches.memory_store import MemoryStore
-from millrace.gateway.caches.modes import Modes
-from millrace.gateway.caches.sqlite_store import SqliteStore
-from millrace.gateway.caches.stores import Guarded, Store
-from millrace.gateway.chat import ChatStream
-from millrace.gateway.database import Database
-from millrace.gateway.exchange import Caller, Exchange
-from millrace.gateway.fleet import Served
-from millrace.models.loading import BUNDLED, open_model
+from headrace.engine.interface.request import Request
+from headrace.engine.process.output_stream import Stream
+from headrace.gateway.caches.cache_modes import Modes
+from headrace.gateway.caches.exact.cache_key import Wanted, wanted_of
+from headrace.gateway.caches.exact.entry_store import Guarded, Store
+from headrace.gateway.caches.exact.exact_cache import ExactCache
+from headrace.gateway.caches.exact.in_flight import Terms
+from headrace.gateway.caches.exact.memory import MemoryStore
+from headrace.gateway.caches.exact.sqlite import SqliteStore
+from headrace.gateway.database import Database
+from headrace.gateway.requests.text_request import Asked, Piece, Usage
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.fleet import Served
+from headrace.models.model_folder import BUNDLED, open_model
+from headrace.server.api.chat_completions import ChatStream
 
 EDGE: Final = Path(__file__).resolve().parent / "edge"
 CHATS: Final = 32  # different ones, each answered before anything is timed
@@ -199,15 +199,15 @@ def running(command: list[str], port: int, path: str, *, seconds: float = 120.0)
 
 
 @contextlib.contextmanager
-def millrace(folder: Path, store: str) -> Generator[int, None, None]:
+def headrace(folder: Path, store: str) -> Generator[int, None, None]:
     port = free_port()
     folder.mkdir()
-    config = folder / "millrace.toml"
+    config = folder / "headrace.toml"
     config.write_text(
         f'[server]\nport = {port}\n[storage]\nfolder = "{folder}"\n[models.mini.options]\nweights = "int8"\n'
         f'[cache.exact]\nmode = "on"\nstore = "{store}"\nwait_ms = 2000.0\n'
     )
-    command = [sys.executable, "-m", "millrace", "serve", "--config", str(config)]
+    command = [sys.executable, "-m", "headrace", "serve", "--config", str(config)]
     with running(command, port, "/health/ready"):
         yield port
 
@@ -258,7 +258,7 @@ async def through_servers(ports: Mapping[str, int], *, rounds: int, requests: in
 async def main_served(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         ports = {
-            f"{store} hit": stack.enter_context(millrace(Path(folder) / store, store)) for store in ("memory", "sqlite")
+            f"{store} hit": stack.enter_context(headrace(Path(folder) / store, store)) for store in ("memory", "sqlite")
         }
         ports["bare echo"] = stack.enter_context(echo())
         print(json.dumps(await through_servers(ports, rounds=options.rounds, requests=options.requests), indent=2))

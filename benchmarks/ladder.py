@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "ladder"))
 import extraction
 import serving
 
-from millrace.engine.plan import Limits
-from millrace.engine.policy import Policy
-from millrace.gateway.ladder.extract import ExtractOptions
-from millrace.measure.scenarios import Setting, capacity
-from millrace.measure.simulate import Hardware
-from millrace.measure.workloads import Mix, generate
+from headrace.bench.simulation.scenarios import Setting, capacity
+from headrace.bench.simulation.simulator import Hardware
+from headrace.bench.simulation.synthetic_traffic import Mix, generate
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.step_plan import Limits
+from headrace.gateway.degradation.ladder.extractive_answer import ExtractOptions
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "ladder" / "results.md"
@@ -120,7 +120,7 @@ def serving_page(most: float, rows: Sequence[Row], options: argparse.Namespace, 
     sourced = ", ".join(f"{share:.0%} of {name}" for name, share in traits.sourced.items())
     about = (
         f"The engine's own scheduler and step-time model on simulated hardware that serves {most:.2f} requests a "
-        f"second, with 20 tenants and the traffic of `millrace simulate`; {options.seconds:g} s of arrivals, means "
+        f"second, with 20 tenants and the traffic of `headrace simulate`; {options.seconds:g} s of arrivals, means "
         f"over {options.seeds} seeds. Every request that somebody waits for has a deadline of 3 s + 0.15 s for each "
         "token of its answer; a client that is refused does not come again. The gateway's pressure, ladder and steps "
         "are the code that ships; no model runs and no text is made.",

@@ -1,6 +1,6 @@
 """What the benchmarks' command lines and results files have in common.
 
-Owns the reading of lists and of the shorter command lines, which Millrace was measured and when, the writing of a
+Owns the reading of lists and of the shorter command lines, which Headrace was measured and when, the writing of a
 results file, which is whole whenever a run is ended, and the end by SIGTERM.
 """
 
@@ -44,7 +44,7 @@ def options(what: str, kinds: Iterable[str], *, repeat: str, out: Path) -> argpa
 
 
 def commit() -> str:
-    """Which Millrace this is; a tree with changes says so."""
+    """Which Headrace this is; a tree with changes says so."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return found.stdout.strip() or "unknown"

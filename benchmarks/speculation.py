@@ -24,9 +24,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no package that is installed
 
-from millrace import LLM
-from millrace.engine.speculation import ReplayDrafter
-from millrace.engine.speculator import Speculator
+from headrace import LLM
+from headrace.engine.speculation.drafters import ReplayDrafter
+from headrace.engine.speculation.speculator import Speculator
 
 ACCEPTANCES: Final = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 PROMPT: Final = 32  # tokens

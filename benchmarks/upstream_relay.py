@@ -31,14 +31,14 @@ from typing import Any
 
 import uvloop
 
-from millrace.config.upstreams import HealthConfig, UpstreamConfig
-from millrace.gateway.asked import Asked, Piece
-from millrace.gateway.chat import ChatStream
-from millrace.gateway.exchange import Caller, Exchange
-from millrace.gateway.fleet import Served
-from millrace.gateway.upstreams.answering import UpstreamAnswering
-from millrace.gateway.upstreams.upstream import Upstream
-from millrace.models.loading import BUNDLED, open_model
+from headrace.config.upstream_section import HealthConfig, UpstreamConfig
+from headrace.gateway.requests.text_request import Asked, Piece
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.upstreams.upstream import Upstream
+from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.models.model_folder import BUNDLED, open_model
+from headrace.server.api.chat_completions import ChatStream
 
 SECONDS = 600.0  # after which the whole measurement is given up
 
@@ -147,7 +147,7 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
     async def relay(client: Client, rename: bool = True) -> None:
         made = answering()
         await made.begin()
-        await made.relay(client.write, rename=rename)
+        await made.relay(client.write, ChatStream, rename=rename)
         made.settle()
 
     async def bare(client: Client) -> None:

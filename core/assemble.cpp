@@ -8,7 +8,7 @@
 
 #include "bindings.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 template <typename T>
@@ -194,4 +194,4 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   return w;
 }
 
-}  // namespace millrace
+}  // namespace headrace

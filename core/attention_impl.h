@@ -11,7 +11,7 @@
 #include "kernels.h"
 #include "vector_math.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 // What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32 ...
@@ -28,7 +28,7 @@ struct Singles {
   static F16 power(F16 score) { return exponential(score); }
 };
 
-#if defined(MILLRACE_BF16_ATTENTION)
+#if defined(HEADRACE_BF16_ATTENTION)
 // ... or in bf16: keys [size/2][16 tokens][2], values [8 token pairs][size][2]. The same offsets hold.
 struct Twos {
   using Value = uint16_t;
@@ -131,7 +131,7 @@ inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t bl
   chunk.values[block] = expand_values(layout, record, buffers.values + at);
 }
 
-#if defined(MILLRACE_BF16_ATTENTION)
+#if defined(HEADRACE_BF16_ATTENTION)
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Twos>& chunk) {
   const int64_t size = layout.padded_size;
@@ -170,16 +170,16 @@ template <typename Unit, int kRows, int kBlocks>
 inline void scores_of(const typename Unit::Value* const* keys, const typename Unit::Value* queries, int64_t size,
                       float* scores) {
   F16 sums[kRows][kBlocks];
-  each<kRows, kBlocks>([&](auto r, auto b) MILLRACE_INLINE { sums[r()][b()] = splat(0.0f); });
+  each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE { sums[r()][b()] = splat(0.0f); });
   for (int64_t d = 0; d < size; d += Unit::kTokens) {
     typename Unit::Vector key[kBlocks];
-    each<kBlocks>([&](auto b) MILLRACE_INLINE { key[b()] = Unit::load_values(keys[b()] + d * kBlock); });
-    each<kRows, kBlocks>([&](auto r, auto b) MILLRACE_INLINE {
+    each<kBlocks>([&](auto b) HEADRACE_INLINE { key[b()] = Unit::load_values(keys[b()] + d * kBlock); });
+    each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE {
       sums[r()][b()] = Unit::multiply_add(sums[r()][b()], key[b()], queries + r() * size + d);
     });
   }
   each<kRows, kBlocks>([&](auto r, auto b)
-                           MILLRACE_INLINE { store(scores + r() * kAttentionChunk + b() * kBlock, sums[r()][b()]); });
+                           HEADRACE_INLINE { store(scores + r() * kAttentionChunk + b() * kBlock, sums[r()][b()]); });
 }
 
 template <typename Unit, int kRows>
@@ -212,17 +212,17 @@ inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, cons
   if (span.begin >= span.end) return;
   F16 sums[kRows][kVectors];
   each<kRows, kVectors>([&](auto r, auto i)
-                            MILLRACE_INLINE { sums[r()][i()] = load(outputs + r() * size + dim + 16 * i()); });
-  auto add_tokens = [&](int64_t t, auto seen) MILLRACE_INLINE {
+                            HEADRACE_INLINE { sums[r()][i()] = load(outputs + r() * size + dim + 16 * i()); });
+  auto add_tokens = [&](int64_t t, auto seen) HEADRACE_INLINE {
     const typename Unit::Value* values =
         chunk.values[t / kBlock] + t % kBlock * size + dim * static_cast<int64_t>(Unit::kTokens);
     typename Unit::Vector value[kVectors];
     each<kVectors>([&](auto i)
-                       MILLRACE_INLINE { value[i()] = seen(Unit::load_values(values + 16 * Unit::kTokens * i())); });
-    each<kRows>([&](auto r) MILLRACE_INLINE {
+                       HEADRACE_INLINE { value[i()] = seen(Unit::load_values(values + 16 * Unit::kTokens * i())); });
+    each<kRows>([&](auto r) HEADRACE_INLINE {
       const typename Unit::Value* weight = weights_of<Unit>(weights + r() * kAttentionChunk) + t;
       each<kVectors>([&](auto i)
-                         MILLRACE_INLINE { sums[r()][i()] = Unit::multiply_add(sums[r()][i()], value[i()], weight); });
+                         HEADRACE_INLINE { sums[r()][i()] = Unit::multiply_add(sums[r()][i()], value[i()], weight); });
     });
   };
   auto whole = [](typename Unit::Vector values) { return values; };
@@ -238,7 +238,7 @@ inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, cons
     if (t < span.end) add_tokens(t, [](typename Unit::Vector values) { return only_first(values); });
   }
   each<kRows, kVectors>([&](auto r, auto i)
-                            MILLRACE_INLINE { store(outputs + r() * size + dim + 16 * i(), sums[r()][i()]); });
+                            HEADRACE_INLINE { store(outputs + r() * size + dim + 16 * i(), sums[r()][i()]); });
 }
 
 // What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what
@@ -398,11 +398,11 @@ void attend_by(const AttentionArgs& args) {
 }
 
 void attend(const AttentionArgs& args) {
-#if defined(MILLRACE_BF16_ATTENTION)
+#if defined(HEADRACE_BF16_ATTENTION)
   if (args.layout->type != KvType::kF32) return attend_by<Twos>(args);
 #endif
   attend_by<Singles>(args);
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

@@ -1,4 +1,4 @@
-// The Python module `millrace._core`: checks what comes in, lets the GIL go, and calls the core. Owns no arithmetic.
+// The Python module `headrace._core`: checks what comes in, lets the GIL go, and calls the core. Owns no arithmetic.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +23,7 @@
 
 using namespace nb::literals;
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 SourceType source_type(const std::string& name) {
@@ -351,12 +351,12 @@ void check_seconds(double seconds) {
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace
 
 // Arrays are taken as they are or refused: a silent copy of another type would lose what is written into it, and would
 // wrap whole numbers that do not fit.
 NB_MODULE(_core, module) {
-  using namespace millrace;
+  using namespace headrace;
   nb::set_leak_warnings(false);  // models live until the process ends
   module.attr("BLOCK") = kBlock;
   module.attr("LAYOUT") = kLayoutVersion;

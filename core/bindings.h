@@ -13,7 +13,7 @@
 
 namespace nb = nanobind;
 
-namespace millrace {
+namespace headrace {
 
 template <typename T, size_t Dims>
 using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
@@ -37,8 +37,8 @@ struct Packed {
   Array<uint8_t, 1> owner;  // keeps the memory, which may be a mapped file
 };
 
-// A model's weights from a description and its tensors by their canonical names (src/millrace/engine/cpu.py, describe).
+// A model's weights from a description and its tensors by their canonical names (src/headrace/engine/cpu.py, describe).
 // Throws std::invalid_argument where one is missing or of a wrong type. The tensors must outlive what is returned.
 ModelWeights assemble(nb::dict description, nb::dict tensors);
 
-}  // namespace millrace
+}  // namespace headrace

@@ -6,10 +6,10 @@
 
 #include "tiles.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 // A small product must come out as it does without tiles: a virtual machine may offer them and not mean it.
 bool tiles_multiply() {
   constexpr int64_t kRows = 20, kInputs = 64;
@@ -53,7 +53,7 @@ bool has_amx() {
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
   __builtin_cpu_init();
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -74,7 +74,7 @@ std::vector<std::string> available_isas() {
 
 std::vector<std::string> emulated_isas() {
   std::vector<std::string> names;
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) names.emplace_back("amx-emulated");
 #endif
@@ -84,13 +84,13 @@ std::vector<std::string> emulated_isas() {
 const Kernels& kernels_of(const std::string& isa) {
   std::string known;
   for (const std::string& name : emulated_isas()) {
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
     if (name == isa) return amx_emulated_kernels();
 #endif
   }
   for (const std::string& name : available_isas()) {
     if (name == isa) {
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
       if (name == "amx") return amx_kernels();
       if (name == "avx512bf16") return avx512bf16_kernels();
       if (name == "avx512") return avx512_kernels();
@@ -104,9 +104,9 @@ const Kernels& kernels_of(const std::string& isa) {
 }
 
 std::string default_isa() {
-  const char* forced = std::getenv("MILLRACE_ISA");
+  const char* forced = std::getenv("HEADRACE_ISA");
   std::string name = forced != nullptr && *forced != '\0' ? forced : available_isas().front();
   return kernels_of(name).name;
 }
 
-}  // namespace millrace
+}  // namespace headrace

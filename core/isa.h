@@ -1,4 +1,4 @@
-// Which instruction sets this machine has, and which one to use. Owns the choice; MILLRACE_ISA forces it.
+// Which instruction sets this machine has, and which one to use. Owns the choice; HEADRACE_ISA forces it.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 
 #include "kernels.h"
 
-namespace millrace {
+namespace headrace {
 
 std::vector<std::string> available_isas();          // best first; never empty
 std::vector<std::string> emulated_isas();           // for tests alone: what this machine has not, in plain C++
-std::string default_isa();                          // throws std::invalid_argument when MILLRACE_ISA cannot be had
+std::string default_isa();                          // throws std::invalid_argument when HEADRACE_ISA cannot be had
 const Kernels& kernels_of(const std::string& isa);  // throws std::invalid_argument
 
-}  // namespace millrace
+}  // namespace headrace

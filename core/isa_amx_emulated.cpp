@@ -3,11 +3,11 @@
 // The primitives come first.
 #include "products_tiles_impl.h"
 
-namespace millrace {
+namespace headrace {
 
 const Kernels& amx_emulated_kernels() {
   static constexpr Kernels kKernels = make_tiled_kernels<EmulatedTiles>("amx-emulated");
   return kKernels;
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -3,11 +3,11 @@
 // The primitives come first.
 #include "kernels_impl.h"
 
-namespace millrace {
+namespace headrace {
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = make_kernels("avx512");
   return kKernels;
 }
 
-}  // namespace millrace
+}  // namespace headrace

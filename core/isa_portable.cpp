@@ -3,11 +3,11 @@
 // The primitives come first.
 #include "kernels_impl.h"
 
-namespace millrace {
+namespace headrace {
 
 const Kernels& portable_kernels() {
   static constexpr Kernels kKernels = make_kernels("portable");
   return kKernels;
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -9,7 +9,7 @@
 #include "kv.h"
 #include "layout.h"
 
-namespace millrace {
+namespace headrace {
 
 constexpr int64_t kRowPad = 128;         // floats; widths of row buffers are multiples of this
 constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolute positions
@@ -128,7 +128,7 @@ static inline int64_t code_bytes(const Layout& layout) {
 }
 
 const Kernels& portable_kernels();
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512bf16_kernels();
@@ -136,4 +136,4 @@ const Kernels& amx_kernels();
 const Kernels& amx_emulated_kernels();
 #endif
 
-}  // namespace millrace
+}  // namespace headrace

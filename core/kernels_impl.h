@@ -9,11 +9,11 @@
 #include "products_impl.h"
 #include "vector_math.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t* codes, float* scales, int32_t* sums) {
-#if defined(MILLRACE_BF16_ROWS)
+#if defined(HEADRACE_BF16_ROWS)
   if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
 #endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
@@ -171,7 +171,7 @@ void softmax(float* values, int64_t count) {
 }
 
 constexpr Kernels make_kernels(const char* name) {
-#if defined(MILLRACE_BF16_ROWS)
+#if defined(HEADRACE_BF16_ROWS)
   constexpr bool kRoundsRows = true;
 #else
   constexpr bool kRoundsRows = false;
@@ -181,4 +181,4 @@ constexpr Kernels make_kernels(const char* name) {
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

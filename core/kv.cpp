@@ -10,7 +10,7 @@
 #include "layout.h"
 #include "numbers.h"
 
-namespace millrace {
+namespace headrace {
 
 KvType kv_type_from_name(const std::string& name) {
   if (name == "f32") return KvType::kF32;
@@ -140,4 +140,4 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
   }
 }
 
-}  // namespace millrace
+}  // namespace headrace

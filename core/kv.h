@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <string>
 
-namespace millrace {
+namespace headrace {
 
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
@@ -71,4 +71,4 @@ class Kv {
 // Stores one token's key and value of one head into slot 0..15 of a record, rounding to nearest.
 void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value);
 
-}  // namespace millrace
+}  // namespace headrace

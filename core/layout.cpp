@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-namespace millrace {
+namespace headrace {
 
 Format format_from_name(const std::string& name) {
   if (name == "f32") return Format::kF32;
@@ -94,4 +94,4 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
   }
 }
 
-}  // namespace millrace
+}  // namespace headrace

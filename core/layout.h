@@ -25,7 +25,7 @@
 #include <cstdint>
 #include <string>
 
-namespace millrace {
+namespace headrace {
 
 // Of the packed bytes, where they lie and how they are rounded alike: what another version packed is not read.
 constexpr int kLayoutVersion = 3;
@@ -78,4 +78,4 @@ struct PackedView {
 // One output channel as f32: `out` gets layout.inputs values. Used for embeddings and tests.
 void unpack_channel(const PackedView& weights, int64_t channel, float* out);
 
-}  // namespace millrace
+}  // namespace headrace

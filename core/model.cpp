@@ -6,7 +6,7 @@
 #include <new>
 #include <utility>
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr int64_t kTileRows = 32;  // (token, head) rows that share the reading of a KV block
@@ -564,4 +564,4 @@ void Model::step(const StepArgs& args) {
   times_.end(Stage::kHead);
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -15,7 +15,7 @@
 #include "kv.h"
 #include "pool.h"
 
-namespace millrace {
+namespace headrace {
 
 enum class QkNorm : int { kNone, kHead, kFull };
 
@@ -205,4 +205,4 @@ class Model {
   int64_t attention_stride_ = 0, row_scratch_stride_ = 0, product_stride_ = 0;
 };
 
-}  // namespace millrace
+}  // namespace headrace

@@ -5,7 +5,7 @@
 
 #include "model.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 [[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
@@ -111,4 +111,4 @@ void Model::check_step(const StepArgs& args) const {
   if (!args.hidden && !w_.head.present() && args.wanted_count > 0) refuse("the model has no output head");
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace millrace {
+namespace headrace {
 
 static inline float f32_from_bits(uint32_t bits) {
   float value;
@@ -50,4 +50,4 @@ static inline uint16_t f16_from_f32(float value) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -9,13 +9,13 @@
 #include "numbers.h"
 
 // Sanitizers and the resolvers of cloned functions do not go together.
-#if defined(MILLRACE_X86) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define MILLRACE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#if defined(HEADRACE_X86) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define HEADRACE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
-#define MILLRACE_CLONES
+#define HEADRACE_CLONES
 #endif
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 void read_row(const DenseView& source, int64_t row, float* out) {
@@ -47,7 +47,7 @@ struct Fit {
 };
 
 // The lanes are summed in one order and nothing is contracted, so every clone gives the same bits.
-MILLRACE_CLONES Fit fit_of(const float* values, int64_t count, float inverse, float lowest, float highest) {
+HEADRACE_CLONES Fit fit_of(const float* values, int64_t count, float inverse, float lowest, float highest) {
   float along[kLanes] = {};
   float squared[kLanes] = {};
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -320,4 +320,4 @@ int64_t find_nonfinite(const void* data, SourceType type, int64_t count, Pool& p
   return index == count ? -1 : index;
 }
 
-}  // namespace millrace
+}  // namespace headrace

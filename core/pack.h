@@ -7,7 +7,7 @@
 #include "layout.h"
 #include "pool.h"
 
-namespace millrace {
+namespace headrace {
 
 enum class SourceType : int { kF32, kBf16, kF16 };
 
@@ -27,4 +27,4 @@ float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros
 // Index of the first NaN or infinity of a dense array, or -1.
 int64_t find_nonfinite(const void* data, SourceType type, int64_t count, Pool& pool);
 
-}  // namespace millrace
+}  // namespace headrace

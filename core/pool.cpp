@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the serial stretches inside a step
@@ -110,4 +110,4 @@ void Pool::work(int thread) {
   }
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-namespace millrace {
+namespace headrace {
 
 class Pool {
  public:
@@ -65,4 +65,4 @@ class Pool {
   std::atomic<bool> stop_{false};
 };
 
-}  // namespace millrace
+}  // namespace headrace

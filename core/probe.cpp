@@ -9,7 +9,7 @@
 
 #include "tiles.h"
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12's own intrinsics (GCC bug 105593)
@@ -17,7 +17,7 @@
 #endif
 #endif
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -67,7 +67,7 @@ double fma_portable() {
   return 2.0 * 32 * kRounds;
 }
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 
 __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t bytes) {
   __m256i sums[4] = {};
@@ -82,7 +82,7 @@ __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t 
 
 // Twelve or sixteen chains: more than latency times width needs. The empty asm makes each link count and keeps it in a
 // register.
-#define MILLRACE_CHAINS(type, chains, initial, step, lanes_ops)                                          \
+#define HEADRACE_CHAINS(type, chains, initial, step, lanes_ops)                                          \
   type sums[chains];                                                                                     \
   _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) sums[i] = initial;                           \
   for (int64_t round = 0; round < kRounds; ++round) {                                                    \
@@ -100,29 +100,29 @@ __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t 
 
 __attribute__((target("avx2,fma"))) double fma_avx2() {
   const __m256 factor = _mm256_set1_ps(0.999f), term = _mm256_set1_ps(0.001f);
-  MILLRACE_CHAINS(__m256, 12, term, _mm256_fmadd_ps(sums[i], factor, term), 16);
+  HEADRACE_CHAINS(__m256, 12, term, _mm256_fmadd_ps(sums[i], factor, term), 16);
 }
 __attribute__((target("avx512f"))) double fma_avx512() {
   const __m512 factor = _mm512_set1_ps(0.999f), term = _mm512_set1_ps(0.001f);
-  MILLRACE_CHAINS(__m512, 16, term, _mm512_fmadd_ps(sums[i], factor, term), 32);
+  HEADRACE_CHAINS(__m512, 16, term, _mm512_fmadd_ps(sums[i], factor, term), 32);
 }
 __attribute__((target("avx2"))) double dot_int8_avx2() {
   const __m256i codes = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
-  MILLRACE_CHAINS(__m256i, 10, codes,
+  HEADRACE_CHAINS(__m256i, 10, codes,
                   _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(codes, sums[i]), ones)), 64);
 }
 __attribute__((target("avx512f,avx512vnni"))) double dot_int8_avx512() {
   const __m512i codes = _mm512_set1_epi8(3);
-  MILLRACE_CHAINS(__m512i, 16, codes, _mm512_dpbusd_epi32(sums[i], codes, codes), 128);
+  HEADRACE_CHAINS(__m512i, 16, codes, _mm512_dpbusd_epi32(sums[i], codes, codes), 128);
 }
 __attribute__((target("avx512f,avx512bf16"))) double dot_bf16_avx512() {
   const __m512i bits = _mm512_set1_epi32(0x3c003c00);
   __m512bh pairs;
   std::memcpy(&pairs, &bits, sizeof pairs);
-  MILLRACE_CHAINS(__m512, 16, _mm512_set1_ps(0.0f), _mm512_dpbf16_ps(sums[i], pairs, pairs), 64);
+  HEADRACE_CHAINS(__m512, 16, _mm512_set1_ps(0.0f), _mm512_dpbf16_ps(sums[i], pairs, pairs), 64);
 }
 
-#undef MILLRACE_CHAINS
+#undef HEADRACE_CHAINS
 
 constexpr int64_t kTileRounds = 4000;
 
@@ -148,7 +148,7 @@ double amx_tiles(bool int8) {
 using Burst = double (*)();
 
 Burst burst_of(const std::string& kind) {
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
@@ -182,7 +182,7 @@ double measure_bandwidth(Pool& pool, int64_t bytes, double seconds) {
   std::unique_ptr<uint8_t, Free> buffer(static_cast<uint8_t*>(::operator new(total, std::align_val_t{4096})));
   std::memset(buffer.get(), 1, total);
   auto* read = read_portable;
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2")) read = read_avx2;
 #endif
@@ -198,4 +198,4 @@ double measure_peak(Pool& pool, const std::string& kind, double seconds) {
   return rate(pool, seconds, [&](int64_t) { return burst(); });
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -6,7 +6,7 @@
 
 #include "pool.h"
 
-namespace millrace {
+namespace headrace {
 
 // Bytes per second that all threads together read from a buffer of this size.
 double measure_bandwidth(Pool& pool, int64_t bytes, double seconds);
@@ -15,4 +15,4 @@ double measure_bandwidth(Pool& pool, int64_t bytes, double seconds);
 // Kinds: fma_f32, dot_int8, dot_bf16, amx_int8, amx_bf16. 0 where the machine lacks the instructions.
 double measure_peak(Pool& pool, const std::string& kind, double seconds);
 
-}  // namespace millrace
+}  // namespace headrace

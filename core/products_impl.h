@@ -8,7 +8,7 @@
 #include "kernels.h"
 #include "vector_math.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 // The passes over some panels have the time to ask for the next: each asks for its share, evenly while it computes, or
@@ -65,15 +65,15 @@ inline void write_totals(const ProductArgs& args, int64_t vector, int64_t row, F
 
 // Totals of some rows and vectors of channels stay in registers: their indices are constants (see `each`).
 template <int kRows, int kVectors>
-inline MILLRACE_INLINE void clear(F16 (&totals)[kRows][kVectors]) {
-  each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { totals[r()][v()] = splat(0.0f); });
+inline HEADRACE_INLINE void clear(F16 (&totals)[kRows][kVectors]) {
+  each<kRows, kVectors>([&](auto r, auto v) HEADRACE_INLINE { totals[r()][v()] = splat(0.0f); });
 }
 
 template <int kRows, int kVectors>
-inline MILLRACE_INLINE void write_rows(const ProductArgs& args, int64_t vector, int64_t row,
+inline HEADRACE_INLINE void write_rows(const ProductArgs& args, int64_t vector, int64_t row,
                                        const F16 (&totals)[kRows][kVectors]) {
   each<kRows, kVectors>([&](auto r, auto v)
-                            MILLRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
+                            HEADRACE_INLINE { write_totals(args, vector + v(), row + r(), totals[r()][v()]); });
 }
 
 // A vector's first weights: in every format of floats a row of its panel has 64 bytes of each vector.
@@ -91,16 +91,16 @@ inline void product_f32(const ProductArgs& args, int64_t vector, int64_t row, Ah
   for (int64_t k = 0; k < layout.padded_inputs; ++k, weights += kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     F16 loaded[kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE { loaded[v()] = load(weights + v() * 16); });
-    each<kRows>([&](auto r) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE { loaded[v()] = load(weights + v() * 16); });
+    each<kRows>([&](auto r) HEADRACE_INLINE {
       const F16 x = splat(rows[r() * args.rows_stride + k]);
-      each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = fma(x, loaded[v()], totals[r()][v()]); });
+      each<kVectors>([&](auto v) HEADRACE_INLINE { totals[r()][v()] = fma(x, loaded[v()], totals[r()][v()]); });
     });
   }
   write_rows(args, vector, row, totals);
 }
 
-#if !defined(MILLRACE_BF16_ROWS)
+#if !defined(HEADRACE_BF16_ROWS)
 template <int kRows, int kVectors>
 inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
@@ -111,11 +111,11 @@ inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, A
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     F16 even[kVectors], odd[kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE { load_bf16_pairs(weights + v() * 32, even[v()], odd[v()]); });
-    each<kRows>([&](auto r) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE { load_bf16_pairs(weights + v() * 32, even[v()], odd[v()]); });
+    each<kRows>([&](auto r) HEADRACE_INLINE {
       const F16 first = splat(rows[r() * args.rows_stride + k]);
       const F16 second = splat(rows[r() * args.rows_stride + k + 1]);
-      each<kVectors>([&](auto v) MILLRACE_INLINE {
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
         totals[r()][v()] = fma(second, odd[v()], fma(first, even[v()], totals[r()][v()]));
       });
     });
@@ -134,10 +134,10 @@ inline void product_bf16(const ProductArgs& args, int64_t vector, int64_t row, A
   for (int64_t k = 0; k < layout.padded_inputs; k += 2, weights += 2 * kPanel) {
     if (k % kAskInputs == 0) ahead.ask();
     Pairs16 pairs[kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE { pairs[v()] = load_pairs(weights + v() * 32); });
-    each<kRows>([&](auto r) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE { pairs[v()] = load_pairs(weights + v() * 32); });
+    each<kRows>([&](auto r) HEADRACE_INLINE {
       const uint16_t* two = reinterpret_cast<const uint16_t*>(rows + r() * args.quantised->stride) + k;
-      each<kVectors>([&](auto v) MILLRACE_INLINE { totals[r()][v()] = dot2(totals[r()][v()], pairs[v()], two); });
+      each<kVectors>([&](auto v) HEADRACE_INLINE { totals[r()][v()] = dot2(totals[r()][v()], pairs[v()], two); });
     });
   }
   write_rows(args, vector, row, totals);
@@ -182,7 +182,7 @@ template <Held kHeld>
 constexpr int kFoursOf = kHeld == Held::kBytes ? 1 : kSmallFours;  // of inputs that one step takes
 
 template <Held kHeld>
-inline MILLRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
+inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
   if constexpr (kHeld == Held::kBytes) {
     return dot4(sum, codes[0], inputs);
   } else {
@@ -213,9 +213,9 @@ struct IntegerPass {
         scales(args.quantised->scales + (args.first_row + row) * groups_stride),
         sums(args.quantised->sums + (args.first_row + row) * groups_stride) {}
 
-  inline MILLRACE_INLINE Block block(int64_t b) const {
+  inline HEADRACE_INLINE Block block(int64_t b) const {
     Block found;
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE {
       const int64_t place = half + v();
       const uint8_t* start = record + place / kPanelVectors * layout.panel_bytes + b * layout.block_bytes;
       found.headers[v()] = start + place % kPanelVectors * 32;
@@ -229,11 +229,11 @@ struct IntegerPass {
 
   // A block's sums of whole numbers are scaled and added to the totals.
   template <int kRows>
-  inline MILLRACE_INLINE void add_block(F16 (&totals)[kRows][kVectors], const I16 (&whole)[kRows][kVectors],
+  inline HEADRACE_INLINE void add_block(F16 (&totals)[kRows][kVectors], const I16 (&whole)[kRows][kVectors],
                                         const Block& of, int64_t b) const {
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE {
       const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(of.headers[v()]));
-      each<kRows>([&](auto r) MILLRACE_INLINE {
+      each<kRows>([&](auto r) HEADRACE_INLINE {
         const F16 row_scale = splat(scales[r() * groups_stride + b]);
         totals[r()][v()] = fma(mul(to_float(whole[r()][v()]), scale), row_scale, totals[r()][v()]);
       });
@@ -263,22 +263,22 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
   for (int64_t g = 0; g < layout.groups; ++g, row_codes += layout.group) {
     const auto block = pass.block(g);
     I16 sums[kRows][kVectors];
-    each<kVectors>([&](auto v) MILLRACE_INLINE {
+    each<kVectors>([&](auto v) HEADRACE_INLINE {
       I16 factor = zero_int();  // of a row's sum of codes
       if constexpr (kAsymmetric) {
         const int16_t* zeros = reinterpret_cast<const int16_t*>(block.headers[v()] + kPanel * 2);
         factor = sub_int(zero_int(), load_i16(zeros));
       }
-      each<kRows>([&](auto r) MILLRACE_INLINE {
+      each<kRows>([&](auto r) HEADRACE_INLINE {
         const I16 row_sum = splat_int(pass.sums[r() * pass.groups_stride + g]);
         sums[r()][v()] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
       });
     });
-    auto add_products = [&](const Codes(&operands)[kVectors][kFours], int64_t k) MILLRACE_INLINE {
-      each<kRows>([&](auto r) MILLRACE_INLINE {
+    auto add_products = [&](const Codes(&operands)[kVectors][kFours], int64_t k) HEADRACE_INLINE {
+      each<kRows>([&](auto r) HEADRACE_INLINE {
         const int8_t* inputs = row_codes + r() * pass.stride + k;
         each<kVectors>([&](auto v)
-                           MILLRACE_INLINE { sums[r()][v()] = dot<kHeld>(sums[r()][v()], operands[v()], inputs); });
+                           HEADRACE_INLINE { sums[r()][v()] = dot<kHeld>(sums[r()][v()], operands[v()], inputs); });
       });
     };
     for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
@@ -286,9 +286,9 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
       if constexpr (kHeld == Held::kNibbles && kFours == 1) {
         for (int64_t k = asked; k < asked + kAskInputs; k += 8) {
           // The codes are read twice: both halves of all vectors at once would not stay in registers.
-          each<2>([&](auto upper) MILLRACE_INLINE {
+          each<2>([&](auto upper) HEADRACE_INLINE {
             Codes operands[kVectors][1];
-            each<kVectors>([&](auto v) MILLRACE_INLINE {
+            each<kVectors>([&](auto v) HEADRACE_INLINE {
               const Codes pairs = load_codes(block.codes[v()] + k * 16);
               operands[v()][0] = upper() ? high_nibbles(pairs) : low_nibbles(pairs);
             });
@@ -299,7 +299,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
 #pragma GCC unroll 4
         for (int64_t k = asked; k < asked + kAskInputs; k += 4 * kFours) {
           Codes operands[kVectors][kFours];
-          each<kVectors, kFours>([&](auto v, auto four) MILLRACE_INLINE {
+          each<kVectors, kFours>([&](auto v, auto four) HEADRACE_INLINE {
             if constexpr (kHeld == Held::kNibbles) {
               const Codes pairs = load_codes(block.codes[v()] + k * 16 + four() / 2 * 128);
               operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
@@ -328,18 +328,18 @@ inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t r
   for (int64_t b = 0, g = 0; b < pass.layout.blocks; ++b) {
     const auto block = pass.block(b);
     I16 block_sums[kRows][kVectors];
-    each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE { block_sums[r()][v()] = zero_int(); });
+    each<kRows, kVectors>([&](auto r, auto v) HEADRACE_INLINE { block_sums[r()][v()] = zero_int(); });
     const int64_t groups = pass.layout.block_inputs(b) / kMultipleGroup;
     for (int64_t i = 0; i < groups; ++i, ++g, row_codes += kMultipleGroup) {
       SmallSums sums[kRows][kVectors];
-      each<kRows, kVectors>([&](auto r, auto v) MILLRACE_INLINE {
+      each<kRows, kVectors>([&](auto r, auto v) HEADRACE_INLINE {
         sums[r()][v()] = in_its_own_register(splat_int(pass.sums[r() * pass.groups_stride + g]));
       });
 #pragma GCC unroll 8
       for (int64_t k = 0; k < kMultipleGroup; k += 4) {
         if (k % kAskInputs == 0) ahead.ask();
         Codes operands[kVectors];
-        each<kVectors>([&](auto v) MILLRACE_INLINE {
+        each<kVectors>([&](auto v) HEADRACE_INLINE {
           if constexpr (kHeld == Held::kNibbles) {
             // The codes are read twice: both halves of all vectors at once would not stay in registers.
             const Codes pairs = load_codes(block.codes[v()] + (i * kMultipleGroup + k) / 8 * 128);
@@ -348,16 +348,16 @@ inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t r
             operands[v()] = load_codes(block.codes[v()] + (i * kMultipleGroup + k) * kPanel);
           }
         });
-        each<kRows>([&](auto r) MILLRACE_INLINE {
+        each<kRows>([&](auto r) HEADRACE_INLINE {
           const int8_t* inputs = row_codes + r() * pass.stride + k;
           each<kVectors>([&](auto v)
-                             MILLRACE_INLINE { sums[r()][v()] = add_small(sums[r()][v()], operands[v()], inputs); });
+                             HEADRACE_INLINE { sums[r()][v()] = add_small(sums[r()][v()], operands[v()], inputs); });
         });
       }
-      each<kVectors>([&](auto v) MILLRACE_INLINE {
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
         const int64_t at = kPanel * 2 + i * kPanel - (pass.half + v()) % kPanelVectors * 16;
         const I16 multiples = load_multiples(reinterpret_cast<const int8_t*>(block.headers[v()] + at));
-        each<kRows>([&](auto r) MILLRACE_INLINE {
+        each<kRows>([&](auto r) HEADRACE_INLINE {
           block_sums[r()][v()] = add_multiples(block_sums[r()][v()], sums[r()][v()], multiples);
         });
       });
@@ -510,4 +510,4 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

@@ -10,7 +10,7 @@
 #include "kernels_impl.h"
 #include "tiles.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr int64_t kTiledRows = 2 * kTileRows;
@@ -166,4 +166,4 @@ constexpr Kernels make_tiled_kernels(const char* name) {
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

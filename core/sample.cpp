@@ -11,7 +11,7 @@
 
 #include "layout.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 using Candidate = Sampler::Candidate;
@@ -364,4 +364,4 @@ void Sampler::keep_nucleus(double wanted, Scratch& scratch) {
   }
 }
 
-}  // namespace millrace
+}  // namespace headrace

@@ -16,7 +16,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-namespace millrace {
+namespace headrace {
 
 // One row's wishes. The pointers need to live only for the call.
 struct SampleRow {
@@ -95,4 +95,4 @@ class Sampler {
   std::vector<Scratch> scratch_;  // one a thread
 };
 
-}  // namespace millrace
+}  // namespace headrace

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr bool kTwoRegisters = true;  // hold a vector of sixteen lanes
@@ -201,4 +201,4 @@ inline I16 dot4(I16 sum, Codes x, const int8_t* four) {
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
@@ -105,7 +105,7 @@ inline I16 store_rounded(int8_t* p, F16 x) {
 }
 
 #if defined(__AVX512BF16__)
-#define MILLRACE_BF16_ROWS 1
+#define HEADRACE_BF16_ROWS 1
 
 inline void store_bf16(uint16_t* p, F16 x) {
   const __m256bh rounded = _mm512_cvtneps_pbh(x);
@@ -170,4 +170,4 @@ inline I16 add_multiples(I16 total, SmallSums sums, I16 multiples) {
 inline I16 dot_small(I16 sum, const Codes (&x)[kSmallFours], const int8_t* four) { return dot4(sum, x[0], four); }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

@@ -7,7 +7,7 @@
 
 #include "numbers.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
@@ -25,32 +25,32 @@ struct I16 {
   int32_t v[16];
 };
 
-#define MILLRACE_LANES(expression)                       \
+#define HEADRACE_LANES(expression)                       \
   F16 result;                                            \
   for (int i = 0; i < 16; ++i) result.v[i] = expression; \
   return result
 
-inline F16 load(const float* p) { MILLRACE_LANES(p[i]); }
+inline F16 load(const float* p) { HEADRACE_LANES(p[i]); }
 inline void store(float* p, const F16& a) { std::memcpy(p, a.v, sizeof a.v); }
-inline F16 splat(float x) { MILLRACE_LANES(x); }
-inline F16 add(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] + b.v[i]); }
-inline F16 sub(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] - b.v[i]); }
-inline F16 mul(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] * b.v[i]); }
-inline F16 divide(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] / b.v[i]); }
+inline F16 splat(float x) { HEADRACE_LANES(x); }
+inline F16 add(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] + b.v[i]); }
+inline F16 sub(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] - b.v[i]); }
+inline F16 mul(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] * b.v[i]); }
+inline F16 divide(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] / b.v[i]); }
 // One rounding, as on every other instruction set, even where it takes a library call: so all give the same bits.
-inline F16 fma(const F16& a, const F16& b, const F16& c) { MILLRACE_LANES(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
-inline F16 maximum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-inline F16 minimum(const F16& a, const F16& b) { MILLRACE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-inline F16 absolute(const F16& a) { MILLRACE_LANES(a.v[i] < 0.0f ? -a.v[i] : a.v[i]); }
-inline F16 neighbours(const F16& a) { MILLRACE_LANES(a.v[i ^ 1]); }
+inline F16 fma(const F16& a, const F16& b, const F16& c) { HEADRACE_LANES(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline F16 maximum(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 minimum(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 absolute(const F16& a) { HEADRACE_LANES(a.v[i] < 0.0f ? -a.v[i] : a.v[i]); }
+inline F16 neighbours(const F16& a) { HEADRACE_LANES(a.v[i ^ 1]); }
 inline F16 where_less(const F16& a, const F16& b, const F16& yes, const F16& no) {
-  MILLRACE_LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
+  HEADRACE_LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
 }
 inline F16 keep_lanes(const F16& a, int begin, int end, const F16& other) {
-  MILLRACE_LANES(i >= begin && i < end ? a.v[i] : other.v[i]);
+  HEADRACE_LANES(i >= begin && i < end ? a.v[i] : other.v[i]);
 }
 
-#undef MILLRACE_LANES
+#undef HEADRACE_LANES
 
 inline F16 to_float(const I16& a) {
   F16 result;
@@ -188,4 +188,4 @@ inline I16 dot_small(const I16& sum, const Codes (&a)[kSmallFours], const int8_t
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

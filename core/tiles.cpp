@@ -1,10 +1,10 @@
 #include "tiles.h"
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace millrace {
+namespace headrace {
 
 bool amx_allowed() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -19,5 +19,5 @@ bool amx_allowed() {
 #endif
 }
 
-}  // namespace millrace
+}  // namespace headrace
 #endif

@@ -15,9 +15,9 @@
 #include "layout.h"
 #include "numbers.h"
 
-namespace millrace {
+namespace headrace {
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 bool amx_allowed();  // the kernel's leave to use tiles, which a process asks for once
 #endif
 
@@ -36,7 +36,7 @@ struct TileShape {
   bool operator==(const TileShape&) const = default;
 };
 
-#if defined(MILLRACE_X86)
+#if defined(HEADRACE_X86)
 struct TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -168,4 +168,4 @@ class EmulatedTiles {
 };
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-namespace millrace {
+namespace headrace {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
@@ -29,14 +29,14 @@ struct Index {
 // Calls with 0, 1 ... kCount - 1, or with every pair of two such. Where a vector is two registers each is a constant,
 // so that an array whose every index is one lies in registers: gcc takes arrays apart before it unrolls loops, and
 // leaves those of such vectors in memory. Elsewhere a loop does the same and is compiled in half of the time.
-#define MILLRACE_INLINE __attribute__((always_inline))
+#define HEADRACE_INLINE __attribute__((always_inline))
 
 template <typename Act, int... kIndex>
-inline MILLRACE_INLINE void each_of(const Act& act, std::integer_sequence<int, kIndex...>) {
+inline HEADRACE_INLINE void each_of(const Act& act, std::integer_sequence<int, kIndex...>) {
   (act(Count<kIndex>{}), ...);
 }
 template <int kCount, typename Act>
-inline MILLRACE_INLINE void each(const Act& act) {
+inline HEADRACE_INLINE void each(const Act& act) {
   if constexpr (kTwoRegisters) {
     each_of(act, std::make_integer_sequence<int, kCount>{});
   } else {
@@ -44,8 +44,8 @@ inline MILLRACE_INLINE void each(const Act& act) {
   }
 }
 template <int kFirst, int kSecond, typename Act>
-inline MILLRACE_INLINE void each(const Act& act) {
-  each<kFirst>([&](auto i) MILLRACE_INLINE { each<kSecond>([&](auto j) MILLRACE_INLINE { act(i, j); }); });
+inline HEADRACE_INLINE void each(const Act& act) {
+  each<kFirst>([&](auto i) HEADRACE_INLINE { each<kSecond>([&](auto j) HEADRACE_INLINE { act(i, j); }); });
 }
 
 // e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing. NaN stays NaN.
@@ -107,4 +107,4 @@ inline F16 activation_of(Activation kind, F16 x) {
 }
 
 }  // namespace
-}  // namespace millrace
+}  // namespace headrace

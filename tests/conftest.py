@@ -1,4 +1,4 @@
-"""Model folders that many tests share: made by `millrace make-model`'s own code, without torch."""
+"""Model folders that many tests share: made by `headrace make-model`'s own code, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.models.random_model import write_random_model
+from headrace.models.synthetic.random_model import write_random_model
 
 
 @pytest.fixture(scope="session")

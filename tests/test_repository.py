@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.cli import COMMANDS, app
-from millrace.models.families import FAMILIES
-from millrace.observe import metrics
+import headrace
+from headrace.cli import COMMANDS, app
+from headrace.models.families import FAMILIES
+from headrace.observe import metrics
 
 ROOT = Path(__file__).parent.parent
 NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
@@ -63,11 +63,11 @@ def test_the_default_install_pulls_no_torch() -> None:
 
 
 def test_what_is_installed_asks_for_what_pyproject_says() -> None:
-    assert required("millrace") == {requirement_name(r) for r in project()["project"]["dependencies"]}
+    assert required("headrace") == {requirement_name(r) for r in project()["project"]["dependencies"]}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    assert millrace.__version__ == project()["project"]["version"]
+    assert headrace.__version__ == project()["project"]["version"]
 
 
 def test_nanobind_is_asked_for_in_the_same_way_by_pip_and_by_make() -> None:
@@ -89,7 +89,7 @@ def code_in(text: str) -> list[str]:
 
 
 def sections(text: str) -> dict[str, str]:
-    parts = re.split(r"^## `millrace ([a-z-]+)`$", text, flags=re.MULTILINE)
+    parts = re.split(r"^## `headrace ([a-z-]+)`$", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -124,11 +124,11 @@ def test_every_architecture_is_documented() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     sources = [path for path in files() if path.suffix in {".py", ".cpp", ".h"} and "tests" not in path.parts]
-    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))\s*["'](MILLRACE_\w+)""")
+    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))\s*["'](HEADRACE_\w+)""")
     named = {name for path in sources for name in read.findall(path.read_text())}
-    assert "MILLRACE_ISA" in named
+    assert "HEADRACE_ISA" in named
     section = (ROOT / "docs" / "commands.md").read_text().partition("\n## ")[0]
-    assert named == set(re.findall(r"^\| `(MILLRACE_\w+)` \|", section, re.MULTILINE))
+    assert named == set(re.findall(r"^\| `(HEADRACE_\w+)` \|", section, re.MULTILINE))
 
 
 def test_no_machine_and_no_registry_is_named() -> None:
@@ -156,6 +156,6 @@ def test_no_machine_and_no_registry_is_named() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    documented = set(re.findall(r"^\| `(millrace_\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(headrace_\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     found = {each.name + ("_total" if each.type == "counter" else "") for each in metrics.registry.collect()}
     assert documented == found

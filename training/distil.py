@@ -1,6 +1,6 @@
 """What the draft learns from: mini's probabilities, and the answers that mini itself would give.
 
-Owns Teacher. Its answers come from Millrace's own engine, where a sequence's tokens do not depend on its company, so
+Owns Teacher. Its answers come from Headrace's own engine, where a sequence's tokens do not depend on its company, so
 that the draft's corpus is as reproducible as mini's. Knows nothing of the training loop.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.cpu import CpuExecutor
-from millrace.models.loading import open_model
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.models.model_folder import open_model
 from training.decoder import Decoder
 from training.evaluate import greedy_answers, load
 from training.files import read_model

@@ -1,4 +1,4 @@
-"""What the finished models are good for: greedy answers to every held-out question, by Millrace itself, per precision.
+"""What the finished models are good for: greedy answers to every held-out question, by Headrace itself, per precision.
 
 Owns the batched answering, the acceptance of the draft by mini, the results and their tables. Knows nothing of
 training; it reads model folders, so the weights that ship are what is measured.
@@ -18,10 +18,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import Runner, logits
-from millrace.engine.offline import Sequence as Running
-from millrace.models.loading import ModelFolder, open_model
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import Runner, logits
+from headrace.engine.executors.runner import Sequence as Running
+from headrace.models.model_folder import ModelFolder, open_model
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right
 from training.rows import Task, load_tasks

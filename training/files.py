@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.models.safetensors_file import write_safetensors
+from headrace.models.formats.safetensors_file import write_safetensors
 from training.decoder import Decoder
 from training.shape import Shape, config_json
 from training.tokenizer import BEGIN, END, PAD, read, token_id, write_text

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from millrace.models.loading import BUNDLED
+from headrace.models.model_folder import BUNDLED
 from training import evaluate
 from training.card import write_card
 from training.decoder import Decoder

@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.offline import Runner
-from millrace.engine.offline import Sequence as Running
-from millrace.gateway.asked import Asked, Tool
-from millrace.gateway.routing.complexity import FEATURES, WEIGHTS, Classifier, features
-from millrace.gateway.routing.confidence import FIRST, TOP, Confidence
-from millrace.models.loading import BUNDLED, open_model
+from headrace.engine.executors.runner import Runner
+from headrace.engine.executors.runner import Sequence as Running
+from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.routing.complexity import FEATURES, WEIGHTS, Classifier, features
+from headrace.gateway.routing.confidence import FIRST, TOP, Confidence
+from headrace.models.model_folder import BUNDLED, open_model
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right
 from training.evaluate import MOST_TOKENS, SIDE_BY_SIDE, chosen_questions, load, prompts_of

@@ -20,9 +20,9 @@ from typing import Any, Final
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from millrace.models.made_tokenizer import byte_tokens
-from millrace.models.new_file import new_file
-from millrace.models.template import ChatTemplate
+from headrace.models.formats.atomic_file import new_file
+from headrace.models.synthetic.synthetic_tokenizer import byte_tokens
+from headrace.models.text.chat_template import ChatTemplate
 from training.corpus.conversation import CALL_BEGIN, CALL_END, JSON, Turn
 from training.shape import CONTEXT
 

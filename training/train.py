@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace import _core
+import headrace._core as _core
 from training.decoder import Decoder
 from training.files import Checkpoint, read_checkpoint, write_checkpoint
 from training.optimiser import Kind, Optimiser, Rates, share_of_rate

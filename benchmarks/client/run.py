@@ -1,4 +1,4 @@
-"""Is the client of `millrace bench` the bottleneck, and does it say what another tool says?
+"""Is the client of `headrace bench` the bottleneck, and does it say what another tool says?
 
     python benchmarks/client/run.py --repeat 3 --out benchmarks/client/results/NAME.json
 
@@ -32,9 +32,9 @@ import install
 import places
 from runs import commit, end, now, options, save
 
-import millrace
-from millrace.measure.bench.result import Result, read
-from millrace.models.loading import BUNDLED
+import headrace
+from headrace.bench.results.benchmark_result import Result, read
+from headrace.models.model_folder import BUNDLED
 
 HERE: Final = Path(__file__).resolve().parent
 MODEL: Final = Path(str(BUNDLED)) / "mini"
@@ -58,13 +58,13 @@ CEILING: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
 AGREEMENT: Final[tuple[tuple[str, int, int], ...]] = (
     ("mock", 1, 20),
     ("mock", 8, 80),
-    ("millrace", 1, 60),
-    ("millrace", 4, 120),
+    ("headrace", 1, 60),
+    ("headrace", 4, 120),
 )
 
 
 def main() -> int:
-    asked = options("Measure the client of millrace bench.", KINDS, repeat="rounds", out=places.BUILD / "client.json")
+    asked = options("Measure the client of headrace bench.", KINDS, repeat="rounds", out=places.BUILD / "client.json")
     signal.signal(signal.SIGTERM, end)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -127,7 +127,7 @@ def _ceiling(pace: tuple[str, ...], load: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _agreement(server: str, users: int, requests: int) -> dict[str, Any]:
-    with _mock("--first", "0.1", "--pace", "0.02") if server == "mock" else _millrace() as url:
+    with _mock("--first", "0.1", "--pace", "0.02") if server == "mock" else _headrace() as url:
         model = "mock" if server == "mock" else "mini"
         return {"ours": _ours(url, model, users, requests), "guidellm": _guidellm(url, model, users, requests)}
 
@@ -148,7 +148,7 @@ def _ours(url: str, model: str, users: int, requests: int) -> dict[str, float]:
 
 
 def _guidellm(url: str, model: str, users: int, requests: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(prefix="millrace-guidellm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-guidellm-") as folder:
         out = Path(folder) / "result.json"
         warm = 2 * users
         command: list[str | Path] = [
@@ -179,15 +179,15 @@ def _guidellm(url: str, model: str, users: int, requests: int) -> dict[str, floa
 
 
 def _bench(url: str, *flags: str) -> Result:
-    with tempfile.TemporaryDirectory(prefix="millrace-client-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-client-") as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "millrace", "bench", url, "--json", str(out), "--no-live", *flags]
+        command = [sys.executable, "-m", "headrace", "bench", url, "--json", str(out), "--no-live", *flags]
         commands.run([*command, "--token-mismatch", "off"], log="client-bench", seconds=SECONDS, env=_environment())
         return read(out)
 
 
 def _environment() -> dict[str, str]:
-    return {"PYTHONPATH": str(Path(millrace.__file__).parents[1])}
+    return {"PYTHONPATH": str(Path(headrace.__file__).parents[1])}
 
 
 @contextlib.contextmanager
@@ -202,25 +202,25 @@ def _mock(*flags: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _millrace() -> Iterator[str]:
-    """`millrace serve` with the bundled model on one thread, so that the client has a core of its own: guidellm needs
+def _headrace() -> Iterator[str]:
+    """`headrace serve` with the bundled model on one thread, so that the client has a core of its own: guidellm needs
     one, and does not measure what it takes from a server. Guesses are off: with them a chunk has several tokens."""
-    with tempfile.TemporaryDirectory(prefix="millrace-client-") as folder:
-        log, config = Path(folder) / "log", Path(folder) / "millrace.toml"
+    with tempfile.TemporaryDirectory(prefix="headrace-client-") as folder:
+        log, config = Path(folder) / "log", Path(folder) / "headrace.toml"
         config.write_text('[models.mini.options]\nthreads = 1\nspeculation = "none"\n')
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "millrace", "serve", "--port", "0", "--config", str(config)],
+                [sys.executable, "-m", "headrace", "serve", "--port", "0", "--config", str(config)],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **_environment(), "MILLRACE_STORAGE_FOLDER": folder},
+                env={**os.environ, **_environment(), "HEADRACE_STORAGE_FOLDER": folder},
                 start_new_session=True,
             )
         try:
             give_up = time.monotonic() + 120
             while (found := _URL.search(log.read_bytes())) is None:
                 if process.poll() is not None or time.monotonic() > give_up:
-                    raise commands.CommandError(f"millrace serve does not start: {commands.tail(log)}")
+                    raise commands.CommandError(f"headrace serve does not start: {commands.tail(log)}")
                 time.sleep(0.1)
             yield found[0].decode()
         finally:
@@ -231,9 +231,9 @@ def _millrace() -> Iterator[str]:
 
 
 def page(results: dict[str, Any]) -> str:
-    lines = ["# The client of `millrace bench`", ""]
+    lines = ["# The client of `headrace bench`", ""]
     lines += [
-        f"- {results['cores']} cores; {results['started']} to {results['finished']}; Millrace {results['commit']}"
+        f"- {results['cores']} cores; {results['started']} to {results['finished']}; Headrace {results['commit']}"
     ]
     lines += [f"- Command: `{results['command']}`; medians of the rounds", ""]
     ceiling, agreement = results["ceiling"], results["agreement"]

@@ -1,4 +1,4 @@
-"""The bars that Millrace set itself for the core and for the engine, and whether a run's numbers reach them.
+"""The bars that Headrace set itself for the core and for the engine, and whether a run's numbers reach them.
 
 Owns the bars. A bar that could not be judged, for want of our number or of a peer's, says so and is not passed.
 """
@@ -95,7 +95,7 @@ def _of_engine(summary: Summary, shape: str, name: str) -> list[Verdict]:
     found.append(_of_other(beside, alone, what, name, CHATS_BESIDE, "of it alone", more=False))
     if name == "int8":
         key = (shape, name, "batch-32")
-        small = summary.ours(key, "millrace int8, KV int8")
+        small = summary.ours(key, "headrace int8, KV int8")
         what = "32 requests at once, KV in int8"
         found.append(_of_other(small, summary.ours(key), what, name, KV_INT8_SPEED, "of KV in bf16", more=True))
     return found

@@ -12,7 +12,7 @@ import places
 from commands import CommandError, run
 from engines import OFFLINE, THREADS
 
-from millrace.models.random_model import write_random_model
+from headrace.models.synthetic.random_model import write_random_model
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b")
 

@@ -17,7 +17,7 @@ import install
 import places
 from summary import OURS
 
-import millrace
+import headrace
 
 THREADS: Final = 2
 VLLM_KV_GIB: Final = "1"  # room for the 8,192 tokens that the largest workload may hold
@@ -47,7 +47,7 @@ class Engine:
 CORE: Final = ("start", "decode", "prefill", "batch")
 SERVING: Final = ("batch", "cached", "chats")
 CONFIGURATION: Final = {
-    "millrace": "the core's board: engine.cpu through engine.offline, steps of at most 512 rows, KV in bf16; the "
+    "headrace": "the core's board: engine.cpu through engine.offline, steps of at most 512 rows, KV in bf16; the "
     "engine's: AsyncLLM with one worker process, no speculation, everything else by default",
     "bare core": "engine.cpu through engine.offline, as on the core's board",
     "llama.cpp": "native build of the source in xllamacpp's sdist, driven through its library (no HTTP, no sampler "
@@ -65,7 +65,7 @@ OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TR
 
 
 def engines(board: str, peers: list[str], precisions: list[str], kinds: list[str]) -> list[Engine]:
-    """Millrace and the peers asked for, where they have to do with those kinds; the same bits next to each other."""
+    """Headrace and the peers asked for, where they have to do with those kinds; the same bits next to each other."""
     return [
         engine
         for precision in precisions
@@ -76,8 +76,8 @@ def engines(board: str, peers: list[str], precisions: list[str], kinds: list[str
 
 def _core(weights: str) -> Callable[[Path], Launch]:
     def launch(model: Path) -> Launch:
-        source = str(Path(millrace.__file__).parents[1])  # the one that this program measures the machine with
-        adapter = places.ADAPTERS / "drive_millrace.py"
+        source = str(Path(headrace.__file__).parents[1])  # the one that this program measures the machine with
+        adapter = places.ADAPTERS / "drive_headrace.py"
         return Launch([sys.executable, adapter, model, weights, str(THREADS), places.CACHE], {"PYTHONPATH": source})
 
     return launch
@@ -85,7 +85,7 @@ def _core(weights: str) -> Callable[[Path], Launch]:
 
 def _engine(weights: str, kv: str = "bf16") -> Callable[[Path], Launch]:
     def launch(model: Path) -> Launch:
-        env = {"PYTHONPATH": str(Path(millrace.__file__).parents[1]), "MILLRACE_CACHE": str(places.CACHE)}
+        env = {"PYTHONPATH": str(Path(headrace.__file__).parents[1]), "HEADRACE_CACHE": str(places.CACHE)}
         return Launch([sys.executable, places.ADAPTERS / "drive_engine.py", model, weights, kv, str(THREADS)], env)
 
     return launch
@@ -134,9 +134,9 @@ def _vllm(caching: str = "0") -> Callable[[Path], Launch]:
 
 
 _CORE_TABLE: Final = (
-    Engine("millrace", "int8", "int8", "hf", CORE, _core("int8")),
-    Engine("millrace", "int4", "int4", "hf", CORE, _core("int4")),
-    Engine("millrace", "bf16", "bf16", "hf", CORE, _core("bf16")),
+    Engine("headrace", "int8", "int8", "hf", CORE, _core("int8")),
+    Engine("headrace", "int4", "int4", "hf", CORE, _core("int4")),
+    Engine("headrace", "bf16", "bf16", "hf", CORE, _core("bf16")),
     Engine("llama.cpp", "Q8_0", "int8", "q8_0.gguf", CORE, _llama("auto")),
     Engine("llama.cpp", "Q4_0", "int4", "q4_0.gguf", CORE, _llama("auto")),
     Engine("llama.cpp", "BF16", "bf16", "bf16.gguf", CORE, _llama("auto")),
@@ -151,9 +151,9 @@ _CORE_TABLE: Final = (
     Engine("transformers", "bf16", "bf16", "hf", CORE, _transformers),
 )
 _ENGINE_TABLE: Final = (
-    Engine("millrace", "int8", "int8", "hf", SERVING, _engine("int8")),
-    Engine("millrace", "int4", "int4", "hf", SERVING, _engine("int4")),
-    Engine("millrace", "int8, KV int8", "int8", "hf", ("batch",), _engine("int8", "int8")),
+    Engine("headrace", "int8", "int8", "hf", SERVING, _engine("int8")),
+    Engine("headrace", "int4", "int4", "hf", SERVING, _engine("int4")),
+    Engine("headrace", "int8, KV int8", "int8", "hf", ("batch",), _engine("int8", "int8")),
     Engine("bare core", "int8", "int8", "hf", ("batch",), _core("int8")),
     Engine("bare core", "int4", "int4", "hf", ("batch",), _core("int4")),
     Engine("llama.cpp", "Q8_0", "int8", "q8_0.gguf", ("batch", "cached"), _llama("auto")),

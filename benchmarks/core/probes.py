@@ -1,7 +1,7 @@
 """What the machine can do at this moment, and the floors that follow from it.
 
 Owns the short probe beside every timing (compute on shared machines moves by a factor within minutes) and the longer
-one of each round, from which `millrace inspect`'s floors come. Asks the core which instructions there are.
+one of each round, from which `headrace inspect`'s floors come. Asks the core which instructions there are.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import platform
 import time
 from typing import Any, Final
 
-from millrace import _core
-from millrace.engine.cpu import usable_cores
-from millrace.measure.machine import PEAKS, Machine, bandwidth, probe_machine
-from millrace.measure.roofline import best_peak, decode_bytes, floor, operations
-from millrace.models.precision import parse_plan
-from millrace.models.spec import ModelSpec
+import headrace._core as _core
+from headrace.bench.machine import PEAKS, Machine, bandwidth, probe_machine
+from headrace.bench.roofline import best_peak, decode_bytes, floor, operations
+from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.models.precision import parse_plan
+from headrace.models.spec import ModelSpec
 
 SECONDS: Final = 0.2  # of one probe, all that it measures together
 QUIET: Final = 0.3  # seconds before a probe in which the engine's threads go to sleep
@@ -42,7 +42,7 @@ class Prober:
         return found
 
     def floors(self, spec: ModelSpec, precisions: list[str]) -> list[dict[str, Any]]:
-        """What no program could beat now, per precision, as `millrace inspect` counts it."""
+        """What no program could beat now, per precision, as `headrace inspect` counts it."""
         self.machine = probe_machine(self._pool)
         found: list[dict[str, Any]] = []
         for precision in precisions:

@@ -63,7 +63,7 @@ def _head(results: dict[str, Any]) -> list[str]:
     peaks = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine["peaks"].items())
     lines = [
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
-        f"{machine['memory'] / 2**30:.0f} GiB, {machine['system']}; Millrace's instruction set: {machine['isa']}",
+        f"{machine['memory'] / 2**30:.0f} GiB, {machine['system']}; Headrace's instruction set: {machine['isa']}",
         f"- Peaks at the start, Gop/s: {peaks}",
         f"- Date: {results['started']} to {results['finished'] or '(not finished)'}; {rounds_of(results)}",
         f"- Command: `{results['command']}`",
@@ -75,7 +75,7 @@ def _head(results: dict[str, Any]) -> list[str]:
 
 
 def _bars(results: dict[str, Any], shape: str) -> list[str]:
-    lines = ["| what | precision | bar | found | Millrace | best peer | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| what | precision | bar | found | Headrace | best peer | |", "|---|---|---|---|---|---|---|"]
     found = verdicts(results, shape)
     for verdict in found:
         word = f"{WORDS[verdict.passed]}{f': {verdict.note}' if verdict.note else ''}"

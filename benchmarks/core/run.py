@@ -1,4 +1,4 @@
-"""Measures Millrace's bare core against CPU peers, all in one interleaved run.
+"""Measures Headrace's bare core against CPU peers, all in one interleaved run.
 
     python benchmarks/core/run.py --peers llama.cpp,openvino --shapes qwen2.5-0.5b --repeat 5 --out FILE.json
     python benchmarks/core/run.py --board engine --repeat 5 --out FILE.json
@@ -31,7 +31,7 @@ from runs import commit, end, listed, now, save
 from turns import Entrant, Stage, play_round, warm
 from workloads import KINDS, WORKLOADS, Prompts
 
-from millrace.models.loading import open_model
+from headrace.models.model_folder import open_model
 
 FORMAT: Final = 1  # of the results file
 
@@ -68,7 +68,7 @@ def _measure(options: argparse.Namespace) -> int:
         "repeat": options.repeat,
         "seed": options.seed,
         "machine": describe(prober.machine),
-        "versions": {"millrace": {"commit": commit()}, **versions},
+        "versions": {"headrace": {"commit": commit()}, **versions},
         "configuration": {peer: CONFIGURATION[peer] for peer in dict.fromkeys(each.peer for each in found)},
         "facts": {},
         "floors": [],
@@ -135,7 +135,7 @@ def _entrants(found: list[Engine], shape: str, failures: list[dict[str, Any]]) -
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure Millrace's bare core against CPU peers.")
+    parser = argparse.ArgumentParser(description="Measure Headrace's bare core against CPU peers.")
     parser.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     parser.add_argument("--shapes", type=listed(convert.SHAPES), default=list(convert.SHAPES))
     parser.add_argument("--precisions", type=listed(PRECISION_BITS), default=list(PRECISION_BITS))

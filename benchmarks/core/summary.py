@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from probes import share_of_moment
 
-OURS: Final = frozenset({"millrace", "bare core"})
+OURS: Final = frozenset({"headrace", "bare core"})
 HIGHER_IS_BETTER: Final = frozenset({"decode", "batch-8", "batch-32"})
 FLOORED: Final = frozenset({"decode", "prefill-512", "prefill-2048"})
 Key = tuple[str, str, str]  # shape, precision, metric
@@ -48,8 +48,8 @@ class Summary:
             self.rows[shape, precision, metric].append(Row(engine, peer, metric, tuple(values)))
 
     def ours(self, key: Key, engine: str | None = None) -> Row | None:
-        """Millrace's row at that precision; `engine`: that of another of our engines."""
-        wanted = engine or f"millrace {key[1]}"
+        """Headrace's row at that precision; `engine`: that of another of our engines."""
+        wanted = engine or f"headrace {key[1]}"
         return next((row for row in self.rows.get(key, []) if row.engine == wanted), None)
 
     def best_peer(self, key: Key) -> Row | None:

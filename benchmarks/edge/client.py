@@ -158,7 +158,7 @@ def chat(model: str, *, tokens: int, stream: bool, number: int = 0) -> bytes:
         }
     )
     head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: */*\r\nuser-agent: millrace-bench\r\n"
+        f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: */*\r\nuser-agent: headrace-bench\r\n"
         f"authorization: Bearer {KEY}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/edge/echo.py --tokens-per-s 20
 
-Owns the bytes: of the shape and length of Millrace's own answers, whole or streamed. It reads of a body only which of
+Owns the bytes: of the shape and length of Headrace's own answers, whole or streamed. It reads of a body only which of
 these is asked for; it has no routes, no checks and no log. It stands in for an upstream, too.
 """
 
@@ -130,9 +130,9 @@ def _whole(tokens: int) -> bytes:
             "rejected_prediction_tokens": 0,
         },
     }
-    millrace = {"queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0, "total_ms": 0.123, "cached_tokens": 0}
+    headrace = {"queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0, "total_ms": 0.123, "cached_tokens": 0}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    return msgspec.json.encode({**HEAD, "choices": [choice], "usage": usage, "millrace": millrace})
+    return msgspec.json.encode({**HEAD, "choices": [choice], "usage": usage, "headrace": headrace})
 
 
 @functools.cache

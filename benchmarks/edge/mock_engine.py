@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from pace import Wheel
 
-from millrace.engine.request import Finish, Request
-from millrace.engine.stream import Stream
-from millrace.engine.wire import Ending, Output, Usage
-from millrace.models.tokenizer import Tokenizer
+from headrace.engine.interface.outputs import Ending, Output, Usage
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.process.output_stream import Stream
+from headrace.models.text.tokenizer import Tokenizer
 
 TEXT: Final = " The river runs past the old mill, turns the wheel and goes on to the sea."
 

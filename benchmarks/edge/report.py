@@ -107,7 +107,7 @@ def bars(results: dict[str, Any]) -> list[tuple[str, str, float | None, bool | N
     return found
 
 
-def added(results: dict[str, Any], kind: str, metric: str, server: str = "millrace") -> list[float]:
+def added(results: dict[str, Any], kind: str, metric: str, server: str = "headrace") -> list[float]:
     """Over the echo server's in the same round."""
     floors = {turn["round"]: turn[metric] for turn in results["turns"] if _is(turn, kind, "echo")}
     return [
@@ -118,7 +118,7 @@ def added(results: dict[str, Any], kind: str, metric: str, server: str = "millra
 
 
 def _values(results: dict[str, Any], kind: str, metric: str) -> list[float]:
-    return [turn[metric] for turn in results["turns"] if _is(turn, kind, "millrace")]
+    return [turn[metric] for turn in results["turns"] if _is(turn, kind, "headrace")]
 
 
 def _is(turn: dict[str, Any], kind: str, server: str) -> bool:

@@ -1,4 +1,4 @@
-"""Measures what Millrace's gateway costs, before an engine that computes nothing, beside a bare echo server.
+"""Measures what Headrace's gateway costs, before an engine that computes nothing, beside a bare echo server.
 
     python benchmarks/edge/run.py --repeat 5 --out benchmarks/edge/results/NAME.json
 
@@ -92,11 +92,11 @@ def main() -> int:
         entrants = {
             "chunks": {
                 "echo": ours("echo", "echo.py", CHUNK_PACE),
-                "millrace": ours("millrace", "serve_mock.py", CHUNK_PACE),
+                "headrace": ours("headrace", "serve_mock.py", CHUNK_PACE),
             },
             "streams": {
                 "echo": ours("echo-streams", "echo.py", sizes.tokens_per_s),
-                "millrace": ours("millrace-streams", "serve_mock.py", sizes.tokens_per_s),
+                "headrace": ours("headrace-streams", "serve_mock.py", sizes.tokens_per_s),
             },
         }
         upstream = ours("upstream", "echo.py", CHUNK_PACE, client_core)
@@ -106,7 +106,7 @@ def main() -> int:
                     continue  # it is of one long run
                 there = entrants["streams" if kind == "streams" else "chunks"]
                 if kind == "memory":
-                    there = {"millrace": ours("millrace-memory", "serve_mock.py", CHUNK_PACE)}
+                    there = {"headrace": ours("headrace-memory", "serve_mock.py", CHUNK_PACE)}
                 names = [*there, *(peers if kind in PEER_KINDS else ())]
                 # Each round begins one server later than the one before.
                 for place in range(len(names)):
@@ -179,11 +179,11 @@ def _machine(cores: list[int]) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     packages = {name: importlib.metadata.version(name) for name in ("uvicorn", "uvloop", "httptools", "msgspec")}
-    return {"millrace": commit(), **packages}
+    return {"headrace": commit(), **packages}
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure what Millrace's gateway costs.")
+    parser = argparse.ArgumentParser(description="Measure what Headrace's gateway costs.")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything works")
     parser.add_argument("--only", type=listed(KINDS), default=list(KINDS), help="which measurements")

@@ -1,4 +1,4 @@
-"""Serves the mock engine by Millrace's own gateway, and says its URL on standard output once it is ready.
+"""Serves the mock engine by Headrace's own gateway, and says its URL on standard output once it is ready.
 
     python benchmarks/edge/serve_mock.py --tokens-per-s 20
 
@@ -20,16 +20,17 @@ from typing import Any
 import uvloop
 from mock_engine import MockEngine
 
-from millrace.config import Config, Server, Storage
-from millrace.gateway import log, server
-from millrace.gateway.fleet import Fleet, Served
-from millrace.gateway.reasoning import reasoning_format_of
-from millrace.gateway.tool_formats import tool_format_of
-from millrace.models.loading import BUNDLED, open_model
+from headrace.config import Config, Server, Storage
+from headrace.gateway.output.reasoning import reasoning_format_of
+from headrace.gateway.output.tool_formats import tool_format_of
+from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.models.model_folder import BUNDLED, open_model
+from headrace.server import server
+from headrace.server.http import request_log as log
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Millrace's gateway before an engine that computes nothing.")
+    parser = argparse.ArgumentParser(description="Headrace's gateway before an engine that computes nothing.")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--tokens-per-s", type=float, default=20.0, help="of each stream of the model `paced`")
     parser.add_argument("--profile", type=Path, help="write cProfile's numbers there at the end")

@@ -2,7 +2,7 @@
 
     python benchmarks/growth/plots.py benchmarks/growth/results/NAME.json
 
-Owns what is drawn; drawing is that of `millrace bench`'s reports.
+Owns what is drawn; drawing is that of `headrace bench`'s reports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from millrace.measure.bench.report_plot import Axis, Plot, Unit
+from headrace.bench.report.plot import Axis, Plot, Unit
 
 STYLE: Final = """<style>
 svg { --card: #ffffff; --ink: #1d1d1b; --muted: #63625c; --line: #dddcd5; --base: #8b8a83; background: var(--card);

@@ -1,4 +1,4 @@
-"""How cost grows: with the prompt's length, the streams at once, the threads and the model. Millrace's engine alone.
+"""How cost grows: with the prompt's length, the streams at once, the threads and the model. Headrace's engine alone.
 
     python benchmarks/growth/run.py --out benchmarks/growth/results/NAME.json
     python benchmarks/growth/plots.py benchmarks/growth/results/NAME.json
@@ -28,8 +28,8 @@ import places
 from probes import Prober, describe
 from runs import commit, end, now, options, save
 
-from millrace import AsyncLLM
-from millrace.models.random_model import write_random_model
+from headrace import AsyncLLM
+from headrace.models.synthetic.random_model import write_random_model
 
 KINDS: Final = ("prompt", "streams", "threads", "model")
 SHAPE: Final = "qwen2.5-0.5b"

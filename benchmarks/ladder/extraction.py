@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import fields, replace
 
-from millrace.gateway.ladder.extract import ExtractOptions, Weights, asked_of, extract, weigh
-from millrace.gateway.shaping.sources import Source
+from headrace.gateway.degradation.ladder.extractive_answer import ExtractOptions, Weights, asked_of, extract, weigh
+from headrace.gateway.requests.text_request import Source
 from training.corpus.conversation import Turn, rendered
 from training.corpus.instances import is_held_out
 from training.corpus.reading import NOT_THERE, instance, questions

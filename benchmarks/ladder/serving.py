@@ -2,7 +2,7 @@
 the ladder in front of it.
 
 Owns the loop in which two variants share one machine, what becomes of each call, and what an answer is worth. The
-traffic, the step times and the scheduler are those of `millrace simulate`. What is declared and not measured is in
+traffic, the step times and the scheduler are those of `headrace simulate`. What is declared and not measured is in
 Worth and Traits.
 """
 
@@ -17,20 +17,20 @@ from typing import Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from millrace.engine.blocks import Blocks
-from millrace.engine.plan import Event, Limits, Outcome, StepPlan
-from millrace.engine.policy import Policy
-from millrace.engine.request import Finish, Request
-from millrace.engine.scheduler import Scheduler
-from millrace.engine.step_time import StepTimeModel
-from millrace.gateway.asked import Asked
-from millrace.gateway.ladder.levels import Ladder
-from millrace.gateway.ladder.options import LadderOptions, by_patience
-from millrace.gateway.ladder.pressure import Pressure, Wait
-from millrace.gateway.ladder.steps import Allowed, Degraded, apply
-from millrace.measure.rivals import rival
-from millrace.measure.simulate import Hardware
-from millrace.measure.workloads import Call
+from headrace.bench.simulation.baseline_orders import rival
+from headrace.bench.simulation.simulator import Hardware
+from headrace.bench.simulation.synthetic_traffic import Call
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.memory.blocks import Blocks
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.step_plan import Event, Limits, Outcome, StepPlan
+from headrace.engine.scheduling.step_time import StepTimeModel
+from headrace.gateway.degradation.ladder.ladder_options import LadderOptions, by_patience
+from headrace.gateway.degradation.ladder.ladder_steps import Allowed, Degraded, apply
+from headrace.gateway.degradation.ladder.levels import Ladder
+from headrace.gateway.degradation.ladder.pressure import Pressure, Wait
+from headrace.gateway.requests.text_request import Asked
 
 Strategy = Literal["fifo", "queue", "shed", "ladder", "ladder-bare", "ladder-half"]
 Kind = Literal["full", "trimmed", "cut", "half", "stale", "extracted", "refused"]

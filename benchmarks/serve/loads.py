@@ -1,4 +1,4 @@
-"""What each server is asked, by `millrace bench`, and which numbers of its result count.
+"""What each server is asked, by `headrace bench`, and which numbers of its result count.
 
 Owns the loads. How figures are defined is docs/bench.md's; servers and rounds are the other files'.
 """
@@ -16,7 +16,7 @@ from typing import Final
 
 import places
 
-from millrace.measure.bench.result import Figures, Result, read
+from headrace.bench.results.benchmark_result import Figures, Result, read
 
 OBJECTIVE_TPOT: Final = 200.0  # milliseconds
 OBJECTIVES: Final = ("ttft:1500", f"tpot:{OBJECTIVE_TPOT:g}")  # of a chat, on two cores without AMX
@@ -127,10 +127,10 @@ LOADS: Final = (
 
 def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: bool) -> dict[str, float]:
     """LoadError where it did not work, or not in time. `asked`: further flags, of the server."""
-    with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-serve-") as folder:
         out = Path(folder) / "result.json"
         command = [
-            *(sys.executable, "-m", "millrace", "bench", url, "--json", str(out), "--seed", str(seed)),
+            *(sys.executable, "-m", "headrace", "bench", url, "--json", str(out), "--seed", str(seed)),
             *("--token-mismatch", "off", "--no-live", *load.asked(quick=quick), *asked),
         ]
         places.LOGS.mkdir(parents=True, exist_ok=True)
@@ -140,5 +140,5 @@ def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: boo
             except subprocess.TimeoutExpired:
                 raise LoadError(f"not done after {MOST_SECONDS:.0f} s") from None
         if not out.exists():
-            raise LoadError(f"millrace bench ended with {done.returncode}")
+            raise LoadError(f"headrace bench ended with {done.returncode}")
         return load.metrics(read(out))

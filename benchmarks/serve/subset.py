@@ -1,4 +1,4 @@
-"""Millrace's server alone for five minutes, beside what it and the best peer did in the committed run.
+"""Headrace's server alone for five minutes, beside what it and the best peer did in the committed run.
 
     python benchmarks/serve/subset.py
 
@@ -33,7 +33,7 @@ PRECISIONS: Final = ("int8", "int4")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure Millrace's server beside the committed reference.")
+    parser = argparse.ArgumentParser(description="Measure Headrace's server beside the committed reference.")
     parser.add_argument("--precisions", type=listed(PRECISIONS), default=list(PRECISIONS), help="of int8,int4")
     parser.add_argument("--loads", type=listed(SUBSET), default=list(SUBSET), help=f"of {','.join(SUBSET)}")
     parser.add_argument("--reference", type=Path, help="results of run.py, in place of those of a machine as this one")
@@ -59,7 +59,7 @@ def _is_reference(results: dict[str, Any]) -> bool:
     """Whether it came to its end, with peers at what is compared."""
     if results["finished"] is None:
         return False
-    there = {(each["shape"], each["precision"], each["peer"] != "millrace") for each in results["timings"]}
+    there = {(each["shape"], each["precision"], each["peer"] != "headrace") for each in results["timings"]}
     return all((SHAPE, precision, True) in there for precision in PRECISIONS)
 
 
@@ -71,7 +71,7 @@ def _say_machines(here: dict[str, Any], then: dict[str, Any]) -> None:
 
 
 def _compare(precision: str, wanted: list[str], reference: dict[str, Any]) -> None:
-    server = next(each for each in SERVERS if each.peer == "millrace" and each.precision == precision)
+    server = next(each for each in SERVERS if each.peer == "headrace" and each.precision == precision)
     print(f"\n{SHAPE} {precision}: starting (weights are made and packed on first use)", flush=True)
     model = convert.model(SHAPE, server.form)
     with servers.started(server, model) as (running, first):

@@ -1,4 +1,4 @@
-"""`millrace admin` against a server that runs: what is printed, and what is said when it does not work."""
+"""`headrace admin` against a server that runs: what is printed, and what is said when it does not work."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from millrace.cli import FAILED, REFUSED, app, main
-from millrace.config import Log
-from millrace.config.tenants import AdminConfig
-from millrace.gateway.admin.contracts import UsageFilters
-from millrace.gateway.log import configure_log
-from millrace.gateway.tenants.key_secrets import make_secret, secrets_in
-from tests.gateway.admin.administering import ROOT, administered
-from tests.gateway.edging import asynchronous
+from headrace.cli import FAILED, REFUSED, app, main
+from headrace.config import Log
+from headrace.config.tenant_section import AdminConfig
+from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
+from headrace.server.admin.admin_protocols import UsageFilters
+from headrace.server.http.request_log import configure_log
+from tests.support.admin_server import ROOT, administered
+from tests.support.running_server import asynchronous
 
 
 @dataclass
@@ -56,7 +56,7 @@ def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     configure_log(Log(), io.StringIO())  # the server is in this process, and its log would be among what is printed
-    monkeypatch.setenv("MILLRACE_ADMIN_KEY", ROOT)
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)
     yield Terminal(capsys)
     root.handlers[:], level = before
     root.setLevel(level)
@@ -84,7 +84,7 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert (done.json["suspended"], done.json["weight"]) == (True, 1.0)
         assert (
             await terminal("change-tenant", "blue")
-        ).error == "millrace: say what is to change with --set or --unset"
+        ).error == "headrace: say what is to change with --set or --unset"
         done = await terminal("change-tenant", "blue", "--set", 'limits={"concurrent": 2}')
         assert re.search(r'^limits +{"concurrent": 2}$', done.out, re.MULTILINE)
         assert re.search(r"^caches +-$", done.out, re.MULTILINE)
@@ -96,9 +96,9 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert (await terminal("tenant", "red", "--json")).json["source"] == "config"
         assert (await terminal("delete-tenant", "blue", "--json")).json["deleted"] is True
         done = await terminal("tenant", "blue")
-        assert (done.code, done.error) == (REFUSED, "millrace: there is no tenant 'blue'")
+        assert (done.code, done.error) == (REFUSED, "headrace: there is no tenant 'blue'")
         done = await terminal("create-tenant", "green", "--set", "weight")
-        assert (done.code, done.error) == (REFUSED, "millrace: expected NAME=VALUE, found 'weight'")
+        assert (done.code, done.error) == (REFUSED, "headrace: expected NAME=VALUE, found 'weight'")
         done = await terminal("create-tenant", "green", "--set", "weihgt=1")
         assert "there is no parameter 'weihgt'" in done.error
 
@@ -134,7 +134,7 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
         assert secret not in done.out
         done = await terminal("revoke-key", key.key, "--json")
         assert done.json["status"] == "revoked"
-        assert (await terminal("revoke-key", "key_0")).error == "millrace: there is no key with this id"
+        assert (await terminal("revoke-key", "key_0")).error == "headrace: there is no key with this id"
         assert (await terminal("rotate-key", key.key, "--overlap", "soon")).code == REFUSED
         assert (await terminal("create-key", "app", "--tenant", "red", "--admin", "all")).code == REFUSED
 
@@ -143,7 +143,7 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
 async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Path) -> None:
     async with administered(tmp_path, usage=Usage(), caches={"exact": Cache()}) as running:
         terminal.url = running.url
-        assert (await terminal("fast", "on")).error == "millrace: say why with --reason: it is kept in the audit log"
+        assert (await terminal("fast", "on")).error == "headrace: say why with --reason: it is kept in the audit log"
         done = await terminal("fast", "on", "--for", "10m", "--reason", "a storm", "--json")
         assert (done.json["tenant"], done.json["seconds_left"]) == (None, 600)
         assert (await terminal("fast", "off", "--tenant", "red", "--reason", "x")).code == 0
@@ -204,7 +204,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
 async def test_a_long_audit_log_is_verified_page_by_page(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.cli.admin._PAGE", 3)
+    monkeypatch.setattr("headrace.cli.admin._PAGE", 3)
     async with administered(tmp_path, admin=AdminConfig(audit_rows=20, poll_s=3600.0)) as running:
         terminal.url = running.url
         for number in range(30):
@@ -218,7 +218,7 @@ async def test_a_long_audit_log_is_verified_page_by_page(
 async def test_by_the_socket_no_key_is_needed(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MILLRACE_ADMIN_KEY")
+    monkeypatch.delenv("HEADRACE_ADMIN_KEY")
     path = tmp_path / "admin.sock"
     async with administered(tmp_path / "state", keys=(), admin=AdminConfig(socket=str(path), poll_s=3600.0)):
         terminal.url = f"unix:{path}"
@@ -230,20 +230,20 @@ async def test_by_the_socket_no_key_is_needed(
 async def test_what_goes_wrong_is_one_line(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with administered(tmp_path) as running:
         terminal.url = running.url
-        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "reader-secret")
+        monkeypatch.setenv("HEADRACE_ADMIN_KEY", "reader-secret")
         assert (await terminal("epoch")).code == 0
         done = await terminal("create-tenant", "blue")
-        assert (done.code, done.error) == (REFUSED, "millrace: the API key may only read the admin API")
-        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "wrong")
-        assert (await terminal("epoch")).error == "millrace: the API key is not known"
-        monkeypatch.delenv("MILLRACE_ADMIN_KEY")
+        assert (done.code, done.error) == (REFUSED, "headrace: the API key may only read the admin API")
+        monkeypatch.setenv("HEADRACE_ADMIN_KEY", "wrong")
+        assert (await terminal("epoch")).error == "headrace: the API key is not known"
+        monkeypatch.delenv("HEADRACE_ADMIN_KEY")
         assert "an API key is needed" in (await terminal("epoch")).error
-        monkeypatch.setenv("MILLRACE_ADMIN_KEY", "☃")
+        monkeypatch.setenv("HEADRACE_ADMIN_KEY", "☃")
         assert (await terminal("epoch")).code == REFUSED
-    monkeypatch.setenv("MILLRACE_ADMIN_KEY", ROOT)
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)
     done = await terminal("epoch")
     assert done.code == FAILED
-    assert done.error.startswith(f"millrace: {terminal.url}: ")
+    assert done.error.startswith(f"headrace: {terminal.url}: ")
     for url in ("ftp://localhost", "http://", "http://localhost:port", f"unix:{tmp_path}/nothing"):
         terminal.url = url
         done = await terminal("epoch")
@@ -263,7 +263,7 @@ async def test_what_is_no_admin_api_is_said(terminal: Terminal) -> None:
     async with server:
         terminal.url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         done = await terminal("epoch")
-        assert (done.code, done.error) == (FAILED, f"millrace: {terminal.url}: this is no admin API of Millrace")
+        assert (done.code, done.error) == (FAILED, f"headrace: {terminal.url}: this is no admin API of Headrace")
 
 
 def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +292,7 @@ def test_every_command_and_flag_is_documented() -> None:
     names = [name for name in group if not name.startswith("-")]
     assert len(names) > 12
     for name in names:
-        assert f"`millrace admin {name}" in text
+        assert f"`headrace admin {name}" in text
         for argument in group[name].assemble_argument_collection():
             for flag in argument.names:
                 assert not flag.startswith("-") or f"`{flag}" in text, (name, flag)

@@ -1,4 +1,4 @@
-"""millrace chat: a conversation with an engine of its own."""
+"""headrace chat: a conversation with an engine of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from millrace.cli import REFUSED, main
+from headrace.cli import REFUSED, main
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

@@ -1,4 +1,4 @@
-"""`millrace config`: all mistakes at once, secrets hidden, and a file to begin with that changes nothing."""
+"""`headrace config`: all mistakes at once, secrets hidden, and a file to begin with that changes nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.cli import REFUSED, main
-from millrace.cli.config import TEMPLATE
-from millrace.config import Config
-from millrace.config.file import OPTIONS, load
-from millrace.engine.variant import Variant
-from tests.config.reading import ROOT, sections_in, tables_in, without_default
+from headrace.cli import REFUSED, main
+from headrace.cli.config import TEMPLATE
+from headrace.config import Config
+from headrace.config.loader import OPTIONS
+from headrace.server.config_checks import load_config
+from headrace.variant import Variant
+from tests.support.config_text import ROOT, sections_in, tables_in, without_default
 
 EXAMPLE = ROOT / "examples" / "gateway.toml"
 
@@ -22,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "gateway.toml"
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MILLRACE_CONFIG", raising=False)
+    monkeypatch.delenv("HEADRACE_CONFIG", raising=False)
 
 
 def test_a_fine_file_is_said_to_be_fine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,19 +38,19 @@ def test_without_a_file_the_defaults_are_fine(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_mistake_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("millrace.toml").write_text("server.port = 'x'\nlog.level = 1\n")
+    Path("headrace.toml").write_text("server.port = 'x'\nlog.level = 1\n")
     assert main(["config", "check"]) == REFUSED
     captured = capsys.readouterr()
     assert [line.split(": ")[1] for line in captured.out.splitlines()] == ["server.port", "log.level"]
-    assert captured.err == "millrace: millrace.toml: 2 mistakes\n"
+    assert captured.err == "headrace: headrace.toml: 2 mistakes\n"
 
 
 def test_what_is_in_force_is_shown_without_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("other.toml").write_text("server.port = 5\nkeys = [{name = 'a', key = 'sk-secret'}]\n")
-    monkeypatch.setenv("MILLRACE_CONFIG", "other.toml")
-    monkeypatch.setenv("MILLRACE_SERVER_HOST", "::1")
+    monkeypatch.setenv("HEADRACE_CONFIG", "other.toml")
+    monkeypatch.setenv("HEADRACE_SERVER_HOST", "::1")
     assert main(["config", "show"]) == 0
     out = capsys.readouterr().out
     assert "sk-secret" not in out
@@ -61,19 +62,19 @@ def test_a_wrong_configuration_is_not_shown(capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "show", "nowhere.toml"]) == REFUSED
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "millrace: nowhere.toml: there is no such file\n"
+    assert captured.err == "headrace: nowhere.toml: there is no such file\n"
 
 
 def test_a_new_file_changes_nothing_and_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "init"]) == 0
-    path = Path("millrace.toml")
-    assert load(path, environ={}) == Config()
+    path = Path("headrace.toml")
+    assert load_config(path, environ={}) == Config()
     path.write_text("server.port = 5\n")
     assert main(["config", "init"]) == REFUSED
     assert path.read_text() == "server.port = 5\n"
     assert "stays" in capsys.readouterr().err
     assert main(["config", "init", "b.toml"]) == 0
-    assert load(Path("b.toml"), environ={}) == Config()
+    assert load_config(Path("b.toml"), environ={}) == Config()
 
 
 def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
@@ -94,15 +95,15 @@ def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
 
 def test_all_that_is_wrong_with_such_a_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     text = EXAMPLE.read_text(encoding="utf-8").replace("cascade = ", "casade = ").replace('"15m"', '"15 minutes"')
-    Path("millrace.toml").write_text(text, encoding="utf-8")
+    Path("headrace.toml").write_text(text, encoding="utf-8")
     assert main(["config", "check"]) == REFUSED
     captured = capsys.readouterr()
     span = 'expected a time span such as 90s, 5m, 1h or 7d, found "15 minutes"'
     assert captured.out.splitlines() == [
-        f"millrace.toml: cache.exact.tags.timetable: {span}",
-        "millrace.toml: routing.rules[1].casade: there is no such key; did you mean cascade?",
+        f"headrace.toml: cache.exact.tags.timetable: {span}",
+        "headrace.toml: routing.rules[1].casade: there is no such key; did you mean cascade?",
     ]
-    assert captured.err == "millrace: millrace.toml: 2 mistakes\n"
+    assert captured.err == "headrace: headrace.toml: 2 mistakes\n"
 
 
 def uncommented() -> str:
@@ -137,7 +138,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     left_out = re.compile(r'\w*_format = ""|key(_sha256)? =|draft_model|group|(split|cascade|chain|calibration) =')
     chosen = [line for line in uncommented().splitlines() if not left_out.match(line)]
     Path("all.toml").write_text("\n".join(chosen), encoding="utf-8")
-    config = load(Path("all.toml"), environ={"TEAM_KEY": "sk-1", "UPSTREAM_KEY": "sk-2"})
+    config = load_config(Path("all.toml"), environ={"TEAM_KEY": "sk-1", "UPSTREAM_KEY": "sk-2"})
     assert set(config.models["mini"].options) == set(OPTIONS) - {"draft_model", "group"}
     assert config.tenants["acme"].model_limits["mini"].concurrent == 10
     assert config.routing.rules[0].variant == "mini@int4"

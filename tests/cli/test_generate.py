@@ -1,4 +1,4 @@
-"""`millrace generate` as a user types it: text, JSON, flags, and errors in one line."""
+"""`headrace generate` as a user types it: text, JSON, flags, and errors in one line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from millrace import _core
-from millrace.cli import REFUSED, main
-from millrace.models.loading import open_model
-from millrace.models.random_model import write_random_model
+import headrace._core as _core
+from headrace.cli import REFUSED, main
+from headrace.models.model_folder import open_model
+from headrace.models.synthetic.random_model import write_random_model
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
 
 
 Run = Callable[..., dict[str, Any]]
@@ -120,7 +120,7 @@ def test_a_wrong_flag_is_refused_in_words(
 def test_a_missing_model_is_one_line_on_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nowhere"), "-p", "x"]) == REFUSED
     captured = capsys.readouterr()
-    assert captured.err.startswith("millrace: ")
+    assert captured.err.startswith("headrace: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 

@@ -1,4 +1,4 @@
-"""`millrace inspect`: the tables name what a user needs, and the JSON holds the same facts."""
+"""`headrace inspect`: the tables name what a user needs, and the JSON holds the same facts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import REFUSED, main
+from headrace.cli import REFUSED, main
 
 
 @pytest.fixture(autouse=True)
 def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.measure.machine._RUNS", 1)
+    monkeypatch.setattr("headrace.bench.machine._RUNS", 1)
 
 
 def test_the_json_holds_sizes_floors_and_what_fits(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

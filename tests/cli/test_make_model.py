@@ -1,4 +1,4 @@
-"""`millrace make-model`: the bytes are fixed, the shapes are the public ones, and other programs load the result."""
+"""`headrace make-model`: the bytes are fixed, the shapes are the public ones, and other programs load the result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
-from millrace.cli import main
-from millrace.errors import MillraceError, RequestError
-from millrace.models import random_model
-from millrace.models.made_tokenizer import byte_alphabet, tokenizer_json
-from millrace.models.random_model import Dtype, tensors_of, write_random_model
-from millrace.models.shapes import NAMES, Name, find_shape
+from headrace.cli import main
+from headrace.errors import HeadraceError, RequestError
+from headrace.models.synthetic import random_model
+from headrace.models.synthetic.public_shapes import NAMES, Name, find_shape
+from headrace.models.synthetic.random_model import Dtype, tensors_of, write_random_model
+from headrace.models.synthetic.synthetic_tokenizer import byte_alphabet, tokenizer_json
 
 TEXT = """The first thing that most people notice about the old mill is how quiet it has become. For more than two
 hundred years the river turned its great wheel, and the farmers of the valley brought their grain here every
@@ -242,7 +242,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000_000))
-    with pytest.raises(MillraceError, match=r"mistral-7b takes 14\.5 GB, and 10\.0 GB are free"):
+    with pytest.raises(HeadraceError, match=r"mistral-7b takes 14\.5 GB, and 10\.0 GB are free"):
         write_random_model("mistral-7b", tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
 
@@ -299,7 +299,7 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     assert main([str(tmp_path) if argument == "FULL" else argument for argument in arguments]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("millrace: ")
+    assert output.err.startswith("headrace: ")
     assert message in output.err
     assert output.err.count("\n") == 1
 
@@ -307,8 +307,8 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (OSError(28, "No space left on device"), 1, "millrace: [Errno 28] No space left on device\n"),
-        (MemoryError(), 1, "millrace: not enough memory\n"),
+        (OSError(28, "No space left on device"), 1, "headrace: [Errno 28] No space left on device\n"),
+        (MemoryError(), 1, "headrace: not enough memory\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -332,9 +332,9 @@ def test_help_loads_no_command_and_no_numpy() -> None:
     script = "\n".join(
         (
             "import sys",
-            "from millrace.cli import main",
+            "from headrace.cli import main",
             "assert main(['--help']) == 0",
-            "heavy = {'numpy', 'tokenizers', 'jinja2', 'millrace._core', 'millrace.cli.make_model'}",
+            "heavy = {'numpy', 'tokenizers', 'jinja2', 'headrace._core', 'headrace.cli.make_model'}",
             "print('loaded:', sorted(heavy & set(sys.modules)))",
         )
     )

@@ -1,4 +1,4 @@
-"""`millrace simulate`: tables for people, JSON for programs, and bad input named."""
+"""`headrace simulate`: tables for people, JSON for programs, and bad input named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import REFUSED, main
+from headrace.cli import REFUSED, main
 
 SMALL = ["--tenants", "5", "--seconds", "10", "--fixed-ms", "2", "--row-ms", "0.1"]
 

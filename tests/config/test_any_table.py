@@ -11,10 +11,11 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from millrace.config import PLAIN_SECTIONS, Config, ConfigError, Options, Section
-from millrace.config.file import OPTIONS, load, variable_of
-from millrace.config.text import HIDDEN, shown, toml
-from tests.config.reading import parts_of, read
+from headrace.config import PLAIN_SECTIONS, Config, ConfigError, Options, Section
+from headrace.config.loader import OPTIONS, variable_of
+from headrace.config.toml_text import HIDDEN, shown, toml
+from headrace.server.config_checks import load_config
+from tests.support.config_text import parts_of, read
 
 ENVIRON = {"KEY": "sk-1", "NUMBER": "5", "EMPTY": ""}
 KEYS = ["mini", "mini@int4", "int4", "chat", "acme", "a b", "", 'é"\\', "${KEY}", "x" * 70]
@@ -123,12 +124,12 @@ VARIABLES = st.sampled_from(
 
 
 @LIGHT
-@given(st.dictionaries(VARIABLES | st.text(max_size=5).map("MILLRACE_LOG_".__add__), TEXTS, max_size=4))
-@example({"MILLRACE_SERVER_PORT": "9" * 5000, "MILLRACE_SERVER_IDLE_S": "1e999"})
+@given(st.dictionaries(VARIABLES | st.text(max_size=5).map("HEADRACE_LOG_".__add__), TEXTS, max_size=4))
+@example({"HEADRACE_SERVER_PORT": "9" * 5000, "HEADRACE_SERVER_IDLE_S": "1e999"})
 def test_any_environment_is_a_configuration_or_refused(environ: dict[str, str]) -> None:
     told: list[str] = []
     try:
-        load(environ=environ)
+        load_config(environ=environ)
     except ConfigError as error:
         told = [str(each) for each in error.mistakes]
-    assert all(re.match(r"MILLRACE_|the configuration", each) for each in told)
+    assert all(re.match(r"HEADRACE_|the configuration", each) for each in told)

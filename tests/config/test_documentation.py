@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.config import (
+from headrace.config import (
     PLAIN_SECTIONS,
     AdminConfig,
     BudgetConfig,
@@ -28,18 +28,18 @@ from millrace.config import (
     SurfaceConfig,
     TenantConfig,
     UpstreamConfig,
-    breaker,
     names_of,
-    routing,
-    shaping,
-    upstreams,
 )
-from millrace.config.file import OPTIONS
-from millrace.config.text import shown, toml_value
-from millrace.engine.policy import SURFACES
-from millrace.engine.variant import Variant
-from millrace.gateway.ladder.declared import ladder_of
-from tests.config.reading import ROOT, read, sections_in, without_default
+from headrace.config import breaker_section as breaker
+from headrace.config import routing_section as routing
+from headrace.config import shaping_section as shaping
+from headrace.config import upstream_section as upstreams
+from headrace.config.loader import OPTIONS
+from headrace.config.toml_text import shown, toml_value
+from headrace.gateway.degradation.ladder.ladder_config import ladder_of
+from headrace.surfaces import SURFACES
+from headrace.variant import Variant
+from tests.support.config_text import ROOT, read, sections_in, without_default
 
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "examples" / "gateway.toml").read_text(encoding="utf-8")

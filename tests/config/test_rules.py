@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.reading import mistakes
+from tests.support.config_text import mistakes
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ from tests.config.reading import mistakes
 )
 def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
     (mistake,) = mistakes(text)
-    assert mistake.startswith(f"millrace.toml: {said}")
+    assert mistake.startswith(f"headrace.toml: {said}")
 
 
 URL = "url = 'http://127.0.0.1:1/v1'"
@@ -83,7 +83,7 @@ URL = "url = 'http://127.0.0.1:1/v1'"
 )
 def test_what_an_upstream_cannot_be_is_refused(text: str, said: str) -> None:
     (mistake,) = mistakes(text)
-    assert mistake.startswith(f"millrace.toml: {said}")
+    assert mistake.startswith(f"headrace.toml: {said}")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_an_upstream_cannot_be_is_refused(text: str, said: str) -> None:
 )
 def test_what_tenants_and_keys_cannot_have_is_refused(text: str, said: str) -> None:
     (mistake,) = mistakes(text)
-    assert mistake.startswith(f"millrace.toml: {said}")
+    assert mistake.startswith(f"headrace.toml: {said}")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_tenants_and_keys_cannot_have_is_refused(text: str, said: str) -> N
 )
 def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: str) -> None:
     (mistake,) = mistakes(text)
-    assert mistake.startswith(f"millrace.toml: {said}")
+    assert mistake.startswith(f"headrace.toml: {said}")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: 
 )
 def test_routes_that_lead_nowhere_are_refused(text: str, said: str) -> None:
     (mistake,) = mistakes(f"[routing]\n{text}")
-    assert mistake.startswith(f"millrace.toml: routing.{said}")
+    assert mistake.startswith(f"headrace.toml: routing.{said}")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_routes_that_lead_nowhere_are_refused(text: str, said: str) -> None:
 def test_a_cascade_has_one_threshold(threshold: str, said: str) -> None:
     given = ", ".join(("small = 'mini@int4'", "large = 'mini'", *([threshold] if threshold else [])))
     (mistake,) = mistakes(f"models.mini.variants.int4 = {{}}\nrouting.cascades.c = {{{given}}}")
-    assert mistake == f"millrace.toml: routing.cascades.c{said}"
+    assert mistake == f"headrace.toml: routing.cascades.c{said}"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_cascade_has_one_threshold(threshold: str, said: str) -> None:
 )
 def test_a_ladder_that_cannot_be_climbed_is_refused_in_the_files_own_words(ladder: str, said: str) -> None:
     (mistake,) = mistakes(f"surfaces.voice.ladder = {{{ladder}}}")
-    assert mistake.startswith(f"millrace.toml: surfaces.voice.ladder{said}")
+    assert mistake.startswith(f"headrace.toml: surfaces.voice.ladder{said}")
 
 
 def test_every_broken_rule_is_told_at_once() -> None:

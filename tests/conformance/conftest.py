@@ -33,11 +33,11 @@ class Server:
 def start(folder: Path, *flags: str) -> Server:
     folder.mkdir()
     log = folder / "log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
-    environment |= {"MILLRACE_STORAGE_FOLDER": str(folder / "storage"), "NO_COLOR": "1"}
-    if "MILLRACE_CACHE" in os.environ:
-        environment["MILLRACE_CACHE"] = os.environ["MILLRACE_CACHE"]
-    command = [sys.executable, "-m", "millrace", "serve", "--port", "0", "--threads", "1", *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    environment |= {"HEADRACE_STORAGE_FOLDER": str(folder / "storage"), "NO_COLOR": "1"}
+    if "HEADRACE_CACHE" in os.environ:
+        environment["HEADRACE_CACHE"] = os.environ["HEADRACE_CACHE"]
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--threads", "1", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment)
     deadline = time.monotonic() + START_S

@@ -1,4 +1,4 @@
-"""millrace chat against a server."""
+"""headrace chat against a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.conformance.conftest import Server
 
 def test_the_terminal_talks_to_a_server(server: Server) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "millrace", "chat", "--url", server.url, "--max-tokens", "8"],
+        [sys.executable, "-m", "headrace", "chat", "--url", server.url, "--max-tokens", "8"],
         input="What is paging?\nAnd why?\n",
         capture_output=True,
         text=True,
@@ -24,7 +24,7 @@ def test_the_terminal_talks_to_a_server(server: Server) -> None:
 
 def test_the_servers_errors_are_shown(server: Server) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "millrace", "chat", "nobody", "--url", server.url],
+        [sys.executable, "-m", "headrace", "chat", "nobody", "--url", server.url],
         input="Hello\n",
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""What any HTTP client sees: errors in OpenAI's shape, headers, Millrace's own parameters, keys, curl."""
+"""What any HTTP client sees: errors in OpenAI's shape, headers, Headrace's own parameters, keys, curl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from .conftest import Server
+from tests.conformance.conftest import Server
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "What is time to first token?"}], "max_tokens": 8}
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_there(http: httpx2.Client) -> None:
     [
         ({"model": "none"}, openai.NotFoundError),
         ({"temperature": 9}, openai.BadRequestError),
-        ({"extra_headers": {"x-millrace-colour": "red"}}, openai.BadRequestError),
+        ({"extra_headers": {"x-headrace-colour": "red"}}, openai.BadRequestError),
     ],
 )
 def test_the_package_raises_its_own_kinds(client: openai.OpenAI, wishes: dict[str, Any], kind: type[Exception]) -> None:
@@ -181,12 +181,12 @@ def test_an_answer_says_what_took_how_long(http: httpx2.Client) -> None:
     assert set(timing) == {"shape", "queue", "prefill", "decode", "post", "total"}
     parts = sum(float(timing[name]) for name in ("shape", "queue", "prefill", "decode"))
     assert parts <= float(timing["total"]) + 1
-    own = reply.json()["millrace"]
+    own = reply.json()["headrace"]
     assert set(own) == {"queue_ms", "prefill_ms", "decode_ms", "total_ms", "cached_tokens", "draft_acceptance"}
     assert own["prefill_ms"] == pytest.approx(float(timing["prefill"]), abs=0.01)
     assert own["cached_tokens"] == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     last = events(http.post(CHAT, json={**ASKED, "stream": True, "stream_options": {"include_usage": True}}))[-1]
-    assert set(last["millrace"]) == set(own)
+    assert set(last["headrace"]) == set(own)
 
 
 def test_events_are_as_openai_writes_them(http: httpx2.Client) -> None:
@@ -213,12 +213,12 @@ def test_a_deadline_ends_an_answer_with_what_there_is(http: httpx2.Client) -> No
     assert whole["choices"][0]["message"]["content"]
     assert 0 < whole["usage"]["completion_tokens"] < 1800
     del asked["deadline_ms"]
-    found = events(http.post(CHAT, json={**asked, "stream": True}, headers={"x-millrace-deadline-ms": "700"}))
+    found = events(http.post(CHAT, json={**asked, "stream": True}, headers={"x-headrace-deadline-ms": "700"}))
     assert found[-1]["choices"][0]["finish_reason"] == "deadline"
 
 
 def test_the_body_has_the_last_word_over_headers(http: httpx2.Client) -> None:
-    headers = {"x-millrace-deadline-ms": "1", "x-millrace-surface": "voice", "x-millrace-priority": "3"}
+    headers = {"x-headrace-deadline-ms": "1", "x-headrace-surface": "voice", "x-headrace-priority": "3"}
     reply = http.post(CHAT, json={**ASKED, "deadline_ms": 60_000}, headers=headers)
     assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
@@ -228,8 +228,8 @@ def test_the_body_has_the_last_word_over_headers(http: httpx2.Client) -> None:
     [("deadline-ms", "soon"), ("surface", "moon"), ("priority", "1.5"), ("cache", "maybe"), ("x", "")],
 )
 def test_a_header_of_ours_that_is_wrong_is_named(http: httpx2.Client, header: str, value: str) -> None:
-    reply = http.post(CHAT, json=ASKED, headers={f"X-Millrace-{header}": value})
-    assert (reply.status_code, told(reply)["param"]) == (400, f"x-millrace-{header}")
+    reply = http.post(CHAT, json=ASKED, headers={f"X-Headrace-{header}": value})
+    assert (reply.status_code, told(reply)["param"]) == (400, f"x-headrace-{header}")
 
 
 def test_cache_off_computes_the_prompt_anew(http: httpx2.Client) -> None:
@@ -242,7 +242,7 @@ def test_cache_off_computes_the_prompt_anew(http: httpx2.Client) -> None:
     cached()
     assert cached() > 16
     assert cached(body={"cache": "off"}) == 0
-    assert cached(headers={"x-millrace-cache": "off"}) == 0
+    assert cached(headers={"x-headrace-cache": "off"}) == 0
     assert cached() > 16
 
 
@@ -252,7 +252,7 @@ def test_it_says_that_it_lives_and_what_it_counts(http: httpx2.Client) -> None:
         assert http.get(path).json() == {"status": "ready", "models": ["mini"]}
     reply = http.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
-    assert "millrace_" in reply.text
+    assert "headrace_" in reply.text
 
 
 @pytest.fixture(scope="module")

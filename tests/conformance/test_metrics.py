@@ -28,14 +28,14 @@ def test_requests_tokens_and_the_engine_are_counted(client: openai.OpenAI, http:
         return after[key] - before.get(key, 0.0)
 
     assert answer.usage is not None
-    assert grown("millrace_tokens_total", model="mini", tenant="-", kind="output") == 5
-    assert grown("millrace_tokens_total", model="mini", tenant="-", kind="prompt") == answer.usage.prompt_tokens
-    assert grown("millrace_answers_total", model="mini", tenant="-", ended="limited") == 1
-    assert grown("millrace_http_requests_total", route="/v1/chat/completions", status="200") == 1
-    assert grown("millrace_time_to_first_token_seconds_count", model="mini") == 1
-    assert grown("millrace_engine_admitted", model="mini", replica="0") == 1
-    assert grown("millrace_engine_steps", model="mini", replica="0") >= 4
-    assert after["millrace_engine_running", (("model", "mini"), ("replica", "0"))] == 0
+    assert grown("headrace_tokens_total", model="mini", tenant="-", kind="output") == 5
+    assert grown("headrace_tokens_total", model="mini", tenant="-", kind="prompt") == answer.usage.prompt_tokens
+    assert grown("headrace_answers_total", model="mini", tenant="-", ended="limited") == 1
+    assert grown("headrace_http_requests_total", route="/v1/chat/completions", status="200") == 1
+    assert grown("headrace_time_to_first_token_seconds_count", model="mini") == 1
+    assert grown("headrace_engine_admitted", model="mini", replica="0") == 1
+    assert grown("headrace_engine_steps", model="mini", replica="0") >= 4
+    assert after["headrace_engine_running", (("model", "mini"), ("replica", "0"))] == 0
 
 
 def test_a_client_makes_no_new_labels(http: httpx2.Client) -> None:

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, wishes: dict[str, Any], p
 
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
-    assert (model.id, model.object, model.owned_by) == ("mini", "model", "millrace")
+    assert (model.id, model.object, model.owned_by) == ("mini", "model", "headrace")
     assert client.models.retrieve("mini") == model
     with pytest.raises(openai.NotFoundError) as raised:
         client.models.retrieve("none")

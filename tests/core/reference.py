@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.models.spec import ModelSpec, RopeSpec
+from headrace.models.spec import ModelSpec, RopeSpec
 
 Doubles = NDArray[np.float64]
 Tensors = Mapping[str, NDArray[np.float32]]

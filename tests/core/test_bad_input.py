@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import _core
-from millrace.engine.cpu import describe
-from millrace.models.packing import aligned_bytes
-
-from .tiny import ISAS, SPECS, CoreTensors, Tiny, packed, packed_model, same_bits, text
-from .wrong_arrays import REFUSED, floats, frozen, off_by_one_byte
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import describe
+from headrace.models.packing import aligned_bytes
+from tests.core.tiny import ISAS, SPECS, CoreTensors, Tiny, packed, packed_model, same_bits, text
+from tests.core.wrong_arrays import REFUSED, floats, frozen, off_by_one_byte
 
 MODEL = SPECS["everything"]
 POOL = _core.Pool(1)

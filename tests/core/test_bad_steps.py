@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import _core
-
-from .tiny import ENCODER, SPECS, Floats, Share, Tiny, same_bits, text
-from .wrong_arrays import REFUSED, floats, frozen, int32, off_by_one_byte
+import headrace._core as _core
+from tests.core.tiny import ENCODER, SPECS, Floats, Share, Tiny, same_bits, text
+from tests.core.wrong_arrays import REFUSED, floats, frozen, int32, off_by_one_byte
 
 MODEL = SPECS["everything"]
 

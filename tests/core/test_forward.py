@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from millrace import _core
-from millrace.models.precision import Format, KvType
-from millrace.models.spec import ModelSpec
-
-from .reference import STORED, Doubles, bf16, exact, forward, int8_rows
-from .tiny import (
+import headrace._core as _core
+from headrace.models.precision import Format, KvType
+from headrace.models.spec import ModelSpec
+from tests.core.reference import STORED, Doubles, bf16, exact, forward, int8_rows
+from tests.core.tiny import (
     ENCODER,
     ISAS,
     ROUNDS_ATTENTION,

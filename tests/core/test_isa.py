@@ -8,18 +8,17 @@ import sys
 
 import pytest
 
-from millrace import _core
-from millrace.engine.cpu import describe
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import describe
+from tests.core.tiny import ISAS, SPECS, packed_model
 
-from .tiny import ISAS, SPECS, packed_model
-
-PROGRAM = "from millrace import _core; print(_core.isa_default())"
+PROGRAM = "from headrace import _core; print(_core.isa_default())"
 
 
 def with_isa(value: str | None) -> subprocess.CompletedProcess[str]:
-    environment = {name: text for name, text in os.environ.items() if name != "MILLRACE_ISA"}
+    environment = {name: text for name, text in os.environ.items() if name != "HEADRACE_ISA"}
     if value is not None:
-        environment["MILLRACE_ISA"] = value
+        environment["HEADRACE_ISA"] = value
     flags = ["-S"] if sys.flags.no_site else []  # as this process was started: the sanitized build is found so
     return subprocess.run(
         [sys.executable, *flags, "-c", PROGRAM],

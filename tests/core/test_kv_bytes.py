@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import _core
-
-from .tiny import SPECS, Tiny, same_bits, text
-from .wrong_arrays import REFUSED, frozen
+import headrace._core as _core
+from tests.core.tiny import SPECS, Tiny, same_bits, text
+from tests.core.wrong_arrays import REFUSED, frozen
 
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 24
 KV_TYPES: list[Any] = ["f32", "bf16", "int8"]

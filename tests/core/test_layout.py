@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import _core
-from millrace.models.packing import aligned_bytes
-from millrace.models.precision import Format, Precision
-
-from .reference import bf16
-from .tiny import Floats, packed
+import headrace._core as _core
+from headrace.models.packing import aligned_bytes
+from headrace.models.precision import Format, Precision
+from tests.core.reference import bf16
+from tests.core.tiny import Floats, packed
 
 Bytes = NDArray[np.uint8]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import _core
+import headrace._core as _core
 from tests.core.tiny import ISAS, SPECS, Floats, Tiny, same_bits, text
 
 LENGTH = 21

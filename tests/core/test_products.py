@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import _core
-from millrace.models.packing import aligned_bytes
-from millrace.models.precision import Format
-
-from .reference import bf16
-from .test_layout import INTEGERS, group_of, laid_by_multiples, random_codes, random_multiples
-from .tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
+import headrace._core as _core
+from headrace.models.packing import aligned_bytes
+from headrace.models.precision import Format
+from tests.core.reference import bf16
+from tests.core.test_layout import INTEGERS, group_of, laid_by_multiples, random_codes, random_multiples
+from tests.core.tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
 
 Doubles = NDArray[np.float64]
 

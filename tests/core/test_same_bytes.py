@@ -7,11 +7,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from millrace import _core
-from millrace.models.precision import Format, KvType
-from millrace.models.spec import ModelSpec
-
-from .tiny import ENCODER, ISAS, SPECS, Floats, Share, Tiny, core_tensors, random_tensors, same_bits, spec, text
+import headrace._core as _core
+from headrace.models.precision import Format, KvType
+from headrace.models.spec import ModelSpec
+from tests.core.tiny import (
+    ENCODER,
+    ISAS,
+    SPECS,
+    Floats,
+    Share,
+    Tiny,
+    core_tensors,
+    random_tensors,
+    same_bits,
+    spec,
+    text,
+)
 
 LENGTH = 70  # tokens: past one attention chunk, and 4.4 blocks
 IN_ORDER = (0, 1, 2, 3, 4)

@@ -13,9 +13,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from millrace import _core
-
-from .tiny import ISAS, SPECS, Share, Tiny, packed, same_bits, text
+import headrace._core as _core
+from tests.core.tiny import ISAS, SPECS, Share, Tiny, packed, same_bits, text
 
 MODEL = SPECS["everything"]
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "") or "libtsan" in os.environ.get("LD_PRELOAD", "")
@@ -44,7 +43,7 @@ def test_the_largest_pool_works() -> None:
 def test_a_pool_that_the_system_cannot_give_is_an_error_and_not_the_end() -> None:
     program = """
 import resource
-from millrace import _core
+import headrace._core as _core
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + 256 * 2**20, -1))
 try:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _core
-from millrace.engine.cpu import describe
-from millrace.models.packing import aligned_bytes
-from millrace.models.precision import Format, KvType, Precision
-from millrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import describe
+from headrace.models.packing import aligned_bytes
+from headrace.models.precision import Format, KvType, Precision
+from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from millrace.engine.answer import Answer
-from millrace.engine.engine import Engine
-from millrace.engine.executor import Batch, Ticket
-from millrace.engine.grammar import Grammar
-from millrace.engine.offline import embed, greedy, logits
-from millrace.engine.opening import Opened
-from millrace.engine.request import Finish, Request
-from millrace.engine.sampling import Sampling, seed_of
-from millrace.errors import RequestError
-from millrace.models.random_model import write_random_model
-from tests.engine.running import PROMPT, one, open_tiny, run, tokens
+from headrace.engine.engine import Engine
+from headrace.engine.executors.executor import Batch, Ticket
+from headrace.engine.executors.runner import embed, greedy, logits
+from headrace.engine.grammar.constraints import Grammar
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Sampling, seed_of
+from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.process.open_engine import Opened
+from headrace.errors import RequestError
+from headrace.models.synthetic.random_model import write_random_model
+from tests.support.tiny_engine import PROMPT, one, open_tiny, run, tokens
 
 SCHEMA = json.dumps(
     {

@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.draft_model import DraftModelDrafter
-from millrace.engine.grammar import Grammar, Grammars
-from millrace.engine.request import Finish, Request, Sequence
-from millrace.engine.sampling import Sampling
-from millrace.engine.speculation import Drafter, NgramDrafter, ReplayDrafter, Wanted
-from millrace.engine.speculator import DraftLength, Speculator
-from millrace.models.loading import ModelFolder, open_model
-from millrace.models.tokenizer import Tokenizer
-
-from .decoding import Running, decode
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.grammar.constraints import Grammar, Grammars
+from headrace.engine.interface.request import Finish, Request, Sequence
+from headrace.engine.interface.sampling import Sampling
+from headrace.engine.speculation.draft_model import DraftModelDrafter
+from headrace.engine.speculation.drafters import Drafter, NgramDrafter, ReplayDrafter, Wanted
+from headrace.engine.speculation.speculator import DraftLength, Speculator
+from headrace.models.model_folder import ModelFolder, open_model
+from headrace.models.text.tokenizer import Tokenizer
+from tests.engine.speculation.decoding_loop import Running, decode
 
 SCHEMA = {
     "type": "object",

@@ -18,17 +18,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.engine import wire
-from millrace.engine.answer import Answer
-from millrace.engine.client import Client, Waits
-from millrace.engine.grammar import Grammar
-from millrace.engine.request import Request
-from millrace.engine.sampling import Sampling
-from millrace.engine.stream import Stream
-from millrace.engine.supervisor import StartError, Supervisor, Watch
-from millrace.engine.variant import Variant
-from millrace.errors import RequestError
-from tests.engine.running import open_tiny, run
+from headrace.engine.grammar.constraints import Grammar
+from headrace.engine.interface.request import Request
+from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.process import wire
+from headrace.engine.process.engine_client import Client, Waits
+from headrace.engine.process.output_stream import Stream
+from headrace.engine.process.supervisor import StartError, Supervisor, Watch
+from headrace.errors import RequestError
+from headrace.variant import Variant
+from tests.support.tiny_engine import open_tiny, run
 
 STREAMS = 32
 WAITS = Waits(patience=30.0, silence=20.0, ping=0.1)
@@ -261,7 +261,7 @@ async def test_a_tokenizer_that_is_gone_is_the_grammars_matter_alone(tiny_folder
 
 def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.Started]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "millrace.engine.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "headrace.engine.process.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -299,7 +299,10 @@ def test_a_worker_that_is_told_twice_ends_at_once(tiny_folder: Path, tmp_path: P
 
 def test_a_configuration_that_is_none_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "millrace.engine.worker"], input=b'{"variant": 3}\n', capture_output=True, check=False
+        [sys.executable, "-m", "headrace.engine.process.worker"],
+        input=b'{"variant": 3}\n',
+        capture_output=True,
+        check=False,
     )
     assert process.returncode == 2
     assert "variant" in (msgspec.json.decode(process.stdout, type=wire.Started).error or "")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["millrace"]):
-    from millrace.errors import ModelError
-    from millrace.models.pack_file import PackFile
+with atheris.instrument_imports(include=["headrace"]):
+    from headrace.errors import ModelError
+    from headrace.models.formats.pack_file import PackFile
 
 PATH = Path(tempfile.mkdtemp()) / "fuzz.pack"
 START = b"MILLPACK" + bytes(56)

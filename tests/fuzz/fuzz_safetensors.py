@@ -12,9 +12,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["millrace"]):
-    from millrace.errors import ModelError
-    from millrace.models.safetensors_file import SafetensorsFile
+with atheris.instrument_imports(include=["headrace"]):
+    from headrace.errors import ModelError
+    from headrace.models.formats.safetensors_file import SafetensorsFile
 
 PATH = Path(tempfile.mkdtemp()) / "fuzz.safetensors"
 

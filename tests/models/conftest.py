@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .tiny_models import TINY, Reference, build
+from tests.models.tiny_models import TINY, Reference, build
 
 
 @pytest.fixture(scope="session")

@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from millrace.errors import ModelError
-from millrace.models.config_json import Config
-from millrace.models.families import FAMILIES, Part, family_of, model_spec
-from millrace.models.spec import ModelSpec, tensor_shapes
-
-from .tiny_models import TINY, WINDOW, Reference, saved_config, spec_of
+from headrace.errors import ModelError
+from headrace.models.config_json import Config
+from headrace.models.families import FAMILIES, Part, family_of, model_spec
+from headrace.models.spec import ModelSpec, tensor_shapes
+from tests.models.tiny_models import TINY, WINDOW, Reference, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 
-# Heads and eyes that Millrace does not run: it embeds and generates text.
+# Heads and eyes that Headrace does not run: it embeds and generates text.
 UNUSED = ("pooler.", "cls.predictions.", "multi_modal_projector.", "vision_tower.")
 
 

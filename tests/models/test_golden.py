@@ -1,4 +1,4 @@
-"""Millrace against transformers, family by family, in f32.
+"""Headrace against transformers, family by family, in f32.
 
 Each decoder's logits at every position, its greedy tokens, and the same bits alone and in a batch; each encoder's
 embeddings. The reference for greedy tokens is one forward pass over prompt and answer: every token must be the one that
@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import _core
-from millrace.cli import main
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import embed, greedy, hidden_states, logits
-from millrace.models.loading import open_model
-
-from .tiny_models import CONTEXT, DECODERS, ENCODERS, Reference, prompt
+import headrace._core as _core
+from headrace.cli import main
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import embed, greedy, hidden_states, logits
+from headrace.models.model_folder import open_model
+from tests.models.tiny_models import CONTEXT, DECODERS, ENCODERS, Reference, prompt
 
 LENGTHS = (1, 17, 300)  # one token, a few blocks' worth, and far past every window and trained context
 RAGGED = (17, 1, 300, 40, 5)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import _core
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import logits
-from millrace.errors import ModelError, RequestError
-from millrace.models.loading import open_model
-from millrace.models.packing import CoreTensors, load_tensors, packed_size
-from millrace.models.precision import parse_plan
-from millrace.models.safetensors_file import SafetensorsFile, write_safetensors
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import logits
+from headrace.errors import ModelError, RequestError
+from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
+from headrace.models.model_folder import open_model
+from headrace.models.packing import CoreTensors, load_tensors, packed_size
+from headrace.models.precision import parse_plan
 
 PROMPT = [1, 5, 9, 200, 3, 77]
 
@@ -108,16 +108,16 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tiny_folder: Path, tmp_p
 
 def test_the_cache_keeps_within_its_bound(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = load(tiny_folder, "bf16", None).bytes
-    monkeypatch.setenv("MILLRACE_CACHE_GIB", str(1.2 * size / 2**30))
+    monkeypatch.setenv("HEADRACE_CACHE_GIB", str(1.2 * size / 2**30))
     load(tiny_folder, "bf16", tmp_path)
     (first,) = (tmp_path / "packed").glob("*.pack")
     os.utime(first, (1, 1))
     load(tiny_folder, "int8", tmp_path)  # both together pass the bound, so the older one goes
     assert not first.exists()
-    monkeypatch.setenv("MILLRACE_CACHE_GIB", str(0.1 * size / 2**30))
+    monkeypatch.setenv("HEADRACE_CACHE_GIB", str(0.1 * size / 2**30))
     assert not load(tiny_folder, "bf16", tmp_path).mapped
     assert not load(tiny_folder, "bf16", tmp_path).mapped  # too large to be kept at all
-    monkeypatch.setenv("MILLRACE_CACHE_GIB", "plenty")
+    monkeypatch.setenv("HEADRACE_CACHE_GIB", "plenty")
     with pytest.raises(RequestError, match="plenty"):
         load(tiny_folder, "bf16", tmp_path)
 

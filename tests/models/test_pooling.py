@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import ModelError
-
-from .tiny_models import Reference, saved_config, spec_of
+from headrace.errors import ModelError
+from tests.models.tiny_models import Reference, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 

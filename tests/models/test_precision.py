@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.errors import RequestError
-from millrace.models.precision import Precision, parse_kv, parse_plan, parse_precision
+from headrace.errors import RequestError
+from headrace.models.precision import Precision, parse_kv, parse_plan, parse_precision
 
 
 @pytest.mark.parametrize(

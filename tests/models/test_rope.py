@@ -12,11 +12,10 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from millrace.models.config_json import Config
-from millrace.models.rope import read_rope
-from millrace.models.spec import RopeSpec
-
-from .tiny_models import DECODERS, Reference, saved_config, spec_of
+from headrace.models.config_json import Config
+from headrace.models.rope import read_rope
+from headrace.models.spec import RopeSpec
+from tests.models.tiny_models import DECODERS, Reference, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 

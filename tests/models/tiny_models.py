@@ -19,9 +19,9 @@ import transformers.utils.logging
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from millrace.models.config_json import Config
-from millrace.models.families import model_spec
-from millrace.models.spec import ModelSpec
+from headrace.models.config_json import Config
+from headrace.models.families import model_spec
+from headrace.models.spec import ModelSpec
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .stand_in import write_tokenizer
+from tests.training.stand_in import write_tokenizer
 
 
 @pytest.fixture(scope="session")

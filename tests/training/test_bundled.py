@@ -1,4 +1,4 @@
-"""The models that ship: as good as their card says, small enough, and read alike by transformers and by Millrace."""
+"""The models that ship: as good as their card says, small enough, and read alike by transformers and by Headrace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from headrace.engine.offline import logits
+from headrace.models.loading import BUNDLED, BUNDLED_NAMES, open_model
 
-from millrace import LLM
-from millrace.cli import main
-from millrace.engine.offline import logits
-from millrace.models.loading import BUNDLED, BUNDLED_NAMES, open_model
+from headrace import LLM
+from headrace.cli import main
 from training.card import acceptance, quality
 from training.evaluate import accepted, chosen_questions, greedy_answers, load, prompts_of, quick, share
 from training.rows import load_tasks

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from millrace.models.precision import parse_precision
+from headrace.models.precision import parse_precision
 from training.corpus import facts, talk
 from training.corpus.conversation import JSON, Question, ToolCall, Turn, rendered
 from training.corpus.instances import BETWEEN_KEYS
@@ -28,7 +28,7 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
 
 def parts() -> list[str]:
     """What docs/commands.md says of all commands, and then a name and a section for each."""
-    return re.split(r"^## `millrace ([a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE)
+    return re.split(r"^## `headrace ([a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE)
 
 
 def sections() -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def sections() -> list[tuple[str, str]]:
 
 def documented() -> set[str]:
     """Commands, flags, shapes and variables of docs/commands.md, and the targets that `make help` names."""
-    found = set(re.findall(r"^\| `(MILLRACE_\w+)` \|", parts()[0], re.MULTILINE))
+    found = set(re.findall(r"^\| `(HEADRACE_\w+)` \|", parts()[0], re.MULTILINE))
     for command, section in sections():
         found.add(command)
         rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
@@ -105,8 +105,8 @@ def test_most_of_what_is_documented_has_a_fact_and_no_fact_is_about_what_is_not(
 
 def test_the_fact_about_all_commands_names_none_that_is_not_there() -> None:
     answer = next(fact.answer for fact in facts.facts() if fact.id == "commands")
-    sections = re.findall(r"^## `(millrace [a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
-    assert set(re.findall(r"millrace [a-z-]+", answer)) <= set(sections)
+    sections = re.findall(r"^## `(headrace [a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"headrace [a-z-]+", answer)) <= set(sections)
 
 
 def test_facts_about_flags_give_the_documented_defaults() -> None:
@@ -203,9 +203,9 @@ def test_what_was_told_is_what_is_recalled() -> None:
     [
         ("How do I lower TTFT?", "How can I lower TTFT?"),
         ("What is the difference between ITL and TPOT?", "Is there a difference between TPOT and ITL?"),
-        ("What does --kv do in millrace generate?", "Explain the --kv flag of millrace generate."),
+        ("What does --kv do in headrace generate?", "Explain the --kv flag of headrace generate."),
         ("Which flag prints JSON?", "What is the flag that prints JSON?"),
-        ("Where are errors printed in Millrace?", "In Millrace, where are errors printed?"),
+        ("Where are errors printed in Headrace?", "In Headrace, where are errors printed?"),
     ],
 )
 def test_a_question_is_rephrased_by_its_form(question: str, wording: str) -> None:

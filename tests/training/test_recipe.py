@@ -1,4 +1,4 @@
-"""The recipe: rows and weights, resumed runs, files that transformers and Millrace read alike, answers, the toy."""
+"""The recipe: rows and weights, resumed runs, files that transformers and Headrace read alike, answers, the toy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 import torch
 import transformers
 
-from millrace.engine.cpu import CpuExecutor
-from millrace.engine.offline import greedy, logits
-from millrace.models.loading import open_model
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import greedy, logits
+from headrace.models.model_folder import open_model
+from tests.training.stand_in import SHAPE, stream, tasks
 from training import evaluate, make
 from training.card import begin, end, filled
 from training.corpus import arithmetic, facts
@@ -49,8 +50,6 @@ from training.rows import (
 from training.shape import CONTEXT, DRAFT, MINI, Shape
 from training.tokenizer import ASSISTANT, END, read, text_of, token_id
 from training.train import Pace, Settings, SettingsChangedError, train
-
-from .stand_in import SHAPE, stream, tasks
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(SHAPE, tokens=6_000, seed=5, step_tokens=512)
@@ -242,7 +241,7 @@ def test_both_models_together_are_small_enough_to_ship() -> None:
     assert 2 * (MINI.weights + DRAFT.weights) < 38e6  # bytes; the tokenizers come on top
 
 
-def test_the_files_give_the_same_logits_in_transformers_and_in_millrace(model_folder: Path) -> None:
+def test_the_files_give_the_same_logits_in_transformers_and_in_headrace(model_folder: Path) -> None:
     tokens = [1, *range(9, 250), *range(40, 300)]
     with torch.no_grad():
         ours = (model := read_model(model_folder)).logits(model(torch.tensor([tokens])))[0].numpy()
@@ -256,7 +255,7 @@ def test_the_files_give_the_same_logits_in_transformers_and_in_millrace(model_fo
     assert ours.std() > 0.1
 
 
-def test_transformers_generates_to_the_end_token_as_millrace_does(model_folder: Path) -> None:
+def test_transformers_generates_to_the_end_token_as_headrace_does(model_folder: Path) -> None:
     model = open_model(model_folder)
     prompt = model.tokenizer.encode(text_of((Turn("user", "Say river 7"),), (), prompt=True), add_special_tokens=False)
     executor = CpuExecutor.load(model, weights="f32", kv="f32", threads=1)
@@ -536,12 +535,12 @@ def test_exercises_hold_nothing_that_is_held_out() -> None:
 
 def test_synonyms_leave_names_of_commands_and_settings_alone() -> None:
     random = Random(8)
-    question = "Which folder does millrace check use, and what limits --limits in make check?"
+    question = "Which folder does headrace check use, and what limits --limits in make check?"
     found = {with_synonyms(random, question) for _ in range(100)}
     assert len(found) > 6
     for text in found:
         assert re.fullmatch(
-            r"Which (folder|directory) does millrace check (use|employ), "
+            r"Which (folder|directory) does headrace check (use|employ), "
             r"and what (limits|caps|bounds) --limits in make check\?",
             text,
         )
@@ -566,7 +565,7 @@ def test_a_question_never_becomes_one_that_is_held_out() -> None:
 
 
 def test_a_worn_question_keeps_most_of_its_words_in_their_order() -> None:
-    question = "What does the scheduler of Millrace do when memory is short?"
+    question = "What does the scheduler of Headrace do when memory is short?"
     random = Random(7)
     found = {facts.worn(random, question) for _ in range(200)}
     assert len(found) > 50

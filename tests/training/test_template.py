@@ -1,4 +1,4 @@
-"""The chat template and the tokenizer: one meaning for transformers, for Millrace and for the recipe."""
+"""The chat template and the tokenizer: one meaning for transformers, for Headrace and for the recipe."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import transformers
 
-from millrace.models.tokenizer import Tokenizer
+from headrace.models.text.tokenizer import Tokenizer
+from tests.training.stand_in import LOOKUP, VOCABULARY
 from training.corpus.conversation import JSON, ToolCall, Turn, rendered
 from training.shape import CONTEXT
 from training.tokenizer import MARKS, SPECIAL, messages_of, read, text_of
-
-from .stand_in import LOOKUP, VOCABULARY
 
 ASKED = Turn("user", "  Where is Anna's 2nd letter?\n")
 CALLS = (ToolCall("look_up", {"word": "Zoë <b>&'\"", "deep": {"list": [1, 2.5, None, True]}}), ToolCall("now", {}))

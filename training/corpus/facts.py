@@ -1,4 +1,4 @@
-"""Task 1, questions about LLM latency and about Millrace: every fact has one answer and many ways to ask for it.
+"""Task 1, questions about LLM latency and about Headrace: every fact has one answer and many ways to ask for it.
 
 The facts are written by hand in facts/*.toml. The last two questions of each are held out of training; the others,
 their rephrasings, and questions after the terms that a fact defines are learnt, as different people would type them.
@@ -92,7 +92,7 @@ SYSTEMS = (
     "Answer briefly.",
     "Answer in one or two sentences.",
     "You help engineers who serve language models.",
-    "You are the assistant of Millrace.",
+    "You are the assistant of Headrace.",
     "Be short and precise.",
 )
 BETWEEN = (  # a turn of politeness between two questions, and what is said to it

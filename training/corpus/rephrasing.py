@@ -66,7 +66,7 @@ FORMS = [
             ),
         ),
         (
-            r"What does (--\S+) do in (millrace \S+)\?",
+            r"What does (--\S+) do in (headrace \S+)\?",
             (
                 "What is {0} for in {1}?",
                 "Explain {0} of {1}.",
@@ -107,13 +107,13 @@ FORMS = [
             ("In which cases is {0} useful?", "When is {0} a good idea?", "When does {0} help?"),
         ),
         (
-            r"What does (.+) mean in Millrace\?",
+            r"What does (.+) mean in Headrace\?",
             (
-                "How does Millrace define {0}?",
-                "In Millrace, what does {0} mean?",
-                "What is the meaning of {0} in Millrace?",
-                "Define {0} as Millrace uses it.",
-                "What is {0} in Millrace?",
+                "How does Headrace define {0}?",
+                "In Headrace, what does {0} mean?",
+                "What is the meaning of {0} in Headrace?",
+                "Define {0} as Headrace uses it.",
+                "What is {0} in Headrace?",
             ),
         ),
         (
@@ -127,20 +127,20 @@ FORMS = [
         ),
         (r"What is the formula (?:of|for) (.+)\?", ("Give me the formula for {0}.", "How do I compute {0}?")),
         (
-            r"(?:Can Millrace load|Does Millrace support) (.+)\?",
-            ("Does {0} work in Millrace?", "Will Millrace load {0}?", "May I use {0} with Millrace?"),
+            r"(?:Can Headrace load|Does Headrace support) (.+)\?",
+            ("Does {0} work in Headrace?", "Will Headrace load {0}?", "May I use {0} with Headrace?"),
         ),
         (
-            r"Does Millrace need (.+)\?",
-            ("Is {0} needed by Millrace?", "Do I need {0} for Millrace?", "Is {0} required by Millrace?"),
+            r"Does Headrace need (.+)\?",
+            ("Is {0} needed by Headrace?", "Do I need {0} for Headrace?", "Is {0} required by Headrace?"),
         ),
         (
-            r"What are the (.+) of Millrace\?",
+            r"What are the (.+) of Headrace\?",
             (
-                "What are Millrace's {0}?",
-                "Tell me the {0} of Millrace.",
-                "Which {0} are there in Millrace?",
-                "Name Millrace's {0}.",
+                "What are Headrace's {0}?",
+                "Tell me the {0} of Headrace.",
+                "Which {0} are there in Headrace?",
+                "Name Headrace's {0}.",
             ),
         ),
         (
@@ -152,12 +152,12 @@ FORMS = [
             ("What is the meaning of {0}?", "How should I understand {0}?", "What is {0} supposed to mean?"),
         ),
         (
-            r"Which part of Millrace (.+)\?",
-            ("Which folder of Millrace {0}?", "I am looking for the part of Millrace that {0}."),
+            r"Which part of Headrace (.+)\?",
+            ("Which folder of Headrace {0}?", "I am looking for the part of Headrace that {0}."),
         ),
         (
             r"Which (command|make target|flag|endpoint|API parameter|parameter|header|status|variable|file|engine|model"
-            r"|stage of Millrace) ((?!is|does|has|was)[a-z]+s .+)\?",
+            r"|stage of Headrace) ((?!is|does|has|was)[a-z]+s .+)\?",
             (
                 "What is the {0} that {1}?",
                 "I am looking for the {0} that {1}.",
@@ -171,10 +171,10 @@ FORMS = [
         (r"What is the danger of (.+)\?", ("Why is {0} dangerous?", "What is the risk of {0}?")),
         (r"What is (.+) used for\?", ("For what is {0} used?", "What is the use of {0}?")),
         (r"Which values can (.+) have\?", ("What are the values of {0}?", "What can {0} be?")),
-        (r"(?:What|Which) (.+) does Millrace (have|support|use)\?", ("What are the {0} that Millrace can {1}?",)),
+        (r"(?:What|Which) (.+) does Headrace (have|support|use)\?", ("What are the {0} that Headrace can {1}?",)),
     )
 ]
-PLACE = re.compile(r"(.+) in (Millrace|millrace \S+)\?")  # where it is asked about may be said first
+PLACE = re.compile(r"(.+) in (Headrace|headrace \S+)\?")  # where it is asked about may be said first
 
 
 def rephrased(question: str) -> Iterator[str]:
@@ -287,7 +287,7 @@ SYNONYMS: Final = {
 }
 SWAPPED: Final = 0.5  # of the words that have synonyms
 MARKS: Final = ",.;:?!()"  # a word that begins or ends with another sign is a name
-COMMANDS: Final = frozenset(("millrace", "make"))  # what follows is the name of a command
+COMMANDS: Final = frozenset(("headrace", "make"))  # what follows is the name of a command
 
 
 def with_synonyms(random: Random, question: str) -> str:

@@ -1,4 +1,4 @@
-"""Millrace's engine as an engine: requests through AsyncLLM to its worker process, and their tokens back.
+"""Headrace's engine as an engine: requests through AsyncLLM to its worker process, and their tokens back.
 
     drive_engine.py MODEL WEIGHTS KV THREADS
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from serve import Generate, Late, Prompts, Times, serve
 
-from millrace import AsyncLLM
+from headrace import AsyncLLM
 
 CONTEXT: Final = 4352  # tokens of one sequence
 KV_TOKENS: Final = 16384  # of all sequences together

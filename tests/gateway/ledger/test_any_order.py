@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.gateway.ledger.budgets import Account, Accounts, Admit, Budget
-from tests.gateway.ledger.ledgering import CHAT, DAY, PRICES, Clock, Opened, entry, ledger_in, used
-from tests.gateway.storing import asynchronous
+from headrace.gateway.ledger.budgets import Account, Accounts, Admit, Budget
+from tests.support.file_storage import asynchronous
+from tests.support.ledgers import CHAT, DAY, PRICES, Clock, Opened, entry, ledger_in, used
 
 STEPS, LIVES = 150, 4
 TENANTS = ("a", "b")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from millrace.gateway.ledger.budgets import (
+from headrace.gateway.ledger.budgets import (
     HELD,
     Account,
     Accounts,
@@ -20,8 +20,8 @@ from millrace.gateway.ledger.budgets import (
     Verdict,
     decide,
 )
-from millrace.gateway.ledger.periods import Calendar
-from tests.gateway.ledger.ledgering import NOON
+from headrace.gateway.ledger.periods import Calendar
+from tests.support.ledgers import NOON
 
 COSTS = {"mini": 100, "mini@int4": 10, "free": 0}
 MIDNIGHT = NOON + 12 * 3600

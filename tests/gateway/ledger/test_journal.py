@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.gateway.ledger.journal import Found, Journal, JournalError
+from headrace.gateway.ledger.journal import Found, Journal, JournalError
 
 SLOT, HEADER = 1024, 4096
 

@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from millrace.gateway.ledger.prices import PriceBook
-from tests.gateway.ledger.killing import CACHED, PRICE, PROMPT, accounts, planned
-from tests.gateway.ledger.ledgering import Opened, ledger_in
-from tests.gateway.storing import asynchronous
+from headrace.gateway.ledger.prices import PriceBook
+from tests.gateway.ledger.killed_ledgers import CACHED, PRICE, PROMPT, accounts, planned
+from tests.support.file_storage import asynchronous
+from tests.support.ledgers import Opened, ledger_in
 
 ROUNDS = 20
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ def check_sums(opened: Opened, charges: dict[str, int]) -> None:
 
 
 def test_a_gateway_killed_at_any_point_charges_what_it_acknowledged_once(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("killing.py")
+    script = Path(__file__).with_name("killed_ledgers.py")
     command = [sys.executable, str(script), str(tmp_path), str(ROUNDS), "7"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert run.returncode == 0, run.stderr

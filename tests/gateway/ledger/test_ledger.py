@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from millrace.gateway.ledger.bounds import Bounds
-from millrace.gateway.ledger.budgets import FULL, UNAVAILABLE, Account, Admit, Budget, Fallback, Refuse
-from millrace.gateway.ledger.ledger import LedgerError
-from millrace.gateway.ledger.prices import Price, PriceBook
-from tests.gateway.ledger.ledgering import CHAT, DAY, PRICES, Clock, Opened, budgets, entry, ledger_in, used
-from tests.gateway.storing import asynchronous
+from headrace.gateway.ledger.budgets import FULL, UNAVAILABLE, Account, Admit, Budget, Fallback, Refuse
+from headrace.gateway.ledger.ledger import LedgerError
+from headrace.gateway.ledger.ledger_bounds import Bounds
+from headrace.gateway.ledger.prices import Price, PriceBook
+from tests.support.file_storage import asynchronous
+from tests.support.ledgers import CHAT, DAY, PRICES, Clock, Opened, budgets, entry, ledger_in, used
 
 TODAY, MONTH = "2025-11-22", "2025-11"
 # 10 tokens of input and 10 of output cost 30 micros with "mini".

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from millrace.gateway.ledger.bounds import Bounds, Event
-from millrace.gateway.ledger.budgets import UNAVAILABLE, Account, Accounts, Admit, Budget, Fallback, Refuse
-from millrace.gateway.ledger.export import usage
-from millrace.gateway.ledger.ledger import Ledger
-from millrace.gateway.ledger.postgres_ledger import PostgresLedger, SchemaError
-from millrace.gateway.ledger.store import Query
-from tests.gateway.ledger.ledgering import CHAT, PRICES, Clock, budgets, entry, used
-from tests.gateway.ledger.postgres import Server, serving, why_not
-from tests.gateway.storing import asynchronous
+from headrace.gateway.ledger.budgets import UNAVAILABLE, Account, Accounts, Admit, Budget, Fallback, Refuse
+from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.ledger.ledger_bounds import Bounds, Event
+from headrace.gateway.ledger.ledger_store import Query
+from headrace.gateway.ledger.postgres import PostgresLedger, SchemaError
+from headrace.gateway.ledger.usage_export import usage
+from tests.support.file_storage import asynchronous
+from tests.support.ledgers import CHAT, PRICES, Clock, budgets, entry, used
+from tests.support.postgres_server import Server, serving, why_not
 
 asyncpg: Any = pytest.importorskip("asyncpg", reason="the ledger in Postgres needs asyncpg, which is not installed")
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"there is no Postgres server: {why_not()}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.gateway.ledger.prices import FREE, Price, PriceBook, PriceError, micros_of, microseconds, price, text_of
+from headrace.gateway.ledger.prices import FREE, Price, PriceBook, PriceError, micros_of, microseconds, price, text_of
 
 
 def test_a_price_is_the_exact_sum_rounded_half_up_once() -> None:

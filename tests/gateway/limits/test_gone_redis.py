@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import MillraceError
-from millrace.gateway.breaker import Streak
-from millrace.gateway.limits.limiter import Limiter
-from millrace.gateway.limits.local import LocalStore
-from millrace.gateway.limits.redis_calls import GoneError, RedisCalls
-from millrace.gateway.limits.script import script
-from millrace.gateway.limits.shared import SharedStore
-from tests.gateway.edging import asynchronous
-from tests.gateway.limits.redis_server import Way, pretending
-from tests.gateway.limits.simulating import Clock, admitted, refusal, scope
+from headrace.errors import HeadraceError
+from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.lua_script import script
+from headrace.gateway.limits.redis_calls import GoneError, RedisCalls
+from headrace.gateway.limits.shared_limits import SharedStore
+from tests.support.limit_oracle import Clock, admitted, refusal, scope
+from tests.support.redis_server import Way, pretending
+from tests.support.running_server import asynchronous
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 
@@ -212,12 +212,12 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_tried_after_a_while() ->
 
 @pytest.mark.parametrize("url", ["", "nowhere", "http://127.0.0.1"])
 def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
-    with pytest.raises(MillraceError):
+    with pytest.raises(HeadraceError):
         RedisCalls(url, script())
 
 
 def test_a_lease_shorter_than_its_windows_is_refused() -> None:
-    with pytest.raises(MillraceError):
+    with pytest.raises(HeadraceError):
         SharedStore(Scripted(), lease_s=89.0)
 
 
@@ -227,5 +227,5 @@ def test_without_the_package_an_error_says_what_is_missing(monkeypatch: pytest.M
 
     text = script()
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(MillraceError, match=r"millrace\[redis\]"):
+    with pytest.raises(HeadraceError, match=r"headrace\[redis\]"):
         RedisCalls("redis://127.0.0.1", text)

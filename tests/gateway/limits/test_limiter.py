@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from millrace.gateway.limits.estimate import Estimates
-from millrace.gateway.limits.limiter import Limiter
-from millrace.gateway.limits.local import LocalStore
-from millrace.gateway.limits.refusals import LimitError
-from tests.gateway.edging import asynchronous
-from tests.gateway.limits.simulating import Clock, admitted, refusal, scope
+from headrace.gateway.limits.limit_errors import LimitError
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.output_estimates import Estimates
+from tests.support.limit_oracle import Clock, admitted, refusal, scope
+from tests.support.running_server import asynchronous
 
 
 def limiter_on(clock: Clock, *, first_tokens: int = 100, scopes: int = 10_000, patience_s: float = 2.0) -> Limiter:

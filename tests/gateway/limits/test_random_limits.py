@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.gateway.limits.estimate import Estimates
-from millrace.gateway.limits.limit_set import LimitSet, Scope
-from millrace.gateway.limits.limiter import Limiter
-from millrace.gateway.limits.local import LocalStore
-from millrace.gateway.limits.refusals import LimitError
-from tests.gateway.edging import asynchronous
-from tests.gateway.limits.simulating import Clock, Plan, admitted, random_plans, random_scopes, simulate
+from headrace.gateway.limits.limit_errors import LimitError
+from headrace.gateway.limits.limit_set import LimitSet, Scope
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.output_estimates import Estimates
+from tests.support.limit_oracle import Clock, Plan, admitted, random_plans, random_scopes, simulate
+from tests.support.running_server import asynchronous
 
 
 def limiter_on(clock: Clock, *, entries: int = 1 << 20) -> Limiter:

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from millrace.gateway.limits.estimate import Estimates
-from millrace.gateway.limits.limiter import Limiter
-from millrace.gateway.limits.local import LocalStore
-from millrace.gateway.limits.redis_calls import RedisCalls
-from millrace.gateway.limits.refusals import LimitError
-from millrace.gateway.limits.script import script
-from millrace.gateway.limits.shared import SharedStore
-from tests.gateway.edging import asynchronous
-from tests.gateway.limits.redis_server import MISSING, PROGRAM, Redis, redis_server
-from tests.gateway.limits.simulating import Clock, admitted, random_plans, random_scopes, refusal, scope, simulate
+from headrace.gateway.limits.limit_errors import LimitError
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.lua_script import script
+from headrace.gateway.limits.output_estimates import Estimates
+from headrace.gateway.limits.redis_calls import RedisCalls
+from headrace.gateway.limits.shared_limits import SharedStore
+from tests.support.limit_oracle import Clock, admitted, random_plans, random_scopes, refusal, scope, simulate
+from tests.support.redis_server import MISSING, PROGRAM, Redis, redis_server
+from tests.support.running_server import asynchronous
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.gateway.routing.calibration import (
+from headrace.gateway.routing.calibration import (
     ALWAYS_LARGE,
     CalibrationError,
     Labelled,

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from millrace.gateway.asked import Piece
-from millrace.gateway.errors import ApiError, invalid
-from millrace.gateway.routing.cascade import Cascade, CascadeAnswering
-from millrace.gateway.routing.confidence import MEASURES, TOP, Confidence
-from millrace.gateway.routing.parts import choices_of, summed
-from tests.gateway.edging import asynchronous
-from tests.gateway.routing.scripted import (
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.routing.cascade import Cascade, CascadeAnswering
+from headrace.gateway.routing.composition import choices_of, summed
+from headrace.gateway.routing.confidence import MEASURES, TOP, Confidence
+from tests.support.running_server import asynchronous
+from tests.support.scripted_answers import (
     PROMPT,
     Client,
     Line,

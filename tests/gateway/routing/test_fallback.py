@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.config.routing import Then
-from millrace.gateway.asked import CallDelta, Choice, Piece, Usage
-from millrace.gateway.errors import ApiError, invalid
-from millrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
-from millrace.gateway.routing.joining import DivergedError, Joining, Said
-from millrace.gateway.routing.parts import Restart, choices_of, itemised, summed
-from tests.gateway.edging import asynchronous
-from tests.gateway.routing.scripted import (
+from headrace.config.routing_section import Then
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.requests.text_request import CallDelta, Choice, Piece, Usage
+from headrace.gateway.routing.composition import Restart, choices_of, itemised, summed
+from headrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
+from headrace.gateway.routing.joining import DivergedError, Joining, Said
+from tests.support.running_server import asynchronous
+from tests.support.scripted_answers import (
     PROMPT,
     Client,
     Line,

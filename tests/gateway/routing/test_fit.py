@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cascade import report
-from millrace.gateway.routing.complexity import FEATURES, Classifier
+from headrace.gateway.routing.complexity import FEATURES, Classifier
 from training import routing
 from training.corpus.conversation import Question, Turn
 from training.routing import (

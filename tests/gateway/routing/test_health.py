@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from millrace.config.breaker import BreakerConfig
-from millrace.config.routing import HealthConfig
-from millrace.gateway.breaker import State
-from millrace.gateway.routing.health import Check, Health
-from tests.gateway.edging import asynchronous
+from headrace.config.breaker_section import BreakerConfig
+from headrace.config.routing_section import HealthConfig
+from headrace.gateway.circuit_breaker import State
+from headrace.gateway.routing.health import Check, Health
+from tests.support.running_server import asynchronous
 
 
 def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:

@@ -7,12 +7,12 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.config.routing import HedgeConfig
-from millrace.gateway.asked import Usage
-from millrace.gateway.errors import ApiError
-from millrace.gateway.routing.hedge import LEAST_SAMPLES, Allowance, HedgedAnswering, Hedging, Latencies
-from tests.gateway.edging import asynchronous
-from tests.gateway.routing.scripted import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
+from headrace.config.routing_section import HedgeConfig
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.routing.hedge import LEAST_SAMPLES, Allowance, HedgedAnswering, Hedging, Latencies
+from tests.support.running_server import asynchronous
+from tests.support.scripted_answers import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
 
 QUICK = HedgeConfig(least_ms=5.0, most_ms=20.0)
 

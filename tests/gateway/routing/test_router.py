@@ -10,21 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.config.breaker import BreakerConfig
-from millrace.config.routing import HedgeConfig, RoutingConfig
-from millrace.gateway.asked import Asked
-from millrace.gateway.errors import ApiError
-from millrace.gateway.exchange import Exchange
-from millrace.gateway.routing.calibration import ALWAYS_LARGE, Labelled, write_labelled
-from millrace.gateway.routing.cascade import Cascade
-from millrace.gateway.routing.checks import findings
-from millrace.gateway.routing.compose import Composer, decisions_of, hedgings_of
-from millrace.gateway.routing.health import Health
-from millrace.gateway.routing.hedge import LEAST_SAMPLES
-from millrace.gateway.routing.parts import Answers, Decision, part_of
-from millrace.gateway.routing.router import HEADER, Plan, Router, headers_of, variants_in
-from tests.gateway.edging import asynchronous
-from tests.gateway.routing.scripted import (
+from headrace.config.breaker_section import BreakerConfig
+from headrace.config.routing_section import HedgeConfig, RoutingConfig
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.routing.calibration import ALWAYS_LARGE, Labelled, write_labelled
+from headrace.gateway.routing.cascade import Cascade
+from headrace.gateway.routing.composer import Composer, decisions_of, hedgings_of
+from headrace.gateway.routing.composition import Answers, Decision, part_of
+from headrace.gateway.routing.health import Health
+from headrace.gateway.routing.hedge import LEAST_SAMPLES
+from headrace.gateway.routing.router import HEADER, Plan, Router, headers_of, variants_in
+from headrace.gateway.routing.routing_checks import findings
+from headrace.gateway.serving.exchange import Exchange
+from tests.support.running_server import asynchronous
+from tests.support.scripted_answers import (
     Client,
     Line,
     Scripted,

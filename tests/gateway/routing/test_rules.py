@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.config.routing import RuleConfig, When
-from millrace.engine.grammar_source import Grammar
-from millrace.gateway.asked import Asked, Tool
-from millrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
-from millrace.gateway.routing.language import LANGUAGES, language_of
-from millrace.gateway.routing.rules import Facts, Rule, first_that_holds, minutes_of
-from tests.gateway.routing.scripted import asked_for, exchange_of
+from headrace.config.routing_section import RuleConfig, When
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
+from headrace.gateway.routing.language import LANGUAGES, language_of
+from headrace.gateway.routing.rules import Facts, Rule, first_that_holds, minutes_of
+from tests.support.scripted_answers import asked_for, exchange_of
 
 WEDNESDAY = datetime(2026, 11, 18, 14, 30, tzinfo=UTC).timestamp()
 
@@ -105,7 +105,7 @@ def test_what_no_rule_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("nobody asked")
 
     for name in ("complexity", "language_of"):
-        monkeypatch.setattr(f"millrace.gateway.routing.rules.{name}", never)
+        monkeypatch.setattr(f"headrace.gateway.routing.rules.{name}", never)
     assert holds(When(surfaces=("chat",), most_tokens=1000))
     assert not holds(When(tools=True, languages=("en",), least_complexity=0.1))
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.gateway.asked import Asked
-from millrace.gateway.routing.splits import UNITS, Split, conversation_of, place_of
-from tests.gateway.routing.scripted import asked_for, exchange_of
+from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.routing.splits import UNITS, Split, conversation_of, place_of
+from tests.support.scripted_answers import asked_for, exchange_of
 
 CONVERSATIONS = [b"conversation %d" % number for number in range(20_000)]
 

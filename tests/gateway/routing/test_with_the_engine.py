@@ -6,22 +6,22 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from millrace.config.routing import HedgeConfig
-from millrace.engine.client import WorkerLostError
-from millrace.engine.request import Finish, Request
-from millrace.engine.sampling import Chosen
-from millrace.engine.stream import Stream
-from millrace.engine.wire import Ending, Output, Usage
-from millrace.gateway.answering import Answering
-from millrace.gateway.asked import Asked
-from millrace.gateway.exchange import Caller, Exchange
-from millrace.gateway.fleet import Served
-from millrace.gateway.routing.cascade import Cascade, CascadeAnswering
-from millrace.gateway.routing.fallback import FallbackAnswering, Step
-from millrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
-from millrace.gateway.routing.parts import Answers, Factory, part_of
-from tests.gateway.edging import FakeEngine, asynchronous, tokenizer, until
-from tests.gateway.routing.scripted import Client, asked_for, deliver
+from headrace.config.routing_section import HedgeConfig
+from headrace.engine.interface.outputs import Ending, Output, Usage
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Chosen
+from headrace.engine.process.engine_client import WorkerLostError
+from headrace.engine.process.output_stream import Stream
+from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.routing.cascade import Cascade, CascadeAnswering
+from headrace.gateway.routing.composition import Answers, Factory, part_of
+from headrace.gateway.routing.fallback import FallbackAnswering, Step
+from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
+from headrace.gateway.serving.engine_answering import Answering
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.fleet import Served
+from tests.support.running_server import FakeEngine, asynchronous, tokenizer, until
+from tests.support.scripted_answers import Client, asked_for, deliver
 
 
 class Variant:

@@ -1,0 +1,21 @@
+"""Headrace serves large language models with low latency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM as LLM
+    from headrace.llm import AsyncLLM as AsyncLLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only who uses an engine imports one: `headrace --help` is quick.
+    if name in ("LLM", "AsyncLLM"):
+        from headrace import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'headrace' has no attribute '{name}'")

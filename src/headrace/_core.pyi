@@ -1,0 +1,161 @@
+"""The CPU compute core (C++, `core/`): arrays in, arrays out; knows nothing of files or requests."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK: int  # tokens in a KV block
+LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
+KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version are of no use
+
+Format = Literal["f32", "bf16", "int8", "int4"]
+SourceType = Literal["f32", "bf16", "f16"]
+KvType = Literal["f32", "bf16", "int8"]
+
+def isa_available() -> list[str]: ...  # best first
+def isa_emulated() -> list[str]: ...  # for tests alone
+def isa_default() -> str: ...  # HEADRACE_ISA or the best; ValueError where the machine lacks it
+
+class Pool:
+    """Threads that run steps; asleep while idle. The calling thread is one of `threads`."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+def packed_bytes(
+    format: Format, outputs: int, inputs: int, group: int, asymmetric: bool = False, multiples: bool = False
+) -> int: ...
+def pack(
+    source: NDArray[Any],  # [outputs, inputs], C order; f32, or uint16 bits for bf16 and f16
+    source_type: SourceType,
+    format: Format,
+    group: int,  # inputs that share a scale; 0: per channel; ignored by f32 and bf16
+    out: NDArray[np.uint8],  # packed_bytes(...) long, aligned to 64
+    pool: Pool,
+    multiples: bool = False,  # of int4 in groups of 32: scales are whole multiples of one that four groups share
+) -> float:
+    """Quantise (round to nearest, clip by least squared error) and lay out for the kernels; returns the gain."""
+
+def pack_codes(
+    codes: NDArray[np.uint8],  # [outputs, inputs]
+    scales: NDArray[np.float32],  # [outputs, groups]
+    zeros: NDArray[np.int16] | None,  # [outputs, groups]; None: 8 (int4) or 128 (int8)
+    format: Format,
+    group: int,
+    out: NDArray[np.uint8],
+) -> float:
+    """Lay out codes that another program quantised: weight = scale * (code - zero)."""
+
+def find_nonfinite(source: NDArray[Any], source_type: SourceType, pool: Pool) -> int:
+    """Index of the first NaN or infinity, or -1."""
+
+class Packed:
+    """A weight matrix in the kernels' layout; holds on to `data`, which may be a mapped file."""
+
+    def __init__(
+        self,
+        format: Format,
+        outputs: int,
+        inputs: int,
+        group: int,
+        gain: float,
+        data: NDArray[np.uint8],
+        asymmetric: bool = False,
+        multiples: bool = False,
+    ) -> None: ...
+    def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it
+
+def multiply(
+    weights: Packed,
+    rows: NDArray[np.float32],  # [rows, inputs]
+    out: NDArray[np.float32],  # [rows, outputs]
+    pool: Pool,
+    isa: str,
+) -> None:
+    """One product, as a step computes it."""
+
+class Kv:
+    """KV memory of one model: blocks of 16 tokens, zeroed, in every layer."""
+
+    def __init__(self, layers: int, kv_heads: int, head_size: int, blocks: int, type: KvType) -> None: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def bytes_per_block(self) -> int: ...
+    @staticmethod
+    def block_bytes(layers: int, kv_heads: int, head_size: int, type: KvType) -> int: ...
+    def copy_block(self, source: int, target: int) -> None: ...
+    def read_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Its bytes in all layers, `bytes_per_block` of them. Not while a step runs."""
+
+    def write_block(self, block: int, bytes: NDArray[np.uint8]) -> None:
+        """What `read_block` gave, of this or another KV memory of the same sizes and type. Not while a step runs."""
+
+class Model:
+    """A model bound to its weights, ready to run steps of at most `max_rows` new tokens."""
+
+    def __init__(
+        self,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, Packed | NDArray[np.float32]],
+        pool: Pool,
+        max_rows: int,
+        isa: str,
+    ) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    def stage_seconds(self) -> dict[str, float]:
+        """Where the time of all steps so far went."""
+
+    def step(
+        self,
+        kv: Kv,
+        tokens: NDArray[np.int32],  # [rows] new tokens of all sequences, one sequence after the other
+        offsets: NDArray[np.int32],  # [sequences + 1] where each sequence's rows start
+        computed: NDArray[np.int32],  # [sequences] tokens already in the KV blocks
+        block_tables: NDArray[np.int32],  # [sequences, most blocks]
+        rope_variants: NDArray[np.int32],  # [sequences]
+        wanted: NDArray[np.int32],  # rows, ascending
+        out: NDArray[np.float32],  # [wanted, vocab] logits, or [wanted, hidden] when hidden
+        hidden: bool = False,
+        peaks: NDArray[np.float32] | None = None,  # out, [wanted, ceil(vocab / 32)] the largest of every 32 logits
+    ) -> None: ...
+
+class Sampler:
+    """Chooses the next tokens of all rows at once; see core/sample.h for the order in which wishes apply."""
+
+    def __init__(self, vocab: int, pool: Pool, isa: str) -> None: ...
+    def choose(
+        self,
+        logits: NDArray[np.float32],  # [rows, vocab]; changed where a row's wishes do
+        numbers: NDArray[np.float32],  # [rows, 6] temperature, top_p, min_p, repetition, frequency, presence
+        counts: NDArray[np.int32],  # [rows, 2] top_k (0: all), logprobs (-1: none)
+        keys: NDArray[np.uint64],  # [rows, 2] seed, position
+        seen: NDArray[np.int32],  # tokens of prompt and output, each once a row, all rows one after the other
+        seen_counts: NDArray[np.int32],  # how often each is in the output
+        seen_offsets: NDArray[np.int32],  # [rows + 1]
+        bias_tokens: NDArray[np.int32],
+        biases: NDArray[np.float32],
+        bias_offsets: NDArray[np.int32],  # [rows + 1]
+        masks: NDArray[np.uint32],  # [masks, ceil(vocab / 32)] a bit per token, set where it is allowed
+        mask_rows: NDArray[np.int32],  # [rows] index of the row's mask, -1: none
+        tokens: NDArray[np.int32],  # out, [rows]; -1 where no token can be chosen
+        logprobs: NDArray[np.float32],  # out, [rows]
+        top: NDArray[np.int32],  # out, [rows, most]
+        top_logprobs: NDArray[np.float32],  # out, [rows, most]
+        peaks: NDArray[np.float32] | None = None,  # [rows, ceil(vocab / 32)] as a step gives them; None: to be found
+    ) -> None: ...
+
+def measure_bandwidth(pool: Pool, mebibytes: int, seconds: float) -> float:
+    """Bytes per second that all threads together read from memory."""
+
+def measure_peak(pool: Pool, kind: str, seconds: float) -> float:
+    """Operations per second (a multiply and an add are two) from registers; 0 where the machine lacks the instructions.
+
+    Kinds: fma_f32, dot_int8, dot_bf16, amx_int8, amx_bf16.
+    """

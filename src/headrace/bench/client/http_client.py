@@ -1,0 +1,192 @@
+"""A light HTTP/1.1 client: connections that are kept, a bound on every wait, errors by kind.
+
+Owns Target (where the server is), Client (the pool), and how requests look on the wire. It never raises for what a
+server does: the Answer says it. Knows nothing of prompts and schedules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from headrace.bench.client.http_connection import Connection
+from headrace.bench.client.streamed_answer import Answer
+from headrace.errors import RequestError
+
+AGENT: Final = "headrace-bench"
+
+
+class Target(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    base: str  # path before /v1, such as "" or "/proxy"
+    secure: bool
+    name: str  # for the Host header
+
+    @classmethod
+    def of(cls, url: str) -> Target:
+        """RequestError for what is no server's URL."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+            raise RequestError(
+                f"'{url}' is no server's URL; expected http://HOST:PORT or https://HOST", parameter="url"
+            )
+        secure = parts.scheme == "https"
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        name = host if port is None else f"{host}:{port}"
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if secure else 80), base, secure, name)
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.secure else 'http'}://{self.name}{self.base}"
+
+
+def head_of(target: Target, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+    """All of a request's head but the length of its body; RequestError for a header that is none."""
+    for name, value in headers.items():
+        if not name.isascii() or not value.isascii() or not f"{name}{value}".isprintable() or not name or " " in name:
+            raise RequestError(f"'{name}' is no header that can be sent", parameter="header")
+    lines = {"host": target.name, "accept": "*/*", "user-agent": AGENT, "content-type": "application/json"}
+    lines |= {name.lower(): value for name, value in headers.items()}
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {target.base}{path} HTTP/1.1\r\n{text}".encode()
+
+
+def request_of(head: bytes, body: bytes) -> bytes:
+    return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
+
+
+class Client:
+    """All of it belongs to one event loop."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        timeout: float,
+        connect_timeout: float,
+        most_kept: int,
+        insecure: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`timeout`: seconds for a whole answer; `most_kept`: idle connections. `insecure` believes any certificate."""
+        self.target = target
+        self.clock = clock
+        self.opened = 0  # connections so far
+        self.stale = 0  # kept connections that the server had closed
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        self._most_kept = most_kept
+        self._idle: list[Connection] = []
+        self._ssl = _context(insecure) if target.secure else None
+        self._address: str | None = None  # that the host's name has come to: it is looked up once
+
+    async def ask(self, request: bytes, answer: Answer) -> None:
+        """Sends it and waits until `answer` has ended, well or with an error."""
+        answer.start = self.clock()
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                while (connection := self._kept()) is not None:
+                    if await connection.send(request, answer):
+                        break
+                    self.stale += 1
+                if connection is None:
+                    connection = await self._open()
+                    answer.connect = self.clock() - answer.start
+                    await connection.send(request, answer)
+        except TimeoutError:
+            answer.end = self.clock()
+            answer.fail("timeout", f"no whole answer within {self._timeout:g} s")
+        except _ConnectError as error:
+            answer.end = self.clock()
+            answer.fail(error.kind, error.why)
+        finally:
+            if connection is not None:
+                if connection.reusable and len(self._idle) < self._most_kept:
+                    self._idle.append(connection)
+                else:
+                    connection.abort()
+
+    async def fetch(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """A whole answer, whatever its status; its body is as it came."""
+        answer = Answer(stream=False)
+        raw = b"" if body is None else msgspec.json.encode(body)
+        await self.ask(request_of(head_of(self.target, method, path, headers or {}), raw), answer)
+        return answer
+
+    async def warm(self, count: int) -> None:
+        """Opens connections ahead of their requests, as far as the server lets us."""
+        missing = min(count, self._most_kept) - len(self._idle)
+        opened = await asyncio.gather(*(self._open() for _ in range(max(0, missing))), return_exceptions=True)
+        self._idle += [connection for connection in opened if isinstance(connection, Connection)]
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    def _kept(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _open(self) -> Connection:
+        target = self.target
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                transport, connection = await loop.create_connection(
+                    lambda: Connection(self.clock),
+                    self._address or target.host,
+                    target.port,
+                    ssl=self._ssl,
+                    server_hostname=target.host if target.secure else None,
+                )
+        except ConnectionRefusedError:
+            raise _ConnectError("refused", f"{target.host}:{target.port} takes no connections") from None
+        except TimeoutError:
+            raise _ConnectError("timeout", f"no connection within {self._connect_timeout:g} s") from None
+        except ssl.SSLError as error:
+            raise _ConnectError("tls", str(error)) from None
+        except ConnectionResetError as error:
+            raise _ConnectError("reset", str(error)) from None
+        except (OSError, socket.gaierror) as error:
+            # Where a name has several addresses, all their errors are in one text.
+            refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)
+            raise _ConnectError("refused" if refused else "unreachable", str(error)) from None
+        self.opened += 1
+        self._address = transport.get_extra_info("peername")[0]
+        return connection
+
+
+class _ConnectError(Exception):
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+        self.why = why
+
+
+def _context(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

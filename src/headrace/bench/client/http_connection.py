@@ -1,0 +1,152 @@
+"""One HTTP/1.1 connection of the client: a request goes out, its answer is stamped as its bytes arrive.
+
+Owns Connection: httptools' parser, chunked bodies, bodies that end with the connection, and how a connection's end
+becomes an error of the answer. Knows nothing of pools, of bodies' meaning, or of timeouts.
+
+The stamp is taken first thing in data_received, so that what this process does with the bytes is in no figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, cast
+
+import httptools
+
+from headrace.bench.client.streamed_answer import Answer
+
+MOST_HEAD: Final = 256 * 1024  # bytes of an answer's head: 256 KiB
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._settled: asyncio.Future[bool] | None = None
+        self._now = 0.0
+        self._heard = 0  # bytes of this answer
+        self._asked = 0  # requests that it has carried
+        self._headed = False  # the answer's head is whole
+        self._whole = False  # and so is its body
+        self._framed = False  # the head says where the body ends
+        self._interim = False  # a 1xx answer, which another follows
+        self._keep = False
+        self._type = ""
+        self.closed = False
+
+    def send(self, request: bytes, answer: Answer) -> asyncio.Future[bool]:
+        """True once `answer` has ended; False where a kept connection turned out to be closed, and nobody heard it."""
+        assert self._transport is not None
+        assert self._answer is None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer = answer
+        self._heard = 0
+        self._headed = self._whole = self._framed = self._interim = self._keep = False
+        self._type = ""
+        self._asked += 1
+        self._settled = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._settled
+
+    @property
+    def reusable(self) -> bool:
+        return not self.closed and self._answer is None and self._transport is not None
+
+    def abort(self) -> None:
+        """Ends the connection, and leaves an answer that it was giving as it is."""
+        self.closed = True
+        self._answer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = self._clock()
+        answer = self._answer
+        if answer is None:
+            self.abort()  # bytes that nobody asked for
+            return
+        self._heard += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a bug of ours, no fault of the server's
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._whole:
+                answer.fail("malformed", f"HTTP: {error}")
+        if not self._headed and self._heard > MOST_HEAD:
+            answer.fail("malformed", f"the head is longer than {MOST_HEAD} bytes")
+        if self._whole:
+            answer.over(self._now)
+            self._settle()
+        elif answer.error:
+            answer.end = self._now
+            self._keep = False
+            self._settle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        answer = self._answer
+        if answer is None:
+            return
+        now = self._clock()
+        if self._headed and not self._framed and exc is None:
+            answer.over(now)  # the body ends with the connection
+        elif not self._heard and self._asked > 1:
+            # The server closed a connection that it had kept for us, just when we used it: no fault of this request.
+            self._answer = None
+            if self._settled is not None and not self._settled.done():
+                self._settled.set_result(False)
+            return
+        else:
+            answer.end = now
+            answer.fail("reset", str(exc) if exc else "the server closed the connection before the answer's end")
+        self._keep = False
+        self._settle()
+
+    def _settle(self) -> None:
+        self._answer = None
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(True)
+        if not self._keep:
+            self.abort()
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            self._keep = False  # an answer that nobody asked for begins
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-type":
+            self._type = value.decode("latin-1").lower()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+
+    def on_headers_complete(self) -> None:
+        if self._answer is None or self._whole:
+            return
+        status = self._parser.get_status_code()
+        self._interim = status < 200
+        if not self._interim:
+            self._headed = True
+            self._answer.head(status, self._type)
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None and not self._answer.error and not self._whole:
+            self._answer.data(body, self._now)
+
+    def on_message_complete(self) -> None:
+        if not self._interim and not self._whole:
+            self._whole = True
+            self._keep = self._parser.should_keep_alive()

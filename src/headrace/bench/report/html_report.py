@@ -1,0 +1,145 @@
+"""A benchmark's report: one HTML file with everything in it, for one result or for several over each other.
+
+Owns the page: what stands on it in which order, its policy (nothing is loaded, no script but its own runs), its bounds.
+The charts are report_charts's and report_load's, the tables report_figures's, looks and movement report.css's and
+report.js's. Everything a server said is text that is escaped where it is put in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from headrace.bench.report.charts import histograms, percentile_charts, request_bars, time_lines
+from headrace.bench.report.load_charts import load_charts
+from headrace.bench.report.markup import Html, join, tag
+from headrace.bench.report.report_tables import (
+    Run,
+    errors_table,
+    figures_table,
+    group_tables,
+    keys,
+    names,
+    ran_table,
+    side_by_side,
+    stages_table,
+    tiles,
+    totals_table,
+)
+from headrace.bench.results.benchmark_result import Result
+from headrace.bench.results.columns import columns
+from headrace.bench.results.formatting import clean
+from headrace.errors import RequestError
+
+MOST_RESULTS: Final = 16  # in one report: the style sheet can hide as many
+MOST_WARNINGS: Final = 50
+_HERE: Final = Path(__file__).parent
+_WORDS: Final = (
+    ("TTFT", "from sending a request to its first content, reasoning or tool delta"),
+    ("ITL", "the gaps between streamed outputs, of all requests together"),
+    ("TPOT", "(E2EL - TTFT) / (output tokens - 1), for each request"),
+    ("E2EL", "from sending a request to the last byte of its answer"),
+    ("Goodput", "requests per second that ended well and met every objective"),
+    ("p50, p90, p95, p99", "half, 90, 95 and 99 in 100 of the values are not above"),
+    ("Knee", "the highest load of a sweep that the server kept up with"),
+)
+
+
+def write_html(results: Result | Sequence[Result], path: Path, *, machine: str = "") -> None:
+    """`machine`: what the client ran on, in words."""
+    path.write_text(html(results, machine=machine), encoding="utf-8")
+
+
+def html(results: Result | Sequence[Result], *, machine: str = "") -> str:
+    every = [results] if isinstance(results, Result) else list(results)
+    if not 1 <= len(every) <= MOST_RESULTS:
+        raise RequestError(f"a report shows 1 to {MOST_RESULTS} results, not {len(every)}")
+    runs = [
+        Run(result=result, columns=columns(result), name=name, series=place)
+        for place, (result, name) in enumerate(zip(every, names(every), strict=True))
+    ]
+    title = "Benchmark of " + (every[0].model or every[0].url or "a server")
+    if len(runs) > 1:
+        title = "Benchmark of " + ", ".join(run.name for run in runs)
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    script = (_HERE / "report.js").read_text(encoding="utf-8")
+    # Nothing may be loaded from anywhere. Even a hole in the escaping would run no script: only this one's digest may.
+    own = f"style-src {_digest(style)}; script-src {_digest(script)}"
+    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", clean(title, 120)),
+        Html(f"<style>{style}</style>"),
+    )
+    body = tag(
+        "body",
+        _header(runs, title),
+        tag("main", *_main(runs, machine)),
+        _footer(),
+        tag("div", id="tip", role="status", hidden="hidden"),
+        Html(f"<script>{script}</script>"),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _header(runs: Sequence[Run], title: str) -> Html:
+    first = runs[0].result
+    parts = (
+        [first.url, first.workload, first.load, first.started_at] if len(runs) == 1 else [first.workload, first.load]
+    )
+    if len(runs) == 1 and first.label:
+        parts.insert(0, first.label)
+    under = " · ".join(clean(part, 200) for part in parts if part)
+    return tag(
+        "header",
+        tag("div", tag("h1", clean(title, 240)), tag("p", under, class_="under")),
+        tag("button", "Dark", id="theme", type="button", hidden="hidden"),
+    )
+
+
+def _main(runs: Sequence[Run], machine: str) -> list[Html]:
+    alone = len(runs) == 1
+    found = [tiles(runs[0])] if alone else [keys(runs), side_by_side(runs)]
+    warnings = [(run, warning) for run in runs for warning in run.result.warnings][:MOST_WARNINGS]
+    if warnings:
+        lines = (tag("li", warning if alone else f"{run.name}: {warning}") for run, warning in warnings)
+        found.insert(0, tag("ul", *lines, class_="warnings", aria_label="Warnings"))
+    bars = request_bars(runs[0]) if alone else None
+    found += [
+        _section("Latency and throughput against load", load_charts(runs)),
+        _section("Latency by percentile", percentile_charts(runs)),
+        _section("Over time", [*time_lines(runs), *([bars] if bars is not None else [])]),
+        _section("How values are spread", histograms(runs)),
+    ]
+    tables = [figures_table(run) for run in runs] if alone else []
+    tables += [totals_table(runs), *(each for each in (stages_table(runs),) if each is not None), *group_tables(runs)]
+    errors = errors_table(runs)
+    if errors is not None:
+        tables.append(tag("div", errors, class_="words"))
+    found.append(tag("section", tag("h2", "Figures"), *tables))
+    if not any(run.result.rows for run in runs):
+        found.append(tag("p", "The result has no rows of single requests, so there are no curves.", class_="under"))
+    found.append(tag("section", tag("h2", "What was run"), *(ran_table(run, machine) for run in runs)))
+    return found
+
+
+def _section(title: str, charts: Sequence[Html]) -> Html:
+    if not charts:
+        return Html()
+    return tag("section", tag("h2", title), tag("div", *charts, class_="charts"))
+
+
+def _footer() -> Html:
+    words = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in _WORDS)
+    return tag("footer", tag("dl", *words))

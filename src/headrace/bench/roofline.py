@@ -1,0 +1,105 @@
+"""Floors: the least time that a model's steps can take on a machine, per precision.
+
+Owns the counting of bytes and operations of a step. A decode token must read every weight that it multiplies with once;
+a prefill must do every multiplication once. Knows nothing of how Headrace computes: no program could beat these.
+"""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+import msgspec
+import numpy as np
+
+import headrace._core as _core
+from headrace.bench.machine import Machine
+from headrace.models.packing import packed_size
+from headrace.models.precision import KvType, WeightPlan
+from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+
+PREFILL: Final = 512  # tokens
+
+
+class Floor(msgspec.Struct, frozen=True):
+    precision: str
+    weight_bytes: int
+    decode_bytes: int  # read for one token
+    bandwidth: float  # bytes per second
+    peak: float  # operations per second
+    decode_ms: float
+    prefill_ms: float  # of 512 tokens
+
+
+def parameters(spec: ModelSpec) -> int:
+    return sum(int(np.prod(shape)) for shape in tensor_shapes(spec).values())
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """What one token meets: of the experts the chosen ones, of an embedding that is not the head too nothing."""
+    return sum(int(np.prod(shape)) for shape in _active_shapes(spec).values())
+
+
+def decode_bytes(spec: ModelSpec, plan: WeightPlan) -> int:
+    return packed_size(spec, _active_shapes(spec), plan)
+
+
+def operations(spec: ModelSpec, tokens: int) -> float:
+    """Of a prefill from nothing: products for every token, the head for the last, attention over what each one sees."""
+    shapes = _active_shapes(spec)
+    head = shapes.pop("embed" if spec.tied else "head", (0,))
+    products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
+    seen = 0.0
+    for layer in spec.layers:
+        if not spec.causal:
+            seen += tokens * tokens
+        else:
+            window = min(layer.window or tokens, tokens)
+            seen += window * (window + 1) / 2 + (tokens - window) * window
+    return 2.0 * products * tokens + 2.0 * int(np.prod(head)) + 4.0 * spec.q_size * seen
+
+
+def kv_bytes_per_token(spec: ModelSpec) -> dict[KvType, float]:
+    return {
+        kind: _core.Kv.block_bytes(len(spec.layers), spec.kv_heads, spec.head_size, kind) / _core.BLOCK
+        for kind in get_args(KvType)
+    }
+
+
+def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second: float) -> Floor:
+    read = decode_bytes(spec, plan)
+    peak = best_peak(machine, plan.default.format)
+    decode = max(read / bytes_per_second, 2.0 * active_parameters(spec) / peak)
+    prefill = max(read / bytes_per_second, operations(spec, PREFILL) / peak)
+    return Floor(
+        precision=plan.default.name,
+        weight_bytes=packed_size(spec, tensor_shapes(spec), plan),
+        decode_bytes=read,
+        bandwidth=bytes_per_second,
+        peak=peak,
+        decode_ms=decode * 1e3,
+        prefill_ms=prefill * 1e3,
+    )
+
+
+def best_peak(machine: Machine, weight_format: str) -> float:
+    """The fastest instructions that multiply what such weights can be turned into without losing anything of them."""
+    kinds = ["fma_f32"]
+    if weight_format != "f32":
+        kinds += ["dot_bf16", "amx_bf16"]
+    if weight_format in {"int8", "int4"}:
+        kinds += ["dot_int8", "amx_int8"]
+    return max(machine.peaks[kind] for kind in kinds)
+
+
+def _active_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    shapes = tensor_shapes(spec)
+    for name in list(shapes):
+        if spec.experts is not None and ".experts." in name:
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            if expert >= spec.experts.top_k:
+                del shapes[name]
+    if not spec.tied:
+        del shapes["embed"]  # one row is read
+    shapes.pop("positions", None)
+    shapes.pop("token_types", None)
+    return shapes

@@ -1,0 +1,97 @@
+"""Other orders than the fair one, to compare with: first come first served, and longest cached prefix first.
+
+Both know neither tenants nor surfaces: one queue, no charge, no objective. Only for measuring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, Literal, get_args
+
+from msgspec.structs import replace
+
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.waiting_queue import SHORT, FairQueue, Job
+
+Order = Literal["fair", "fcfs", "longest-prefix"]
+ORDERS: Final[tuple[Order, ...]] = get_args(Order)
+_SAME: Final = 64  # tokens that are compared to find the requests whose prefix has become hot
+
+
+class ArrivalQueue(FairQueue):
+    """First come, first served."""
+
+    def push(self, job: Job, now: float) -> None:
+        job.line = SHORT
+        job.late = math.inf
+        job.urgency = job.request.arrival
+        super().push(job, now)
+
+    def charge(self, job: Job, tokens: float) -> None:
+        pass
+
+    def computed(self, job: Job, tokens: float) -> None:
+        pass
+
+
+class LongestPrefixQueue(ArrivalQueue):
+    """The request with most tokens in the prefix cache first; nothing ages."""
+
+    def __init__(self, policy: Policy, *, idle_tenants: int) -> None:
+        super().__init__(policy, idle_tenants=idle_tenants)
+        self._groups: dict[tuple[str, tuple[int, ...]], dict[Job, None]] = {}
+
+    def push(self, job: Job, now: float) -> None:
+        super().push(job, now)
+        self._groups.setdefault(_begins(job), {})[job] = None
+        self._rank(job, job.match.cached_tokens if job.match is not None else 0)
+
+    def drop(self, job: Job) -> None:
+        super().drop(job)
+        group = self._groups.get(_begins(job))
+        if group is not None:
+            group.pop(job, None)
+            if not group:
+                del self._groups[_begins(job)]
+
+    def prefilled(self, job: Job) -> None:
+        prompt = job.request.prompt
+        for other in self._groups.get(_begins(job), ()):
+            common = 0
+            for mine, others in zip(prompt, other.request.prompt, strict=False):
+                if mine != others:
+                    break
+                common += 1
+            if -common < other.urgency:
+                self._rank(other, common)
+
+    def _rank(self, job: Job, cached: int) -> None:
+        turn = job.turn
+        assert turn is not None
+        turn.line.drop(job)
+        job.urgency = -float(cached)
+        turn.line.push(job, job.urgency)
+
+
+def _begins(job: Job) -> tuple[str, tuple[int, ...]]:
+    return job.request.salt, job.request.prompt[:_SAME]
+
+
+def rival(order: Order, policy: Policy, limits: Limits) -> tuple[FairQueue | None, Policy, Limits]:
+    """The queue, policy and limits of an order; None for the scheduler's own queue."""
+    if order == "fair":
+        return None, policy, limits
+    surfaces: Mapping[str, object] = policy.surfaces
+    plain = replace(
+        policy,
+        surfaces={name: replace(policy.surfaces[name], background=False, stretch=math.inf) for name in surfaces},
+        share_cold=False,
+        rescue=False,
+        refuse_unmet=False,
+    )
+    # All prompts are of one class.
+    limits = replace(limits, short_rows=limits.context)
+    queue = ArrivalQueue if order == "fcfs" else LongestPrefixQueue
+    return queue(plain, idle_tenants=limits.idle_tenants), plain, limits

@@ -1,0 +1,171 @@
+"""Questions that a scheduler must answer well, each asked of every order on the same traffic.
+
+Owns three of them: a tenant that abuses the machine, prefixes that nobody has sent before, and more requests than the
+machine can serve; and how many it can serve, so that "twice as many" means something.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.bench.simulation.baseline_orders import Order
+from headrace.bench.simulation.outcomes import Summary, is_good, summarise
+from headrace.bench.simulation.simulator import Hardware, Record, Run, simulate
+from headrace.bench.simulation.synthetic_traffic import Call, Mix, abuser, generate
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.step_plan import Limits
+
+PATIENCE = 600.0  # seconds after the last arrival for which a run goes on
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same while orders are compared."""
+
+    mix: Mix
+    hardware: Hardware
+    limits: Limits
+    policy: Policy
+    orders: Sequence[Order]
+    say: Callable[[str], None] = lambda _text: None
+
+    def run(self, calls: Sequence[Call], order: Order) -> Run:
+        return simulate(
+            calls,
+            self.hardware,
+            policy=self.policy,
+            limits=self.limits,
+            order=order,
+            seed=self.mix.seed,
+            drain=PATIENCE,
+        )
+
+    def summary(self, run: Run, order: Order) -> Summary:
+        return summarise(run, order, self.policy, offered=self.mix.seconds)
+
+
+class Abuse(msgspec.Struct, frozen=True):
+    """The other tenants' p99 TTFT in the foreground, without the abuse and with it."""
+
+    order: str
+    factor: float
+    requests: int  # of the others
+    before: float
+    after: float  # inf: some never got a token
+    change: float  # 0.1: a tenth longer
+    abuser_served: float  # share of the abuser's requests that got an answer
+
+
+class Cold(msgspec.Struct, frozen=True):
+    """TTFT of the foreground requests whose prefix is their own, and of the rest."""
+
+    order: str
+    requests: int
+    p50: float
+    p99: float
+    most: float  # inf: some never got a token
+    rest_p99: float
+    rest_most: float
+
+
+class Overload(msgspec.Struct, frozen=True):
+    order: str
+    load: float  # as a multiple of what the machine can serve
+    rate: float  # requests per second
+    goodput: float  # of them, those in the foreground that met every objective
+    share: float  # of what the machine can serve
+    refused: float  # share of the requests
+    p99: float  # TTFT of the answered ones in the foreground
+    most: float
+
+
+def capacity(setting: Setting) -> float:
+    """Requests per second that the machine finishes when there are always more: prefixes warm, in order of arrival."""
+    mix = replace(
+        setting.mix, abuse=1.0, deadlines=False, rate=10.0, seconds=max(60.0, 1.5 * setting.mix.tenants / 10.0)
+    )
+    calls = [replace(call, at=0.0) for call in generate(mix)]
+    limits = replace(
+        setting.limits, queued_sequences=2 * len(calls), queued_per_tenant=2 * len(calls), queued_tokens=1 << 40
+    )
+    run = simulate(calls, setting.hardware, policy=setting.policy, limits=limits, order="fcfs", seed=mix.seed)
+    ends = np.sort([record.end for record in run.records])
+    first, last = int(0.4 * len(ends)), int(0.9 * len(ends))
+    return (last - first) / float(ends[last] - ends[first])
+
+
+def abuse(setting: Setting, factor: float) -> list[Abuse]:
+    name = abuser(setting.mix)
+    calm = list(generate(replace(setting.mix, abuse=1.0)))
+    wild = list(generate(replace(setting.mix, abuse=factor)))
+    found: list[Abuse] = []
+    for order in setting.orders:
+        setting.say(f"abuse: {order}")
+        before = _foreground(setting.run(calm, order), setting.policy, but=name)
+        run = setting.run(wild, order)
+        after = _foreground(run, setting.policy, but=name)
+        mine = [record for record in run.records if record.call.tenant == name]
+        p_before, p_after = _p99(before), _p99(after)
+        served = sum(record.tokens > 0 for record in mine) / max(len(mine), 1)
+        found.append(Abuse(order, factor, len(after), p_before, p_after, p_after / p_before - 1.0, served))
+    return found
+
+
+def cold(setting: Setting) -> list[Cold]:
+    calls = list(generate(setting.mix))
+    found: list[Cold] = []
+    for order in setting.orders:
+        setting.say(f"cold prefixes: {order}")
+        records = _foreground(setting.run(calls, order), setting.policy)
+        alone = [record for record in records if record.call.cold]
+        rest = [record for record in records if not record.call.cold]
+        values = sorted(record.ttft for record in alone)
+        found.append(
+            Cold(
+                order,
+                len(alone),
+                values[len(values) // 2] if values else 0.0,
+                _p99(alone),
+                values[-1] if values else 0.0,
+                _p99(rest),
+                max((record.ttft for record in rest), default=0.0),
+            )
+        )
+    return found
+
+
+def overload(setting: Setting, loads: Sequence[float], most: float) -> list[Overload]:
+    """`most`: requests per second that the machine can serve (`capacity`)."""
+    found: list[Overload] = []
+    for load in loads:
+        mix = replace(setting.mix, rate=load * most)
+        calls = list(generate(mix))
+        for order in setting.orders:
+            setting.say(f"overload {load:g}: {order}")
+            run = setting.run(calls, order)
+            waited_for = _foreground(run, setting.policy)
+            good = sum(is_good(record, setting.policy) for record in waited_for) / mix.seconds
+            answered = [record for record in waited_for if record.ttft < math.inf]
+            refused = sum(record.refused for record in run.records) / max(len(calls), 1)
+            longest = max((record.ttft for record in answered), default=0.0)
+            found.append(Overload(order, load, mix.rate, good, good / most, refused, _p99(answered), longest))
+    return found
+
+
+def _foreground(run: Run, policy: Policy, *, but: str | None = None) -> list[Record]:
+    """Requests that someone waits for, the refused ones left out."""
+    return [
+        record
+        for record in run.records
+        if not record.refused and record.call.tenant != but and not policy.surfaces[record.call.surface].background
+    ]
+
+
+def _p99(records: Sequence[Record]) -> float:
+    """By rank, so that requests without a token count as longer than any."""
+    values = sorted(record.ttft for record in records)
+    return values[min(math.ceil(0.99 * len(values)), len(values)) - 1] if values else 0.0

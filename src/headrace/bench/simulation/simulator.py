@@ -1,0 +1,173 @@
+"""The engine's scheduler against a step-time model in place of hardware: hours of traffic in minutes.
+
+Owns the simulated clock, the machine that takes as long as it is told to, and what is written down of each request. The
+scheduler and the blocks are the engine's own, so what is found here is what the engine does. Tokens mean nothing: every
+answer is as long as its call says. Knows no files and no tables.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from headrace.bench.simulation.baseline_orders import Order, rival
+from headrace.bench.simulation.synthetic_traffic import Call
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.memory.blocks import Blocks
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.scheduler import Scheduler, SchedulerStats
+from headrace.engine.scheduling.step_plan import Event, Limits, Outcome
+from headrace.engine.scheduling.step_time import StepTimeModel
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """How long steps take; by default about what a 0.5B model in int8 takes on two cores."""
+
+    fixed: float = 12e-3  # seconds
+    per_row: float = 0.7e-3
+    per_pair: float = 30e-9  # for each KV token that a row reads
+    noise: float = 0.05  # standard deviation of the logarithm
+    blocks: int = 8192
+    block_tokens: int = 16
+
+    def seconds(self, rows: int, pairs: int, rng: random.Random) -> float:
+        seconds = self.fixed + self.per_row * rows + self.per_pair * pairs
+        return seconds * math.exp(rng.gauss(0.0, self.noise)) if self.noise else seconds
+
+
+class Record(msgspec.Struct):
+    """What became of a call. Times in seconds; `inf` where there is none."""
+
+    call: Call
+    refused: bool = False
+    retry_after: float = 0.0
+    predicted: float = 0.0  # time to first token, at admission
+    ttft: float = math.inf
+    end: float = math.inf  # from its arrival
+    gap: float = 0.0  # longest between two tokens
+    tokens: int = 0
+    cached: int = 0
+    finish: Finish | None = None
+
+    @property
+    def tpot(self) -> float:
+        return (self.end - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+class Run(msgspec.Struct):
+    records: list[Record]
+    seconds: float  # until the last request ended
+    busy: float  # of those, in steps
+    stats: SchedulerStats
+    gaps: dict[str, array[float]] = {}  # between tokens, by surface
+    unserved: int = 0  # waiting when the run was stopped
+
+
+def simulate(
+    calls: Iterable[Call],
+    hardware: Hardware,
+    *,
+    policy: Policy | None = None,
+    limits: Limits | None = None,
+    order: Order = "fair",
+    seed: int = 0,
+    drain: float = math.inf,
+    progress: Callable[[float], None] | None = None,
+) -> Run:
+    """Serves the calls; `drain` seconds after the last of them it stops, whoever still waits."""
+    queue, policy, limits = rival(order, policy or Policy(), limits or Limits())
+    blocks = Blocks(hardware.blocks, hardware.block_tokens)
+    scheduler = Scheduler(blocks, limits, policy, StepTimeModel(), queue=queue)
+    clients = _Clients(scheduler)
+    rng = random.Random(f"{seed} machine")
+    now = busy = 0.0
+    arrivals = iter(calls)
+    call = next(arrivals, None)
+    last = 0.0
+    while call is not None or not scheduler.idle:
+        while call is not None and call.at <= now:
+            last = call.at
+            clients.send(call, now)
+            call = next(arrivals, None)
+        clients.deliver(scheduler.expire(now), now)
+        plan = scheduler.plan(now)
+        if plan is None:
+            if call is None:
+                break
+            now = max(now, call.at)
+            continue
+        seconds = hardware.seconds(plan.rows, plan.pairs, rng)
+        now += seconds
+        busy += seconds
+        while call is not None and call.at <= now:
+            last = call.at
+            clients.send(call, call.at)
+            call = next(arrivals, None)
+        outcomes = [Outcome([_TOKEN] if share.wanted else []) for share in plan.shares]
+        clients.deliver(scheduler.settle(plan, outcomes, now, seconds), now)
+        if progress is not None:
+            progress(now)
+        if call is None and now > last + drain:
+            break
+    stats = scheduler.stats()
+    return Run(clients.records, now, busy, stats, clients.gaps, stats.waiting)
+
+
+_TOKEN = 1
+
+
+class _Clients:
+    """Everybody who sends requests, with their watches."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.records: list[Record] = []
+        self.gaps: dict[str, array[float]] = {}
+        self._scheduler = scheduler
+        self._open: dict[str, tuple[Record, float]] = {}  # with the time of the last token
+
+    def send(self, call: Call, now: float) -> None:
+        name = str(len(self.records))
+        request = Request(
+            id=name,
+            prompt=call.prompt,
+            max_tokens=call.answer,
+            tenant=call.tenant,
+            weight=call.weight,
+            salt=call.tenant,
+            surface=call.surface,
+            priority=call.priority,
+            deadline=None if call.deadline is None else call.at + call.deadline,
+            arrival=call.at,
+        )
+        record = Record(call)
+        self.records.append(record)
+        admission = self._scheduler.admit(request, now)
+        record.refused = not admission.accepted
+        record.retry_after = admission.retry_after
+        record.predicted = admission.predicted
+        if admission.accepted:
+            self._open[name] = (record, math.nan)
+
+    def deliver(self, events: list[Event], now: float) -> None:
+        for event in events:
+            name = event.sequence.request.id
+            record, before = self._open[name]
+            count = len(event.tokens)
+            if count:
+                if not record.tokens:
+                    record.ttft = now - record.call.at
+                    record.cached = event.sequence.cached
+                else:
+                    gap = now - before
+                    record.gap = max(record.gap, gap)
+                    self.gaps.setdefault(record.call.surface, array("f")).append(gap)
+                record.tokens += count
+                self._open[name] = (record, now)
+            if event.finish is not None:
+                record.finish = event.finish
+                record.end = now - record.call.at
+                del self._open[name]

@@ -1,0 +1,253 @@
+"""Traffic for simulations and load tests: made from a few numbers and a seed, or read from a trace file.
+
+Owns Call (one request as it arrives, with the length that its answer will have), Mix (the numbers) and the trace
+format. Knows nothing of who serves it. The same numbers and seed make the same traffic everywhere.
+
+Prompts are token ids. Each tenant has a few prefixes that its requests share (system prompts, documents); some requests
+begin with one that nobody has sent before. A trace is one JSON object a line, with the fields of TraceLine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.errors import RequestError
+
+MOST_LINE: Final = 1024 * 1024  # bytes of a trace's line
+MOST_TOKENS: Final = 1_000_000  # of a prompt or an answer in a trace
+_IDS: Final = 100_000  # token ids of made-up prompts are below
+
+
+class Call(msgspec.Struct, frozen=True):
+    at: float  # seconds from the start
+    tenant: str
+    surface: str
+    prompt: tuple[int, ...]
+    answer: int  # tokens, as long as nothing cuts it
+    cold: bool = False  # its prefix is its own
+    weight: float = 1.0
+    priority: int = 0
+    deadline: float | None = None  # seconds from its arrival
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-normal, so most are near the median and a few are long."""
+
+    median: float
+    spread: float = 0.6  # of the logarithm
+    most: int = 4096
+
+    def draw(self, rng: random.Random) -> int:
+        return max(1, min(self.most, round(self.median * math.exp(rng.gauss(0.0, self.spread)))))
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests of one surface look like."""
+
+    share: float  # of the requests
+    prefix: Lengths  # tokens that requests of a tenant share
+    own: Lengths  # tokens of the prompt after that
+    answer: Lengths
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "chat": Kind(
+        share=0.70,
+        prefix=Lengths(median=400, most=2000),
+        own=Lengths(median=120, spread=0.9, most=2000),
+        answer=Lengths(median=80, most=400),
+    ),
+    "voice": Kind(
+        share=0.10,
+        prefix=Lengths(median=150, most=600),
+        own=Lengths(median=40, most=200),
+        answer=Lengths(median=30, most=120),
+    ),
+    "agent": Kind(
+        share=0.15,
+        prefix=Lengths(median=1200, most=4000),
+        own=Lengths(median=250, spread=0.9, most=4000),
+        answer=Lengths(median=50, most=400),
+    ),
+    "batch": Kind(
+        share=0.05,
+        prefix=Lengths(median=200, most=1000),
+        own=Lengths(median=600, spread=0.9, most=4000),
+        answer=Lengths(median=100, most=400),
+    ),
+}
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    tenants: int = 50
+    rate: float = 2.0  # requests per second of all tenants together, the abuser's excess apart
+    seconds: float = 120.0
+    seed: int = 0
+    kinds: Mapping[str, Kind] = msgspec.field(default_factory=lambda: KINDS)
+    prefixes: int = 1  # that a tenant's requests of one surface share
+    cold: float = 0.05  # share of requests whose prefix is their own
+    skew: float = 0.5  # of the tenants' loads: the k-th has k**-skew of the first's
+    bursts: float = 0.1  # share of requests that come in a burst, from one tenant with one prefix
+    burst: int = 8  # requests of a burst
+    abuse: float = 1.0  # the abuser's load, as a multiple of what it would be
+    deadlines: bool = False  # requests carry the deadline by which the answer should be whole
+
+    def check(self) -> None:
+        for name, least in (("tenants", 1), ("rate", 0.0), ("seconds", 0.0), ("burst", 1), ("abuse", 0.0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise RequestError(f"{name} must be at least {least}, not {value}", parameter=name)
+        for name in ("cold", "bursts"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise RequestError(f"{name} must be 0 to 1, not {value}", parameter=name)
+
+
+def tenant_name(number: int) -> str:
+    return f"tenant-{number:04d}"
+
+
+def abuser(mix: Mix) -> str:
+    """The tenant in the middle: neither the busiest nor the quietest."""
+    return tenant_name(mix.tenants // 2)
+
+
+def generate(mix: Mix) -> Iterator[Call]:
+    """Calls in the order in which they arrive."""
+    mix.check()
+    quiet = replace(mix, abuse=1.0)
+    streams = [_arrivals(quiet, random.Random(f"{mix.seed} all"), mix.rate, None)]
+    if mix.abuse > 1.0:
+        # The others' traffic stays the same to the last token, whatever the abuser does.
+        place = mix.tenants // 2
+        rate = mix.rate * _loads(mix)[place] * (mix.abuse - 1.0)
+        streams.append(_arrivals(quiet, random.Random(f"{mix.seed} abuse"), rate, place))
+    merged: list[Call] = sorted(itertools.chain(*streams), key=lambda call: call.at)
+    return iter(merged)
+
+
+def _loads(mix: Mix) -> list[float]:
+    raw = [(place + 1.0) ** -mix.skew for place in range(mix.tenants)]
+    total = sum(raw)
+    return [load / total for load in raw]
+
+
+def _arrivals(mix: Mix, rng: random.Random, rate: float, only: int | None) -> Iterator[Call]:
+    loads = list(itertools.accumulate(_loads(mix)))
+    names = list(mix.kinds)
+    shares = list(itertools.accumulate(kind.share for kind in mix.kinds.values()))
+    at = 0.0
+    # An arrival is a single request or a burst; together they make `rate` requests per second.
+    single = mix.burst / (mix.burst + mix.bursts / (1.0 - mix.bursts)) if mix.bursts < 1.0 else 0.0
+    per_arrival = single + (1.0 - single) * mix.burst
+    while rate > 0.0:
+        at += rng.expovariate(rate / per_arrival)
+        if at >= mix.seconds:
+            return
+        place = rng.choices(range(mix.tenants), cum_weights=loads)[0] if only is None else only
+        surface = rng.choices(names, cum_weights=shares)[0]
+        if rng.random() < single:
+            yield _call(mix, rng, at, place, surface, rng.randrange(mix.prefixes), cold=rng.random() < mix.cold)
+            continue
+        # A burst has a prefix that is new to everyone and common to its requests, half of the time.
+        prefix = rng.randrange(1 << 30) if rng.random() < 0.5 else rng.randrange(mix.prefixes)
+        for _ in range(mix.burst):
+            yield _call(mix, rng, at, place, surface, prefix, cold=False)
+
+
+def _call(mix: Mix, rng: random.Random, at: float, place: int, surface: str, prefix: int, *, cold: bool) -> Call:
+    kind = mix.kinds[surface]
+    name = rng.randrange(1 << 40) if cold else prefix
+    shared = made_tokens(f"{mix.seed} {place} {surface} {name}", kind.prefix)
+    own = _run(rng, kind.own.draw(rng))
+    answer = kind.answer.draw(rng)
+    deadline = 3.0 + 0.15 * answer if mix.deadlines and surface != "batch" else None
+    return Call(at, tenant_name(place), surface, shared + own, answer, cold, deadline=deadline)
+
+
+def made_tokens(name: str, lengths: Lengths) -> tuple[int, ...]:
+    """The prefix of a name: the same tokens every time."""
+    rng = random.Random(name)
+    return _run(rng, lengths.draw(rng))
+
+
+def _run(rng: random.Random, count: int) -> tuple[int, ...]:
+    start = rng.randrange(_IDS)
+    step = rng.randrange(1, 97)
+    return tuple((start + step * place) % _IDS for place in range(count))
+
+
+class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
+    """One request of a trace."""
+
+    at: float  # seconds from the start, not before the line above
+    prompt: int  # tokens
+    answer: int  # tokens
+    tenant: str = ""
+    surface: str = "chat"
+    prefix: str = ""  # requests of a tenant with the same name begin with the same tokens
+    prefix_tokens: int = 0  # how many
+    weight: float = 1.0
+    priority: int = 0
+    deadline: float | None = None  # seconds from its arrival
+
+
+def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a trace that are not blank, with their numbers; RequestError for one of more than `most` bytes."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            raw = file.readline(most + 1)
+            if not raw:
+                return
+            if len(raw) > most:
+                raise RequestError(f"{path}, line {number}: longer than {most} bytes", parameter="trace")
+            if raw.strip():
+                yield number, raw
+
+
+def read_trace(path: Path, *, seed: int = 0) -> Iterator[Call]:
+    """The calls of a trace file; RequestError names the line that is wrong."""
+    decoder = msgspec.json.Decoder(TraceLine)
+    rng = random.Random(f"{seed} trace")
+    last = 0.0
+    for number, raw in trace_lines(path, MOST_LINE):
+        try:
+            line = decoder.decode(raw)
+            _check_line(line, last)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}, line {number}: {error}", parameter="trace") from None
+        last = line.at
+        shared = min(line.prefix_tokens, line.prompt)
+        prefix = _run(random.Random(f"{seed} {line.tenant} {line.prefix}"), shared) if line.prefix else ()
+        prompt = prefix + _run(rng, line.prompt - len(prefix))
+        yield Call(
+            line.at,
+            line.tenant,
+            line.surface,
+            prompt,
+            line.answer,
+            not line.prefix,
+            line.weight,
+            line.priority,
+            line.deadline,
+        )
+
+
+def _check_line(line: TraceLine, last: float) -> None:
+    if not last <= line.at < math.inf:
+        raise msgspec.ValidationError(f"`at` must be at least {last}, as in the line before, not {line.at}")
+    for name, value, least in (
+        ("prompt", line.prompt, 1),
+        ("answer", line.answer, 1),
+        ("prefix_tokens", line.prefix_tokens, 0),
+    ):
+        if not least <= value <= MOST_TOKENS:
+            raise msgspec.ValidationError(f"`{name}` must be {least} to {MOST_TOKENS}, not {value}")

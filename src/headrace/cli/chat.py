@@ -1,0 +1,267 @@
+"""`headrace chat`: a conversation in the terminal, with the speed of each answer.
+
+Owns the command's flags, the conversation and what is printed. The answers come from an engine in this process, or from
+any OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from headrace.engine.interface.request import Finish
+from headrace.engine.interface.sampling import Sampling
+from headrace.errors import HeadraceError, RequestError
+from headrace.llm import LLM
+from headrace.variant import DEFAULT_MODEL
+
+_HELP = "/reset begins anew, /system TEXT sets the system's message, /quit ends. Ctrl-C stops an answer."
+
+
+@dataclass(slots=True)
+class Told:
+    """What an answer took; of a server, what it says of itself."""
+
+    tokens: int = 0
+    cached: int | None = None
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+
+
+@dataclass(slots=True)
+class Talk:
+    """The conversation so far."""
+
+    system: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+
+class Speaker(Protocol):
+    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+        """The answer piece by piece; `told` is filled in by its end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnEngine:
+    """A model in this process."""
+
+    def __init__(self, model: str, max_tokens: int, sampling: Sampling, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+
+    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+        tokenizer = self._llm.tokenizer
+        prompt = tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)
+        room = self._llm.opened.executor.capacity.context - len(prompt)
+        if room < 1:
+            raise RequestError("the conversation fills the model's context; /reset begins anew")
+        most = min(self._max_tokens, room)
+        for output in self._llm.stream(prompt, max_tokens=most, sampling=self._sampling, surface="chat"):
+            told.tokens += len(output.tokens)
+            if output.text:
+                yield output.text
+            if output.ending is not None:
+                if output.ending.finish is Finish.FAILED:
+                    raise HeadraceError(output.ending.why)
+                usage = output.ending.usage
+                told.cached = usage.cached_tokens
+                told.queue_ms, told.prefill_ms = usage.queue_s * 1e3, usage.prefill_s * 1e3
+                told.decode_ms = usage.decode_s * 1e3
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+class Server:
+    """An OpenAI-compatible server."""
+
+    def __init__(self, url: str, model: str | None, key: str | None, max_tokens: int, sampling: Sampling) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._body: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if model is not None:
+            self._body["model"] = model
+        self._runner = asyncio.Runner()
+
+    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+        pieces = self._pieces(messages, told)
+        try:
+            while (piece := self._runner.run(_next(pieces))) is not None:
+                yield piece
+        finally:
+            self._runner.run(pieces.aclose())  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
+
+    async def _pieces(self, messages: list[dict[str, str]], told: Told) -> AsyncIterator[str]:
+        import aiohttp
+
+        body = {**self._body, "messages": messages}
+        try:
+            async with (
+                aiohttp.ClientSession(read_bufsize=1024 * 1024) as session,
+                session.post(self._url, json=body, headers=self._headers) as reply,
+            ):
+                if reply.status != 200:
+                    raise HeadraceError(_reason(await reply.text(), reply.status))
+                async for line in reply.content:
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise HeadraceError(chunk["error"]["message"])
+                    _note(chunk, told)
+                    for choice in chunk.get("choices", ()):
+                        delta = choice["delta"]
+                        if text := (delta.get("reasoning_content") or "") + (delta.get("content") or ""):
+                            yield text
+        except aiohttp.ClientError as error:
+            raise HeadraceError(f"{self._url}: {error}") from None
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+async def _next(pieces: AsyncIterator[str]) -> str | None:
+    return await anext(pieces, None)
+
+
+def _note(chunk: dict[str, Any], told: Told) -> None:
+    if usage := chunk.get("usage"):
+        told.tokens = usage["completion_tokens"]
+        details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+        told.cached = details.get("cached_tokens")
+    if own := chunk.get("headrace"):
+        told.queue_ms, told.prefill_ms, told.decode_ms = own["queue_ms"], own["prefill_ms"], own["decode_ms"]
+
+
+def _reason(text: str, status: int) -> str:
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with status {status}"
+
+
+def chat(
+    model: str | None = None,
+    /,
+    *,
+    url: str | None = None,
+    system: Annotated[str, Parameter(name=["--system", "-s"])] = "",
+    max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 1024,
+    temperature: float = 0.0,
+    seed: int = 0,
+    weights: str = "bf16",
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+) -> None:
+    """Talk to a model.
+
+    Parameters
+    ----------
+    model
+        Model folder, a bundled model (mini, draft), or a hub id; with --url, a name that the server knows.
+    url
+        An OpenAI-compatible server that answers, in place of an engine in this process. A key is taken from
+        OPENAI_API_KEY.
+    system
+        The system's message.
+    max_tokens
+        Most tokens of an answer.
+    temperature
+        0 takes the likeliest token; above 0 draws one.
+    seed
+        Seed of the draws.
+    weights
+        Precision of the weights: f32, bf16, int8 or int4.
+    threads
+        Threads to compute with; the machine's cores by default.
+    """
+    sampling = Sampling(temperature=temperature, seed=seed)
+    if url is not None:
+        speaker: Speaker = Server(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
+    else:
+        speaker = OwnEngine(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
+    try:
+        _converse(speaker, Talk(system))
+    finally:
+        speaker.close()
+
+
+def _converse(speaker: Speaker, talk: Talk) -> None:
+    console = Console(highlight=False)
+    if sys.stdin.isatty():
+        console.print(_HELP, style="dim")
+    while True:
+        try:
+            line = console.input("[bold cyan]>[/] ") if sys.stdin.isatty() else sys.stdin.readline()
+        except EOFError:
+            return
+        if not line:
+            return
+        said = line.strip()
+        if said == "/quit":
+            return
+        if said == "/reset":
+            talk.turns.clear()
+        elif said.startswith("/system"):
+            talk.system = said.removeprefix("/system").strip()
+        elif said.startswith("/"):
+            console.print(_HELP, style="dim")
+        elif said:
+            _turn(speaker, talk, said, console)
+
+
+def _turn(speaker: Speaker, talk: Talk, said: str, console: Console) -> None:
+    """One question and its answer; what was stopped or failed is not part of the conversation."""
+    told, answer = Told(), ""
+    began = time.perf_counter()
+    first = 0.0
+    question = {"role": "user", "content": said}
+    pieces = speaker.answer([*talk.messages, question], told)
+    try:
+        for piece in pieces:
+            first = first or time.perf_counter()
+            answer += piece
+            console.out(piece, end="", highlight=False)
+    except KeyboardInterrupt:
+        console.print("\n(stopped)", style="dim")
+        return
+    except HeadraceError as error:
+        console.print(str(error), style="red", markup=False)
+        return
+    finally:
+        pieces.close()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    console.print()
+    console.print(_speed(told, first - began, time.perf_counter() - first), style="dim", soft_wrap=True)
+    talk.turns += [question, {"role": "assistant", "content": answer}]
+
+
+def _speed(told: Told, ttft: float, rest: float) -> str:
+    parts = [f"{told.tokens} tokens", f"first after {ttft * 1e3:.0f} ms"]
+    if told.tokens > 1 and rest > 0:
+        parts.append(f"then {(told.tokens - 1) / rest:.0f} tokens/s")
+    stages = {"queue": told.queue_ms, "prefill": told.prefill_ms, "decode": told.decode_ms}
+    parts += [f"{name} {value:.0f} ms" for name, value in stages.items() if value is not None]
+    if told.cached:
+        parts.append(f"{told.cached} of the prompt cached")
+    return ", ".join(parts)

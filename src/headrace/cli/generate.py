@@ -1,0 +1,191 @@
+"""`headrace generate`: continue a prompt with a model and stream the text.
+
+Owns the command's flags and its output. Runs one request on an engine in this process, without a server.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from headrace.engine.interface.outputs import Ending
+from headrace.engine.interface.request import Finish
+from headrace.engine.interface.sampling import Sampling
+from headrace.errors import HeadraceError, RequestError
+from headrace.llm import LLM
+from headrace.models.model_folder import BUNDLED_NAMES, ModelFolder, find_model, open_model
+from headrace.variant import DEFAULT_MODEL
+
+
+class Report(msgspec.Struct):
+    """What --json prints."""
+
+    model: str
+    text: str
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: list[int]
+    tokens: list[int]
+    load_s: float
+    prefill_s: float  # to the first token
+    decode_s: float  # all tokens after the first
+    isa: str
+    threads: int
+    weights: str
+    kv: str
+    weight_bytes: int
+    weights_mapped: bool  # packed weights were in the cache
+
+
+def generate(
+    model: str = DEFAULT_MODEL,
+    /,
+    *,
+    prompt: Annotated[str, Parameter(name=["--prompt", "-p"], allow_leading_hyphen=True)],
+    chat: bool | None = None,
+    max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    weights: str = "bf16",
+    group: str | None = None,
+    keep: Annotated[list[str] | None, Parameter(negative=())] = None,
+    kv: str = "bf16",
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+    context: int | None = None,
+    cache: bool = True,
+    json: bool = False,
+) -> None:
+    """Continue a prompt with a model and stream the text.
+
+    Parameters
+    ----------
+    model
+        Model folder, a bundled model (mini, draft), or a hub id (owner/name) with the extra `hub`.
+    prompt
+        Text to continue; `-` reads it from standard input.
+    chat
+        Put the prompt through the model's chat template, as a user's message; by default with the bundled models.
+    max_tokens
+        Most tokens to generate.
+    temperature
+        0 takes the likeliest token; above 0 draws one.
+    top_k
+        Draw among this many likeliest tokens; 0 is all.
+    top_p
+        Draw among the likeliest tokens that together have this probability.
+    min_p
+        Draw among tokens at least this probable beside the likeliest one.
+    repetition_penalty
+        Above 1 makes tokens of the prompt and the answer less likely.
+    frequency_penalty
+        Taken off a token's logit for each time that it is in the answer.
+    presence_penalty
+        Taken off a token's logit once it is in the answer.
+    seed
+        Seed of the draws.
+    ignore_eos
+        Go on past the model's end-of-sequence tokens.
+    weights
+        Precision of the weights: f32, bf16, int8 or int4.
+    group
+        Inputs that share a scale in int8 and int4: 32, 64, 128 or channel.
+    keep
+        PATTERN=PRECISION for the tensors whose names match, such as "layers.*.attn.o=bf16". May be given several times.
+    kv
+        Precision of the KV cache: f32, bf16 or int8.
+    threads
+        Threads to compute with; the machine's cores by default.
+    context
+        Most tokens, prompt and answer together; the model's own, or 8,192 where it allows more, by default.
+    cache
+        Keep packed weights in the cache folder for the next start.
+    json
+        Print one JSON object at the end in place of the text.
+    """
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", parameter="max_tokens")
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
+    )
+    folder = open_model(find_model(model))
+    sampling.check(folder.spec.vocab_size)  # before the weights are loaded
+    if folder.spec.kind != "decoder":
+        raise RequestError(
+            f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
+        )
+    text_in = sys.stdin.read() if prompt == "-" else prompt
+    ids = _encode(folder, text_in, chat=model in BUNDLED_NAMES if chat is None else chat)
+    llm = LLM(
+        folder,
+        weights=weights,
+        group=group,
+        keep=keep or (),
+        kv=kv,
+        threads=threads,
+        context=context,
+        cache=cache,
+        speculation="none",  # the times are those of the model alone
+    )
+    executor = llm.opened.executor
+    room = min(max_tokens, executor.capacity.context - len(ids))
+    if room < 1:
+        raise RequestError(
+            f"the prompt's {len(ids)} tokens leave no room in the context of {executor.capacity.context}",
+            parameter="prompt",
+        )
+    tokens: list[int] = []
+    text: list[str] = []
+    ending: Ending | None = None
+    for output in llm.stream(ids, max_tokens=room, sampling=sampling, ignore_eos=ignore_eos):
+        tokens += output.tokens
+        text.append(output.text)
+        ending = output.ending
+        if not json:
+            print(output.text, end="", flush=True)
+    llm.close()
+    if ending is None or ending.finish is Finish.FAILED:
+        raise HeadraceError(ending.why if ending is not None else "the engine gave no answer")
+    if not json:
+        print()
+        return
+    report = Report(
+        model=str(folder.path),
+        text="".join(text),
+        finish_reason=ending.finish,
+        prompt_tokens=ids,
+        tokens=tokens,
+        load_s=executor.load_report.seconds,
+        prefill_s=ending.usage.prefill_s,
+        decode_s=ending.usage.decode_s,
+        isa=executor.isa,
+        threads=executor.threads,
+        weights=executor.plan.default.name,
+        kv=executor.kv_type,
+        weight_bytes=executor.load_report.weight_bytes,
+        weights_mapped=executor.load_report.mapped,
+    )
+    print(msgspec.json.encode(report).decode())
+
+
+def _encode(folder: ModelFolder, prompt: str, *, chat: bool) -> list[int]:
+    tokenizer = folder.tokenizer
+    if not chat:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)

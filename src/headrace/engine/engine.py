@@ -1,0 +1,438 @@
+"""The engine: a loop of plan, run, settle over one executor, and what leaves it after every step.
+
+Owns the sequences' Progress and the order of work around a step, so that the host's work hides behind the device's:
+
+    begin    plan, lay the batch out, launch                        between two steps
+    prepare  masks of grammars, rows for the sampler              }
+    deliver  texts and outputs of the step before                 } while the step runs
+    finish   collect, choose tokens, verify drafts, settle          between two steps
+
+`step` does one after the other, `overlapped_step` does as above; a worker serves its sockets besides, while it waits.
+Knows no sockets and no processes. One thread owns an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as ManyOf
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from headrace.engine.executors.batch_builder import BatchBuilder
+from headrace.engine.executors.executor import Executor, Rows, Ticket
+from headrace.engine.interface.output_text import OutputText
+from headrace.engine.interface.outputs import Output
+from headrace.engine.interface.request import Finish, Request, Sequence
+from headrace.engine.interface.sampling import MOST_LOGPROBS, SampleRow
+from headrace.engine.memory.blocks import Blocks
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.step_plan import Admission, Event, Outcome, StepPlan
+from headrace.engine.scheduling.step_time import StepTimeModel
+from headrace.engine.sequence_progress import Progress
+from headrace.engine.speculation.draft_model import DraftModelDrafter
+from headrace.engine.speculation.speculator import Speculator
+from headrace.errors import HeadraceError, RequestError
+from headrace.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from headrace.engine.grammar.constraints import Grammars, GrammarState, Mask, Masks
+
+log = logging.getLogger(__name__)
+
+MOST_STOP_IDS: Final = 1024
+_HOST_SHARE: Final = 0.05  # of the newest step in the running mean of the host's time
+MOST_PROMPT_LOGPROBS: Final = 1_000_000  # of one prompt: each takes some ten bytes on the wire
+
+
+class _Step(msgspec.Struct):
+    """A step under way."""
+
+    plan: StepPlan
+    ticket: Ticket
+    running: list[Progress]  # by share
+    masks: Masks | None  # of those that follow a grammar, in order
+    launched: float
+    rows: Rows | None = None
+    mask_counts: dict[int, int] = {}  # by share
+
+
+class Timing(msgspec.Struct):
+    """Where the loop's time went, in seconds, since it began."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0  # that were generated
+    device: float = 0.0  # from launch to the result
+    choosing: float = 0.0  # in the sampler
+    between: float = 0.0  # of the host, from a step's result to the next launch, choosing left out
+    beside: float = 0.0  # of the host, while a step ran
+
+
+class Engine:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        blocks: Blocks,
+        tokenizer: Tokenizer | None,
+        *,
+        grammars: Grammars | None = None,
+        speculator: Speculator | None = None,
+        step_time: StepTimeModel | None = None,
+        sequences: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+        checks: bool = False,
+    ) -> None:
+        """`tokenizer`: None for a model that writes no text. `sequences`: that usually run at once."""
+        self.executor = executor
+        self.scheduler = scheduler
+        self.blocks = blocks
+        self.tokenizer = tokenizer
+        self.timing = Timing()
+        self._spec = executor.spec
+        self._grammars = grammars
+        self.speculator = speculator
+        self._step_time = step_time or StepTimeModel()
+        self._clock = clock
+        self._checks = checks
+        capacity = executor.capacity
+        self._builder = BatchBuilder(capacity, self._spec.vocab_size, self._spec.hidden_size, sequences)
+        self._progress: dict[int, Progress] = {}  # by the sequence's id(); the progress keeps the sequence
+        self._step: _Step | None = None
+        self._decoding: list[Sequence] = []  # of the last step, those that go on
+        self._events: list[Event] = []  # to be delivered
+        self._results_at = 0.0  # when the last step's results were there; 0 after a pause
+        self._host = 0.0  # seconds of a step that the host takes between two: a running mean
+        drafter = None if speculator is None else speculator.drafter
+        if isinstance(drafter, DraftModelDrafter):
+            drafter.constrain = self._mask_after
+
+    # Requests
+
+    def submit(
+        self, request: Request, *, output: tuple[int, ...] = (), grammar: GrammarState | None = None
+    ) -> Admission:
+        """Queues a request, or says why not; RequestError where it can never be served.
+
+        `output`: tokens that another engine has made of it and handed out; text, penalties, grammar and draws go on
+        after them. `grammar`: the compiled one, where the caller has it; else it is compiled here, and waited for.
+        """
+        self._check(request, output)
+        if request.grammar is not None:
+            grammar = self._grammar(request, output, grammar)
+        texts = [self._text(request, output) for _ in range(request.n)]
+        now = self._clock()
+        admission = self.scheduler.admit(request, now, output=output)
+        if not admission.accepted:
+            if admission.parameter is not None:
+                raise RequestError(admission.why, parameter=admission.parameter)
+            return admission
+        for sequence, text in zip(admission.sequences, texts, strict=True):
+            state = None if grammar is None else grammar.clone()
+            self._progress[id(sequence)] = Progress(sequence, text, state, self._builder.row(), now)
+        return admission
+
+    def cancel(self, request_id: str) -> None:
+        """The request's sequences end: those of the step under way when it is settled."""
+        self._events += self.scheduler.cancel(request_id, self._clock())
+
+    @property
+    def grammars(self) -> Grammars:
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise RequestError("this model writes no text that could follow a grammar", parameter="grammar")
+            from headrace.engine.grammar.constraints import Grammars  # which a worker may never need
+
+            self._grammars = Grammars(self.tokenizer)
+        return self._grammars
+
+    def _grammar(self, request: Request, output: tuple[int, ...], compiled: GrammarState | None) -> GrammarState:
+        """The grammar after the tokens that were made."""
+        assert request.grammar is not None
+        state = self.grammars.compile(request.grammar, salt=request.salt) if compiled is None else compiled.clone()
+        try:
+            state.advance(output)
+        except HeadraceError as error:
+            raise RequestError(str(error), parameter="grammar") from None
+        return state
+
+    def _text(self, request: Request, output: tuple[int, ...]) -> OutputText | None:
+        if self.tokenizer is None or request.kind != "generate":
+            return None
+        text = OutputText(
+            self.tokenizer,
+            stop=request.stop,
+            stop_ids=request.stop_ids,
+            min_tokens=request.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        text.push(output)
+        return text
+
+    def _check(self, request: Request, output: tuple[int, ...]) -> None:
+        """RequestError for what the scheduler does not see: it knows no vocabulary and no text."""
+        vocab = self._spec.vocab_size
+        for name, tokens in (("prompt", request.prompt), ("output", output)):
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+                raise RequestError(f"a token is not in the vocabulary of {vocab}", parameter=name)
+        if request.kind != "embed" and self._spec.kind != "decoder":
+            raise RequestError(
+                f"{self._spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
+            )
+        if not 1 <= request.n <= self.scheduler.limits.max_sequences:
+            most = self.scheduler.limits.max_sequences
+            raise RequestError(f"n must be from 1 to {most}, not {request.n}", parameter="n")
+        if len(request.stop_ids) > MOST_STOP_IDS or any(not 0 <= token < vocab for token in request.stop_ids):
+            raise RequestError(
+                f"stop ids must be at most {MOST_STOP_IDS} tokens of the vocabulary", parameter="stop_token_ids"
+            )
+        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= min(MOST_LOGPROBS, vocab):
+            raise RequestError(f"prompt_logprobs must be from 0 to {MOST_LOGPROBS}", parameter="prompt_logprobs")
+        top = request.sampling.logprobs if request.kind == "score" else request.prompt_logprobs
+        if top is not None and top * len(request.prompt) > MOST_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"{top} log-probabilities for each of {len(request.prompt)} tokens of the prompt are more than "
+                f"{MOST_PROMPT_LOGPROBS}",
+                parameter="prompt_logprobs",
+            )
+        if request.stop and self.tokenizer is None:
+            raise RequestError("this model writes no text that could be stopped", parameter="stop")
+        request.sampling.check(vocab)
+
+    # The loop
+
+    def step(self) -> list[Output]:
+        """One step, and what it brought."""
+        if self.begin() is not None:
+            self.finish()
+        return self.deliver()
+
+    def overlapped_step(self) -> list[Output]:
+        """One step, and what the one before brought, made while it ran; after the last one, what is left."""
+        if self.begin() is None:
+            return self.deliver()
+        outputs = self.deliver()
+        self.finish()
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is to be delivered."""
+        return self._step is None and not self._events and self.scheduler.idle
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The step under way."""
+        return None if self._step is None else self._step.ticket
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the step under way has run; 0 where there is none."""
+        return 0.0 if self._step is None else self._clock() - self._step.launched
+
+    def begin(self) -> Ticket | None:
+        """Plans and launches a step; None where there is nothing to compute."""
+        assert self._step is None, "a step is under way"
+        now = self._clock()
+        self._events += self.scheduler.expire(now)
+        if self.speculator is not None and self._decoding:
+            self._draft(self.speculator, self._decoding)
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            self._results_at = 0.0
+            return None
+        running = [self._progress[id(share.sequence)] for share in plan.shares]
+        batch = self._builder.build(plan, [progress.block_row for progress in running])
+        launched = self._clock()
+        ticket = self.executor.launch(batch)
+        step = self._step = _Step(plan, ticket, running, None, launched)
+        if self._results_at:
+            between = launched - self._results_at
+            self.timing.between += between
+            self._host += _HOST_SHARE * (between - self._host)
+        for progress in running:
+            if not progress.started_at:
+                progress.started_at = launched
+        if not plan.hidden:
+            grammatical = [
+                (progress.grammar, share.sequence.drafted[: share.wanted - 1])
+                for share, progress in zip(plan.shares, running, strict=True)
+                if progress.grammar is not None and share.wanted
+            ]
+            if grammatical:
+                step.masks = self.grammars.launch(grammatical)
+        return ticket
+
+    def _draft(self, speculator: Speculator, decoding: list[Sequence]) -> None:
+        """Sets what is drafted for the sequences that the coming step goes on with."""
+        rows = len(decoding)
+        pairs = sum([len(sequence.tokens) for sequence in decoding])
+        each = pairs // rows
+        predict = self._step_time.predict
+
+        def step_seconds(count: int) -> float:
+            return self._host + predict(count, pairs + (count - rows) * each)
+
+        # Where not even a draft that is sure to hold would pay for its row, the drafter need not be asked.
+        if (rows + 1) * step_seconds(rows) <= rows * step_seconds(rows + 1):
+            for sequence in decoding:
+                sequence.drafted = []
+            return
+        room = self.executor.capacity.max_rows - rows
+        speculator.draft(decoding, rows=rows, room=room, step_seconds=step_seconds, fits=self._fitting)
+
+    def _mask_after(self, sequence: Sequence, drafts: ManyOf[int]) -> Mask | None:
+        """What the sequence's grammar lets follow the drafts."""
+        grammar = self._progress[id(sequence)].grammar
+        return None if grammar is None else self.grammars.mask_after(grammar, drafts)
+
+    def _fitting(self, sequence: Sequence, drafts: list[int]) -> int:
+        """How many of the drafts the sequence's grammar can follow."""
+        grammar = self._progress[id(sequence)].grammar
+        return len(drafts) if grammar is None else grammar.fitting(drafts)
+
+    def prepare(self) -> None:
+        """Lays out the rows for the sampler, whose masks have been computed meanwhile."""
+        step = self._step
+        if step is None or step.plan.hidden or step.rows is not None:
+            return
+        began = self._clock()
+        masks = iter(step.masks.collect() if step.masks is not None else ())
+        rows: list[SampleRow] = []
+        for place, (share, progress) in enumerate(zip(step.plan.shares, step.running, strict=True)):
+            if not share.wanted:
+                continue
+            own = None
+            if progress.grammar is not None:
+                own = next(masks)
+                step.mask_counts[place] = len(own)
+            rows += progress.rows(share, own)
+        step.rows = self.executor.lay_out(rows)
+        self.timing.beside += self._clock() - began
+
+    def deliver(self) -> list[Output]:
+        """What came of the steps before: tokens, text, endings."""
+        events, self._events = self._events, []
+        if not events:
+            return []
+        now = self._clock()
+        outputs: list[Output] = []
+        for event in events:
+            sequence = event.sequence
+            progress = self._progress.get(id(sequence))
+            if progress is None:
+                continue
+            if event.tokens and not progress.first_at:
+                progress.first_at = now
+            outputs.append(progress.output(event, self._spec, now))
+            if event.finish is not None:
+                del self._progress[id(sequence)]
+                if self.speculator is not None:
+                    self.speculator.forget(sequence)
+        if self._step is not None:
+            self.timing.beside += self._clock() - now
+        return outputs
+
+    def finish(self) -> None:
+        """Waits for the step, chooses the tokens, and settles."""
+        step = self._step
+        assert step is not None, "no step is under way"
+        self.prepare()
+        plan = step.plan
+        try:
+            result = self.executor.collect(step.ticket)
+            done = self._clock()
+            if plan.hidden:
+                outcomes = self._pooled(step, result.values)
+            else:
+                assert step.rows is not None
+                rows = step.rows
+                tokens = self.executor.choose(result.values, rows, result.peaks) if rows.count else []
+                self.timing.choosing += self._clock() - done
+                done = self._clock()
+                outcomes = self._outcomes(step, tokens, step.rows)
+            seconds = done - step.launched
+        except (ValueError, RuntimeError, MemoryError, OSError, HeadraceError) as error:
+            # The step is lost; who was in it is told, and everyone else goes on.
+            log.exception("a step of %d rows failed", plan.rows)
+            done, seconds = self._clock(), 0.0
+            why = f"the step failed: {error}"
+            outcomes = [Outcome([], Finish.FAILED, why) for _ in plan.shares]
+        for share, outcome in zip(plan.shares, outcomes, strict=True):
+            if outcome.finish is Finish.FAILED:
+                share.count = 0  # nobody may find in the cache what was computed wrongly, or not at all
+        self._step = None
+        timing = self.timing
+        timing.steps += 1
+        timing.rows += plan.rows
+        timing.device += seconds
+        self._results_at = done
+        events = self.scheduler.settle(plan, outcomes, self._clock(), seconds)
+        self._events += events
+        timing.tokens += sum([len(event.tokens) for event in events])
+        if self.speculator is not None:
+            self._decoding = [event.sequence for event in events if event.tokens and event.finish is None]
+
+    def _outcomes(self, step: _Step, tokens: list[int], rows: Rows) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        at = 0
+        speculator = self.speculator
+        for place, share in enumerate(step.plan.shares):
+            if not share.wanted:
+                outcomes.append(Outcome())
+                continue
+            progress = step.running[place]
+            before = progress.accepted
+            outcome = progress.outcome(share, tokens, at, rows, step.mask_counts.get(place))
+            outcomes.append(outcome)
+            at += share.wanted
+            if speculator is not None and share.sequence.drafted and share.wanted > 1:
+                speculator.observe(share.sequence, share.wanted - 1, progress.accepted - before)
+        return outcomes
+
+    def _pooled(self, step: _Step, values: Any) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        at = 0
+        for share, progress in zip(step.plan.shares, step.running, strict=True):
+            outcomes.append(progress.pool_states(share, values[at : at + share.wanted], self._spec))
+            at += share.wanted
+        return outcomes
+
+    # Prefixes, and what it says of itself
+
+    def check(self) -> None:
+        """Looks through the books, where that was asked for: for idle moments."""
+        if self._checks:
+            self.blocks.check()
+
+    def drain(self) -> None:
+        """Nothing more is admitted."""
+        self.scheduler.drain()
+
+    def stats(self) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            "steps": timing.steps,
+            "rows": timing.rows,
+            "tokens": timing.tokens,
+            "device_seconds": timing.device,
+            "choosing_seconds": timing.choosing,
+            "between_seconds": timing.between,
+            "beside_seconds": timing.beside,
+            "scheduler": self.scheduler.stats(),
+            "blocks": self.blocks.stats(),
+        }
+
+    def close(self) -> None:
+        if self._step is not None:
+            self.executor.collect(self._step.ticket)
+            self._step = None
+        if self._grammars is not None:
+            self._grammars.close()
+        drafter = None if self.speculator is None else self.speculator.drafter
+        if isinstance(drafter, DraftModelDrafter):
+            drafter.close()
+        self.executor.close()

@@ -1,0 +1,133 @@
+"""A step's plan as the arrays that an executor takes, in memory that is kept from step to step.
+
+Owns BatchBuilder: the arrays, each sequence's row of block numbers, and the array for results. Knows nothing of what
+the results are for.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from headrace.engine.executors.executor import Batch, Capacity, peaks_of
+from headrace.engine.interface.request import Sequence
+from headrace.engine.scheduling.step_plan import Share, StepPlan
+
+
+class BlockRow:
+    """One sequence's block numbers as an array. A sequence's list only grows, or is replaced by another list."""
+
+    __slots__ = ("blocks", "filled", "numbers", "stamp")
+
+    def __init__(self, width: int) -> None:
+        self.numbers = np.zeros(width, dtype=np.int32)
+        self.blocks: list[int] | None = None
+        self.filled = 0
+        self.stamp = 0  # of what is in it: no other content of any row ever has the same
+
+    def follow(self, blocks: list[int], stamp: int) -> None:
+        if blocks is not self.blocks:
+            self.blocks = blocks
+            self.filled = 0
+        count = len(blocks)
+        self.numbers[self.filled : count] = blocks[self.filled :]
+        self.filled = count
+        self.stamp = stamp
+
+
+class BatchBuilder:
+    def __init__(self, capacity: Capacity, vocab_size: int, hidden_size: int, sequences: int) -> None:
+        """`sequences`: of one step, as a first guess."""
+        self._width = -(-capacity.context // capacity.block_tokens)
+        self._tokens = np.empty(capacity.max_rows, dtype=np.int32)
+        self._wanted = np.empty(capacity.max_rows, dtype=np.int32)
+        self._stamps = itertools.count(1)
+        self._make_room(sequences)
+        self._logits = np.empty((0, vocab_size), dtype=np.float32)
+        self._peaks = np.empty((0, peaks_of(vocab_size)), dtype=np.float32)
+        self._states = np.empty((0, hidden_size), dtype=np.float32)
+
+    def row(self) -> BlockRow:
+        """A new sequence's."""
+        return BlockRow(self._width)
+
+    def build(self, plan: StepPlan, rows: list[BlockRow]) -> Batch:
+        """Valid until the next one is built, and so is the step's result."""
+        shares = plan.shares
+        count = len(shares)
+        if count > len(self._tables):
+            self._make_room(count)
+        tokens: list[int] = []
+        offsets = [0]
+        wanted: list[int] = []
+        end = 0
+        for share in shares:
+            sequence = share.sequence
+            number = share.count
+            end += number
+            offsets.append(end)
+            if number == 1:
+                tokens.append(sequence.tokens[sequence.computed])
+            else:
+                tokens += share_tokens(sequence, number)
+            if share.wanted == 1:
+                wanted.append(end - 1)
+            elif share.wanted:
+                wanted += range(end - share.wanted, end)
+        self._place(shares, rows)
+        if len(wanted) > len(self._states if plan.hidden else self._logits):
+            self._make_results(len(wanted), hidden=plan.hidden)
+        self._tokens[:end] = tokens
+        self._offsets[: count + 1] = offsets
+        self._computed[:count] = [share.sequence.computed for share in shares]
+        self._variants[:count] = [share.sequence.rope_variant for share in shares]
+        self._wanted[: len(wanted)] = wanted
+        return Batch(
+            tokens=self._tokens[:end],
+            offsets=self._offsets[: count + 1],
+            computed=self._computed[:count],
+            block_tables=self._tables[:count],
+            rope_variants=self._variants[:count],
+            wanted=self._wanted[: len(wanted)],
+            hidden=plan.hidden,
+            copies=plan.copies,
+            out=(self._states if plan.hidden else self._logits)[: len(wanted)],
+            peaks=None if plan.hidden else self._peaks[: len(wanted)],
+        )
+
+    def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:
+        """Each sequence's blocks into its row of the tables; most are where the step before has left them."""
+        placed = self._placed
+        for place, row in enumerate(rows):
+            blocks = shares[place].sequence.blocks
+            if blocks is not row.blocks or len(blocks) != row.filled:
+                row.follow(blocks, next(self._stamps))
+            elif placed[place] == row.stamp:
+                continue
+            self._tables[place, : row.filled] = row.numbers[: row.filled]
+            placed[place] = row.stamp
+
+    def _make_results(self, rows: int, *, hidden: bool) -> None:
+        # Pages that were never touched cost nothing, so there may as well be room for some more.
+        rows += rows // 2
+        if hidden:
+            self._states = np.empty((rows, self._states.shape[1]), dtype=np.float32)
+        else:
+            self._logits = np.empty((rows, self._logits.shape[1]), dtype=np.float32)
+            self._peaks = np.empty((rows, self._peaks.shape[1]), dtype=np.float32)
+
+    def _make_room(self, sequences: int) -> None:
+        self._tables = np.zeros((sequences, self._width), dtype=np.int32)
+        self._placed = [0] * sequences  # stamps of the rows that the tables hold
+        self._offsets = np.zeros(sequences + 1, dtype=np.int32)
+        self._computed = np.zeros(sequences, dtype=np.int32)
+        self._variants = np.zeros(sequences, dtype=np.int32)
+
+
+def share_tokens(sequence: Sequence, count: int) -> list[int]:
+    """The next `count` tokens that are to be computed: what is pending, then what was drafted."""
+    found = sequence.tokens[sequence.computed : sequence.computed + count]
+    if len(found) < count:
+        found += sequence.drafted[: count - len(found)]
+    return found

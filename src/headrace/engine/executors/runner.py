@@ -1,0 +1,160 @@
+"""An executor driven directly, one caller at a time: greedy tokens, logits and embeddings without a scheduler.
+
+Owns Sequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For tests and measurements,
+where what the engine makes is compared with what the executor alone does; callers are served by engine.engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ManyOf
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.executors.executor import Batch, Executor
+from headrace.errors import RequestError
+
+Floats = NDArray[np.float32]
+
+
+class Sequence(msgspec.Struct):
+    tokens: list[int]
+    rope_variant: int
+    blocks: list[int] = []
+    computed: int = 0  # tokens whose KV is in the blocks
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Runner:
+    """Sequences on one executor. A sequence gets all the blocks that it may need when it is opened."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._free = list(range(executor.capacity.blocks))
+
+    def open(self, tokens: ManyOf[int], *, total: int | None = None) -> Sequence:
+        """A sequence that may grow to `total` tokens."""
+        capacity = self.executor.capacity
+        most = len(tokens) if total is None else total
+        if not tokens:
+            raise RequestError("the prompt has no tokens", parameter="prompt")
+        if most > capacity.context:
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens and what may follow, {most} together, do not fit the context of "
+                f"{capacity.context}",
+                parameter="max_tokens" if len(tokens) < capacity.context else "prompt",
+            )
+        needed = -(-most // capacity.block_tokens)
+        if needed > len(self._free):
+            raise RequestError(f"{needed} KV blocks are needed and {len(self._free)} are free", parameter="kv_tokens")
+        blocks = [self._free.pop() for _ in range(needed)]
+        return Sequence(list(tokens), self.executor.spec.rope_variant(most), blocks)
+
+    def close(self, sequence: Sequence) -> None:
+        self._free.extend(sequence.blocks)
+        sequence.blocks = []
+
+    def step(self, work: ManyOf[tuple[Sequence, int]], wanted: ManyOf[int], *, hidden: bool = False) -> Floats:
+        """Computes the next `count` tokens of each sequence; returns the wanted rows' logits or hidden states."""
+        tables = np.zeros((len(work), max(len(sequence.blocks) for sequence, _ in work)), dtype=np.int32)
+        tokens: list[int] = []
+        offsets = [0]
+        for index, (sequence, count) in enumerate(work):
+            tables[index, : len(sequence.blocks)] = sequence.blocks
+            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+            offsets.append(len(tokens))
+        batch = Batch(
+            tokens=np.array(tokens, dtype=np.int32),
+            offsets=np.array(offsets, dtype=np.int32),
+            computed=np.array([sequence.computed for sequence, _ in work], dtype=np.int32),
+            block_tables=tables,
+            rope_variants=np.array([sequence.rope_variant for sequence, _ in work], dtype=np.int32),
+            wanted=np.array(wanted, dtype=np.int32),
+            hidden=hidden,
+        )
+        result = self.executor.collect(self.executor.launch(batch))
+        for sequence, count in work:
+            sequence.computed += count
+        return result.values
+
+    def plan(self, sequences: ManyOf[Sequence]) -> list[tuple[Sequence, int]]:
+        """What is pending, as much of it as one step takes; an encoder's sequence goes whole or waits."""
+        room = self.executor.capacity.max_rows
+        work: list[tuple[Sequence, int]] = []
+        for sequence in sequences:
+            count = min(sequence.pending, room)
+            if count == 0 or (not self.executor.spec.causal and count < sequence.pending):
+                continue
+            work.append((sequence, count))
+            room -= count
+        return work
+
+    def prefill(self, sequences: ManyOf[Sequence]) -> Floats:
+        """Computes all that is pending; returns each sequence's logits after its last token."""
+        last = np.empty((len(sequences), self.executor.spec.vocab_size), dtype=np.float32)
+        places = {id(sequence): index for index, sequence in enumerate(sequences)}
+        while work := self.plan(sequences):
+            ends = np.cumsum([count for _, count in work]) - 1
+            finishing = [i for i, (sequence, count) in enumerate(work) if count == sequence.pending]
+            rows = self.step(work, [int(ends[i]) for i in finishing])
+            for row, i in zip(rows, finishing, strict=True):
+                last[places[id(work[i][0])]] = row
+        return last
+
+
+def logits(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> list[Floats]:
+    """Logits after every token of every prompt, the prompts computed side by side."""
+    return _every_row(executor, prompts, hidden=False)
+
+
+def hidden_states(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> list[Floats]:
+    """Final hidden states of every token of every prompt."""
+    return _every_row(executor, prompts, hidden=True)
+
+
+def _every_row(executor: Executor, prompts: ManyOf[ManyOf[int]], *, hidden: bool) -> list[Floats]:
+    runner = Runner(executor)
+    sequences = [runner.open(prompt) for prompt in prompts]
+    rows: dict[int, list[Floats]] = {id(sequence): [] for sequence in sequences}
+    while work := runner.plan(sequences):
+        values = runner.step(work, range(sum(count for _, count in work)), hidden=hidden)
+        start = 0
+        for sequence, count in work:
+            rows[id(sequence)].append(values[start : start + count])
+            start += count
+    return [np.concatenate(rows[id(sequence)]) for sequence in sequences]
+
+
+def greedy(executor: Executor, prompts: ManyOf[ManyOf[int]], count: int) -> list[list[int]]:
+    """The `count` likeliest tokens after each prompt, all prompts decoded in step."""
+    if count < 1:
+        return [[] for _ in prompts]
+    runner = Runner(executor)
+    sequences = [runner.open(prompt, total=len(prompt) + count) for prompt in prompts]
+    starts = [len(sequence.tokens) for sequence in sequences]
+    for _ in range(count):
+        for sequence, row in zip(sequences, runner.prefill(sequences), strict=True):
+            sequence.tokens.append(int(row.argmax()))
+    return [sequence.tokens[start:] for sequence, start in zip(sequences, starts, strict=True)]
+
+
+def embed(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> Floats:
+    """One vector per prompt, pooled and normalised as the spec says; the mean of all tokens where it says nothing."""
+    spec = executor.spec
+    vectors: list[Floats] = []
+    for states in hidden_states(executor, prompts):
+        match spec.pooling or "mean":
+            case "cls":
+                vectors.append(states[0])
+            case "last":
+                vectors.append(states[-1])
+            case "mean":
+                vectors.append(states.mean(axis=0))
+    pooled = np.stack(vectors)
+    if spec.normalise_embedding:
+        pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+    return pooled

@@ -1,0 +1,360 @@
+"""Constrained decoding: what a sequence may say next, as a bit per token.
+
+Owns Grammars (compiling for one tokenizer, in threads, and the masks of a step, in a thread beside it) and GrammarState
+(how far one sequence has come in its grammar). llguidance parses; what a caller may ask for is engine.grammar_source's.
+Knows nothing of logits, of requests or of who waits.
+
+What may follow depends on the tokens so far alone: not on what was drafted and taken back, nor on which tokens were
+forced and which sampled. Where a grammar leaves one continuation, its tokens are those that the tokenizer would write.
+
+    grammars.prepare(grammar) -> Compilation -> GrammarState        once, before anything is queued
+    grammars.launch([(state, drafts), ...]) -> Masks -> collect()   while the step runs
+    state.advance(tokens); state.forced()                           after it
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from headrace.engine.grammar.token_vocabulary import Vocabulary
+from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source
+from headrace.errors import HeadraceError, ModelError, RequestError
+from headrace.models.text.tokenizer import Tokenizer
+
+__all__ = ["Compilation", "Grammar", "GrammarError", "GrammarLimits", "GrammarState", "Grammars", "Mask", "Masks"]
+
+Mask = NDArray[np.uint32]
+
+_COMPILERS: Final = 2  # threads
+_MOST_FORCED: Final = 64  # tokens at a time; about 20 us each, 100 us in a long text
+_RENEW_SECONDS: Final = 0.3  # what a step may wait for a grammar to be compiled again, which is rare
+
+
+class GrammarError(HeadraceError):
+    """A grammar that turned out, while it was used, to go past its bounds or to lead nowhere."""
+
+
+class Grammars:
+    """Grammars for one tokenizer. To be used from one thread; what takes long runs in threads of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None, *, threads: int = 1) -> None:
+        """`threads` compute masks; one alone leaves the cores to the step that they are computed beside."""
+        self.limits = GrammarLimits() if limits is None else limits
+        self.tokenizer = tokenizer
+        self._words = -(-tokenizer.vocab_size // 32)
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._known: OrderedDict[tuple[str, Grammar], Future[Compiled]] = OrderedDict()
+        self._known_bytes = 0
+        self._unfinished: list[Future[Compiled]] = []
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="headrace-grammar", initializer=_give_way)
+        self._filler = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
+        self._executor = LLExecutor(threads)
+
+    def prepare(self, grammar: Grammar, *, salt: str = "") -> Compilation:
+        """Begins to compile; RequestError at once for what needs no compiling to be refused.
+
+        What was compiled is kept for requests of the same salt: how long it takes tells nobody what others asked for.
+        """
+        limits = self.limits
+        key = (salt, grammar)
+        known = self._known.get(key)
+        if known is None:
+            source = grammar_source(grammar, limits)
+            self._unfinished = [future for future in self._unfinished if not future.done()]
+            if len(self._unfinished) >= limits.compiling:
+                raise RequestError(f"{limits.compiling} grammars are being compiled; try again", parameter="grammar")
+            known = self._known[key] = self._compilers.submit(lambda: Compiled(lambda: self._compile(source)))
+            self._unfinished.append(known)
+            self._known_bytes += len(grammar.text)
+            while len(self._known) > 1 and (len(self._known) > limits.kept or self._known_bytes > limits.kept_bytes):
+                (_, forgotten), _ = self._known.popitem(last=False)
+                self._known_bytes -= len(forgotten.text)
+        else:
+            self._known.move_to_end(key)
+        return Compilation(known, limits.compile_seconds)
+
+    def compile(self, grammar: Grammar, *, salt: str = "") -> GrammarState:
+        """Waits for it; RequestError for a grammar that is wrong or takes too long."""
+        return self.prepare(grammar, salt=salt).result()
+
+    def launch(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> Masks:
+        """Begins to compute the masks of each state and of what follows its drafts.
+
+        The states must be left alone until the masks are collected.
+        """
+        return Masks(self._filler.submit(self._fill, work))
+
+    def mask_after(self, state: GrammarState, drafts: Sequence[int]) -> Mask | None:
+        """The mask after a state and its drafts, at once; None where the grammar does not follow them."""
+        matcher = state.matcher
+        taken = matcher.try_consume_tokens(list(drafts)) if drafts else 0
+        mask: Mask | None = None
+        if taken == len(drafts) and not matcher.is_stopped():
+            ((mask, *_),) = self._compute([(state, ())])
+        if taken:
+            matcher.rollback(taken)
+        if matcher.is_error():
+            state.rebuild()
+            return None
+        return mask
+
+    def close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._filler.shutdown()
+
+    @cached_property
+    def _parser_limits(self) -> LLParserLimits:
+        limits = self.limits
+        return LLParserLimits(
+            max_items_in_row=limits.row_items,
+            initial_lexer_fuel=limits.compile_fuel,
+            step_lexer_fuel=limits.step_fuel,
+            step_max_items=limits.step_items,
+            max_lexer_states=limits.lexer_states,
+            max_grammar_size=limits.symbols,
+            verbose_errors=False,
+        )
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self.tokenizer.read()  # a worker's first grammar may find that the model's folder is gone
+                except ModelError as error:
+                    raise RequestError(f"no grammar can be followed: {error}", parameter="grammar") from None
+                self._vocabulary = Vocabulary(self.tokenizer).for_llguidance()
+            return self._vocabulary
+
+    def _compile(self, source: str) -> LLMatcher:
+        vocabulary = self._read_vocabulary()
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=self._parser_limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what allows nothing at all, or is too hard, shows here
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be used: {_reason(matcher)}", parameter="grammar")
+        _check_beginning(matcher, vocabulary.eos_tokens)
+        return matcher
+
+    def _fill(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
+        """For each state the masks of its rows, as far as its grammar follows the drafts; none where it failed."""
+        masks = self._compute(work)
+        for place, (state, _) in enumerate(work):
+            if state.matcher.is_error() and state.error is None:
+                # Drafts, or other sequences, may be to blame, which must not be seen: once more without them.
+                state.rebuild()
+                masks[place] = self._compute([(state, ())])[0]
+                if state.matcher.is_error():
+                    state.error = _reason(state.matcher)
+            if state.error is not None:
+                masks[place] = []
+        return masks
+
+    def _compute(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
+        rows = sum(1 + len(drafts) for _, drafts in work)
+        words = -(-self._read_vocabulary().vocab_size // 32)
+        # A mask that is not computed stays empty: no grammar's own mask is.
+        masks = np.zeros((rows, words), dtype=np.uint32)
+        alone: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        starts: list[int] = []
+        start = 0
+        for state, drafts in work:
+            starts.append(start)
+            if drafts:
+                drafted.append((state.matcher, start, list(drafts)))
+            else:
+                alone.append((state.matcher, start))
+            start += 1 + len(drafts)
+        place = masks.ctypes.data
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, place, words * 4, rows)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, place, words * 4, rows)
+        filled = np.any(masks, axis=1)
+        found: list[list[Mask]] = []
+        for start, (_, drafts) in zip(starts, work, strict=True):
+            mine: list[Mask] = []
+            for row in range(start, start + 1 + len(drafts)):
+                if not filled[row]:
+                    break
+                mine.append(masks[row, : self._words])
+            found.append(mine)
+        return found
+
+
+class Compilation:
+    """A grammar that is being compiled."""
+
+    def __init__(self, future: Future[Compiled], seconds: float) -> None:
+        self._future = future
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return self._future.done() or time.monotonic() >= self._until
+
+    def result(self) -> GrammarState:
+        """Waits for it; RequestError for a grammar that is wrong or takes too long."""
+        try:
+            compiled = self._future.result(max(0.0, self._until - time.monotonic()))
+        except TimeoutError:
+            raise RequestError(
+                f"the grammar takes longer than {self._seconds:g} s to compile", parameter="grammar"
+            ) from None
+        return GrammarState(compiled)
+
+
+class Compiled:
+    """A grammar at its beginning, from which every sequence's state is copied.
+
+    The copies share what llguidance learns of the grammar's texts, and the bound on it. So that one sequence does not
+    come to its bound by what others wrote, or by what was drafted, a state that failed begins again with a new one.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self._make = make
+        began = time.monotonic()
+        self.matcher = make()
+        self._seconds = time.monotonic() - began
+
+    def renew(self, failed: LLMatcher) -> None:
+        """Compiles it again, unless that was done since `failed` was taken from here, or takes too long for a step."""
+        if self.matcher is failed and self._seconds < _RENEW_SECONDS:
+            self.matcher = self._make()
+
+
+class Masks:
+    """The masks of a step, under way."""
+
+    def __init__(self, future: Future[list[list[Mask]]]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def collect(self) -> list[list[Mask]]:
+        """For each state a mask for its next token and for the one after each draft, as far as its grammar goes.
+
+        Rows beyond that are not to be sampled. None at all: the state failed, and its `error` says why.
+        """
+        return self._future.result()
+
+
+class GrammarState:
+    """How far one sequence has come in its grammar."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self._origin = compiled.matcher
+        self.matcher = self._origin.deep_copy()
+        self.tokens: list[int] = []
+        self.error: str | None = None  # why it cannot go on
+
+    @property
+    def finished(self) -> bool:
+        """Nothing may follow: the text is whole, or its end was among the tokens."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def accepting(self) -> bool:
+        """The text may end here."""
+        return self.matcher.is_accepting()
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Moves over the tokens, and returns how many were taken: none after the one that finished the grammar.
+
+        GrammarError for a token that the grammar does not allow, or that takes it past its bounds.
+        """
+        for count, token in enumerate(tokens):
+            if self.finished:
+                return count
+            self._consume(token)
+            self.tokens.append(token)
+        return len(tokens)
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that must come next, `most` of them at most; the state moves over them.
+
+        They are what sampling under the masks would choose, one after the other. There may be more to come: a text of
+        any length may be forced, and this does not take long.
+        """
+        most = min(most, _MOST_FORCED)
+        found: list[int] = []
+        # Only the first that llguidance names is what the mask would allow: the next ones may be cut anew after it.
+        while len(found) < most and not self.finished and (tokens := self.matcher.compute_ff_tokens()):
+            self._consume(tokens[0])
+            self.tokens.append(tokens[0])
+            found.append(tokens[0])
+        return found
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar can follow; the state stays where it is."""
+        if not drafts or self.finished:
+            return 0
+        return self.matcher.validate_tokens(list(drafts))
+
+    def rollback(self, count: int) -> None:
+        """Takes the last `count` tokens back."""
+        if count and not self.matcher.rollback(count):
+            raise GrammarError(f"the grammar cannot go back: {_reason(self.matcher)}")
+        if count:
+            del self.tokens[-count:]
+
+    def clone(self) -> GrammarState:
+        copy = GrammarState.__new__(GrammarState)
+        copy._compiled = self._compiled
+        copy._origin = self._origin
+        copy.matcher = self.matcher.deep_copy()
+        copy.tokens = list(self.tokens)
+        copy.error = self.error
+        return copy
+
+    def rebuild(self) -> None:
+        """The same state from its tokens alone: nothing that was drafted, or that others wrote, is left in it."""
+        self._compiled.renew(self._origin)
+        self._origin = self._compiled.matcher
+        self.matcher = self._origin.deep_copy()
+        self.matcher.consume_tokens(self.tokens)
+
+    def _consume(self, token: int) -> None:
+        if not self.matcher.consume_token(token):
+            if self.error is None:
+                self.rebuild()  # drafts, or other sequences, may be to blame
+                if self.matcher.consume_token(token):
+                    return
+                self.error = _reason(self.matcher)
+            raise GrammarError(f"the grammar cannot be followed: {self.error}")
+
+
+def _check_beginning(compiled: LLMatcher, ends: Sequence[int]) -> None:
+    """RequestError where the first token is already too much, or cannot be taken back: drafts and restarts need it."""
+    trial = compiled.deep_copy()
+    bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    tokens: list[int] = np.flatnonzero(bits)[: 1 + len(ends)].tolist()
+    token = next((token for token in tokens if token not in ends), tokens[0])
+    if not trial.consume_token(token) or not trial.rollback(1):
+        raise RequestError(f"the grammar cannot be used: {_reason(trial)}", parameter="grammar")
+
+
+def _give_way() -> None:
+    """A grammar that takes a second to compile is not to take the processor from the steps."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().split("\n<state>")[0].strip()[:500] or "no reason given"

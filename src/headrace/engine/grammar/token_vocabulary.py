@@ -1,0 +1,82 @@
+"""A tokenizer's vocabulary as llguidance takes it: the bytes of every token, and how a text is cut into tokens.
+
+Owns Vocabulary. Knows nothing of grammars.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from headrace.engine.interface.output_text import token_bytes
+from headrace.errors import RequestError
+from headrace.models.text.tokenizer import Tokenizer
+
+# Written before a text, so that a tokenizer that puts a space before the first word puts it before this.
+_BEFORE: Final = "\n"
+_MOST_CHARACTERS: Final = 256
+
+
+class Vocabulary:
+    """What llguidance asks of a tokenizer; the public names are its own."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """RequestError for a tokenizer whose tokens have no bytes of their own."""
+        if tokenizer.pieces.kind.form == "window":
+            raise RequestError("this model's tokenizer cannot follow a grammar", parameter="grammar")
+        self._tokenizer = tokenizer
+        size = tokenizer.vocab_size
+        special = {token for token in range(size) if tokenizer.is_special(token)} | tokenizer.eos_ids
+        self.tokens = [token_bytes(tokenizer, token) for token in range(size)]
+        self.special_token_ids = sorted(special)
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = min(tokenizer.eos_ids, default=None)
+        self._eos_ids = sorted(tokenizer.eos_ids)
+        # Of tokens with the same bytes, the first; the text of a special token is not that token.
+        self._own = [b"" if token in special else text for token, text in enumerate(self.tokens)]
+        self._by_bytes = {text: token for token, text in reversed(list(enumerate(self._own))) if text}
+        self._longest = max(map(len, self._by_bytes), default=0)
+
+    def for_llguidance(self) -> LLTokenizer:
+        return LLTokenizer(cast("TokenizerWrapper", self), eos_token=self._eos_ids or None)
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens whose bytes, joined, are the text's: those that the tokenizer would write, where it can.
+
+        Of a long text only the beginning is looked at: what is asked for is its first tokens, and that for every token.
+        """
+        text = text[:_MOST_CHARACTERS]
+        wanted = text.encode()
+        for before in ("", _BEFORE):
+            tokens = self._tokenizer.encode(before + text, add_special_tokens=False)
+            found = self._ending(tokens, wanted)
+            if found is not None:
+                return found
+        return self._greedy(wanted)
+
+    def _ending(self, tokens: list[int], wanted: bytes) -> list[int] | None:
+        """The last of the tokens, as many as are the wanted bytes."""
+        missing = len(wanted)
+        start = len(tokens)
+        while missing > 0 and start > 0:
+            start -= 1
+            missing -= len(self._own[tokens[start]])
+        found = tokens[start:]
+        return found if b"".join(self._own[token] for token in found) == wanted else None
+
+    def _greedy(self, wanted: bytes) -> list[int]:
+        tokens: list[int] = []
+        place = 0
+        while place < len(wanted):
+            for length in range(min(self._longest, len(wanted) - place), 0, -1):
+                token = self._by_bytes.get(wanted[place : place + length])
+                if token is not None:
+                    tokens.append(token)
+                    place += length
+                    break
+            else:
+                raise RequestError("the tokenizer has no token for a byte of the grammar", parameter="grammar")
+        return tokens

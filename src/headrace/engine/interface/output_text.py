@@ -1,0 +1,247 @@
+"""From a sequence's tokens to the text that its caller sees, a piece at a time.
+
+Owns OutputText: incremental detokenisation, stop strings and stop ids, min_tokens, and where each token's text lies,
+for log-probabilities. What it hands out is a function of the tokens alone, and not of how many came at once: the text
+up to the first stop string that is complete (of those that end together, the longest), and never a part of one: text
+that may yet become a stop string waits. Knows nothing of requests, of sampling or of how text travels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from headrace.errors import RequestError
+from headrace.models.text.detokenizer import Detokenizer, HasPieces
+
+MOST_STOPS: Final = 64
+MOST_STOP_CHARACTERS: Final = 1024  # of one stop string
+
+
+class Piece(NamedTuple):
+    """The text that one token of the output stands for. Joined, they are the text that was handed out."""
+
+    place: int  # of the token in the output
+    token: int
+    text: str  # empty where the token is only a part of a character: the token that completes it has it all
+    byte_start: int  # where it begins in the output's UTF-8
+    start: int  # where it begins in the output, in characters
+
+
+class OutputText:
+    """The text of one sequence's output.
+
+    `push` takes tokens and returns the text that they make certain. Where `ended` is set, the output ended at the last
+    token that `count` counts, and later tokens are not looked at; `finish` hands out what still waits. Pushing the
+    tokens of a lost output again gives the same text, and the same state.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HasPieces,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        stop_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        continues: bool = True,
+        pieces: bool = False,
+    ) -> None:
+        """`min_tokens` tokens come before one that may end the output; `pieces`: keep them, for `take_pieces`."""
+        self._stops = stop_strings(tuple(stop))
+        self._include = include_stop
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
+        self._state = 0
+        self._held = ""  # may be the beginning of a stop string
+        self._pieces: deque[Piece] | None = deque() if pieces else None
+        self._released: list[Piece] = []
+        self._bytes = 0  # of the text so far, with what is held
+        self._characters = 0
+        self.count = 0  # tokens of the output, with the one that ended it
+        self.ended: str | int | None = None  # the stop string or stop id that ended it
+
+    def push(self, tokens: Sequence[int]) -> str:
+        text = ""
+        for token in tokens:
+            if self.ended is not None:
+                break
+            self.count += 1
+            if token in self._stop_ids and self.count > self._min_tokens:
+                self.ended = token
+                if not self._include:
+                    break
+            text += self._feed(self._detokenizer.push(token), token)
+        return text
+
+    def finish(self) -> str:
+        """The rest, at the output's end; bytes that never became a character become U+FFFD."""
+        if isinstance(self.ended, str):
+            return ""
+        text = self._feed(self._detokenizer.finish(), None)
+        if not isinstance(self.ended, str):
+            text += self._held
+            self._held = ""
+            self._release(everything=True)
+        return text
+
+    def take_pieces(self) -> list[Piece]:
+        """The pieces of the text that was handed out since the last call; of a cut token, what was handed out of it."""
+        released = self._released
+        self._released = []
+        return released
+
+    def _feed(self, added: str, token: int | None) -> str:
+        if self._pieces is not None:
+            self._note(added, token)
+        if self._stops is None:
+            if self._pieces is not None:
+                self._release(everything=False)
+            return added
+        if not added:
+            return ""
+        text = self._held + added
+        self._state, end, length = self._stops.scan(self._state, added, search=self.count > self._min_tokens)
+        if length:
+            end += len(self._held)
+            shown = end if self._include else end - length
+            self.ended = text[end - length : end]
+            self._held = ""
+            self._cut(len(text) - shown)
+            return text[:shown]
+        shown = len(text) - self._stops.depth[self._state]
+        self._held = text[shown:]
+        self._release(everything=False)
+        return text[:shown]
+
+    def _note(self, added: str, token: int | None) -> None:
+        assert self._pieces is not None
+        if token is not None:
+            self._pieces.append(Piece(self.count - 1, token, added, self._bytes, self._characters))
+        elif added and self._pieces:
+            # Bytes that became no character belong to the last token.
+            last = self._pieces.pop()
+            self._pieces.append(last._replace(text=last.text + added))
+        elif added and self._released:
+            last = self._released.pop()
+            self._released.append(last._replace(text=last.text + added))
+        self._bytes += len(added.encode())
+        self._characters += len(added)
+
+    def _release(self, *, everything: bool) -> None:
+        """Pieces whose text was handed out. One without text waits for the character that it is a part of."""
+        if not self._pieces:
+            return
+        certain = self._characters - len(self._held)
+        waiting: list[Piece] = []
+        while self._pieces and (everything or self._pieces[0].start + len(self._pieces[0].text) <= certain):
+            piece = self._pieces.popleft()
+            waiting.append(piece)
+            if piece.text or everything:
+                self._released += waiting
+                waiting.clear()
+        self._pieces.extendleft(reversed(waiting))
+
+    def _cut(self, dropped: int) -> None:
+        """The output ends `dropped` characters before the text that was detokenised."""
+        self._characters -= dropped
+        if self._pieces is None:
+            return
+        for piece in self._pieces:
+            if piece.start < self._characters:
+                self._released.append(piece._replace(text=piece.text[: self._characters - piece.start]))
+        self._pieces.clear()
+
+
+def token_bytes(tokenizer: HasPieces, token: int) -> bytes:
+    """A token's own bytes, whatever is around it; a special token's name."""
+    pieces = tokenizer.pieces
+    if pieces.kind.form == "window":
+        return pieces.window([token]).encode()
+    raw = pieces.raw(token)
+    if isinstance(raw, bytes):
+        return raw
+    for old, new in pieces.kind.replaces:
+        raw = raw.replace(old, new)
+    return raw.encode()
+
+
+class StopStrings:
+    """Finds which of several strings is complete first, reading every character once (after Aho and Corasick).
+
+    A state is the longest beginning of any string that the text read so far ends with; `depth` is its length.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self._found = [0]  # length of the longest string that ends in a state
+        for string in strings:
+            self._add(string)
+        self._fail = self._links()
+        # Most text has nothing of a stop string in it; a regular expression passes over it fastest.
+        self._first = re.compile("[" + "".join(re.escape(character) for character in self._next[0]) + "]")
+
+    def scan(self, state: int, text: str, *, search: bool) -> tuple[int, int, int]:
+        """State after the text; where the first complete string ends in it, and its length, 0 if there is none."""
+        follow, fail, found = self._next, self._fail, self._found
+        place, end = 0, len(text)
+        while place < end:
+            if not state:
+                first = self._first.search(text, place)
+                if first is None:
+                    return 0, 0, 0
+                place = first.start()
+            character = text[place]
+            place += 1
+            while (after := follow[state].get(character)) is None and state:
+                state = fail[state]
+            state = after or 0
+            if found[state] and search:
+                return state, place, found[state]
+        return state, 0, 0
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            after = self._next[state].get(character)
+            if after is None:
+                after = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self.depth.append(self.depth[state] + 1)
+                self._found.append(0)
+            state = after
+        self._found[state] = len(string)
+
+    def _links(self) -> list[int]:
+        """For each state, the next longest beginning of any string that the same text ends with."""
+        fail = [0] * len(self._next)
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, after in self._next[state].items():
+                shorter = fail[state]
+                while shorter and character not in self._next[shorter]:
+                    shorter = fail[shorter]
+                fail[after] = self._next[shorter].get(character, 0)
+                self._found[after] = self._found[after] or self._found[fail[after]]
+                queue.append(after)
+        return fail
+
+
+@lru_cache(maxsize=256)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings | None:
+    """RequestError for stop strings that cannot be served."""
+    if len(strings) > MOST_STOPS:
+        raise RequestError(f"at most {MOST_STOPS} stop strings are allowed, not {len(strings)}", parameter="stop")
+    for string in strings:
+        if not 1 <= len(string) <= MOST_STOP_CHARACTERS:
+            raise RequestError(
+                f"a stop string must have 1 to {MOST_STOP_CHARACTERS} characters, not {len(string)}", parameter="stop"
+            )
+    return StopStrings(strings) if strings else None

@@ -1,0 +1,28 @@
+"""All that came of one sequence, put together from its outputs. Owns Answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.engine.interface.outputs import Ending, Output
+from headrace.engine.interface.sampling import Chosen
+
+
+class Answer(msgspec.Struct):
+    index: int  # of the request's n
+    tokens: list[int] = []
+    text: str = ""
+    chosen: list[Chosen] = []
+    prompt: list[Chosen] | None = None
+    vector: bytes | None = None
+    ending: Ending | None = None
+
+    def add(self, output: Output) -> None:
+        self.tokens += output.tokens
+        self.text += output.text
+        if output.chosen:
+            self.chosen += output.chosen
+        if output.prompt is not None:
+            self.prompt = [*(self.prompt or ()), *output.prompt]
+        self.vector = output.vector if output.vector is not None else self.vector
+        self.ending = output.ending or self.ending

@@ -1,0 +1,237 @@
+"""Pinned prefixes in a file: saved with their KV, mapped and put back at the next start.
+
+Owns the file's format and its checks. Knows nothing of an executor: a block's KV comes and goes through two functions.
+The container is that of packed weights (`models/pack_file.py`). Its blobs are blocks of KV, each of them once however
+many prefixes share it, with a sha256 each; its description says what computed them and which prefixes they make up.
+
+KV is only worth anything to exactly what computed it, and a file that says of itself that it was made by something
+else is refused with the first difference. Checksums find damage, not malice: whoever can write the file decides what a
+prompt means to the model, as with a file of weights. It holds prompts, so it is readable for its owner alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import headrace._core as _core
+from headrace.engine.memory.blocks import MOST_PINS, Blocks, PinnedPrefix
+from headrace.errors import HeadraceError, ModelError, RequestError
+from headrace.models.formats.pack_file import PackFile, PackWriter
+from headrace.models.precision import KvType, WeightPlan
+from headrace.models.spec import ModelSpec
+
+VERSION: Final = 1
+MOST_TOKENS: Final = 1 << 20  # of one prefix
+_KIND: Final = "pinned prefixes"
+
+Bytes = NDArray[np.uint8]
+
+
+class PrefixFileError(HeadraceError):
+    """A file of pinned prefixes that cannot be used: missing, damaged, or never one."""
+
+    def __init__(self, reason: str, *, path: Path) -> None:
+        self.reason = reason
+        self.path = path
+        super().__init__(f"{path}: {reason}")
+
+
+class OtherKvError(PrefixFileError):
+    """A sound file whose KV something else computed: another model, precision, layout or instruction set."""
+
+
+class KvIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What must be equal for KV to be the same bytes."""
+
+    model: str  # digest of the weight files and the architecture
+    weights: str  # the plan of their precision
+    kv: str  # type of the KV
+    isa: str  # some instruction sets round differently
+    release: str  # of Headrace: the order of additions may change with it
+    layout: str  # versions of the core's layouts
+    block_tokens: int
+    block_bytes: int
+
+
+def kv_identity(
+    *,
+    weights_digest: str,  # models.weights.content_digest
+    spec: ModelSpec,
+    plan: WeightPlan,
+    kv: KvType,
+    isa: str,
+    block_tokens: int,
+    block_bytes: int,
+) -> KvIdentity:
+    """The identity of what a CPU executor computes."""
+    return KvIdentity(
+        model=hashlib.sha256(msgspec.msgpack.encode((weights_digest, spec))).hexdigest(),
+        weights=msgspec.json.encode(plan).decode(),
+        kv=kv,
+        isa=isa,
+        release=importlib.metadata.version("headrace"),
+        layout=f"{_core.LAYOUT}.{_core.KV_LAYOUT}",
+        block_tokens=block_tokens,
+        block_bytes=block_bytes,
+    )
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    sha256: str
+
+
+class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
+    salt: Annotated[str, msgspec.Meta(max_length=1024)]
+    variant: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MOST_TOKENS)]
+    blocks: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MOST_TOKENS)]
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    kind: str
+    version: int
+    identity: KvIdentity
+    prefixes: Annotated[list[_Prefix], msgspec.Meta(max_length=MOST_PINS)]
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    prefixes: int  # that are pinned and whole again
+    tokens: int  # whose KV came from the file
+    left_out: tuple[str, ...]  # why, for each of those that did not fit
+
+
+def save_pinned(path: Path, identity: KvIdentity, blocks: Blocks, read_block: Callable[[int], Bytes]) -> int:
+    """Writes what is computed of all pinned prefixes; the file appears whole or not at all. Returns its tokens."""
+    entries: dict[int, int] = {}  # block -> entry
+    prefixes: list[_Prefix] = []
+    for pinned in blocks.pinned():
+        numbers = [entries.setdefault(block, len(entries)) for block in pinned.blocks]
+        prefixes.append(_Prefix(pinned.salt, pinned.variant, list(pinned.tokens), numbers))
+    header = _Header(_KIND, VERSION, identity, prefixes)
+    # A folder that only its owner may enter: the file must not be readable for others at any moment.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
+        draft = Path(folder) / "draft"
+        with PackWriter(draft, msgspec.to_builtins(header)) as writer:
+            for block, number in entries.items():
+                data = read_block(block)
+                if data.size != identity.block_bytes:
+                    raise ValueError(f"a block has {data.size} bytes, and {identity.block_bytes} by its identity")
+                writer.add(str(number), {"sha256": hashlib.sha256(data.data).hexdigest()}, data)
+        draft.chmod(0o600)
+        os.replace(draft, path)
+    return len(entries) * identity.block_tokens
+
+
+def load_pinned(path: Path, identity: KvIdentity, blocks: Blocks, write_block: Callable[[int, Bytes], None]) -> Loaded:
+    """Pins the file's prefixes and puts their KV back. Nothing is touched before the whole file has been checked."""
+    prefixes, data = _read(path, identity)
+    count = tokens = 0
+    left_out: list[str] = []
+    for prefix in prefixes:
+        why, written = _put_back(prefix, data, blocks, write_block)
+        tokens += written
+        if why:
+            left_out.append(why)
+        else:
+            count += 1
+    return Loaded(count, tokens, tuple(left_out))
+
+
+def _put_back(
+    prefix: PinnedPrefix, data: list[Bytes], blocks: Blocks, write_block: Callable[[int, Bytes], None]
+) -> tuple[str, int]:
+    """Why it could not be put back, or nothing; and how many tokens' KV was written."""
+    try:
+        blocks.pin(prefix.tokens, prefix.salt, variant=prefix.variant)
+    except RequestError as error:
+        return str(error), 0
+    tokens = prefix.tokens[: len(prefix.blocks) * blocks.block_tokens]
+    table = blocks.restore(tokens, prefix.salt, variant=prefix.variant)
+    if table is None:
+        return f"no memory for a prefix of {len(tokens)} tokens", 0
+    computed = cached = table.cached_tokens
+    try:
+        for place in range(cached // blocks.block_tokens, len(prefix.blocks)):
+            write_block(table.blocks[place], data[prefix.blocks[place]])
+            computed += blocks.block_tokens
+    finally:
+        blocks.release(table, tokens, computed)
+    return "", computed - cached
+
+
+def _read(path: Path, identity: KvIdentity) -> tuple[list[PinnedPrefix], list[Bytes]]:
+    try:
+        file = PackFile.open(path)
+    except ModelError as error:
+        raise PrefixFileError(error.reason, path=path) from None
+    header = _header(file, identity)
+    data: list[Bytes] = []
+    for number, name in enumerate(file.names):
+        if name != str(number):
+            raise PrefixFileError(f"block {number} is named '{name[:80]}'", path=path)
+        data.append(_checked_block(file, name, identity))
+    return _checked_prefixes(header, len(data), path), data
+
+
+def _header(file: PackFile, identity: KvIdentity) -> _Header:
+    path = file.path
+    if file.meta.get("kind") != _KIND:
+        raise PrefixFileError("not a file of pinned prefixes", path=path)
+    version = file.meta.get("version")
+    if version != VERSION:
+        raise PrefixFileError(f"has version {str(version)[:40]}, expected {VERSION}", path=path)
+    try:
+        header = msgspec.convert(file.meta, _Header)
+    except (ValueError, RecursionError) as error:
+        raise PrefixFileError(f"has a wrong header: {str(error)[:200]}", path=path) from None
+    for field in KvIdentity.__struct_fields__:
+        found, expected = getattr(header.identity, field), getattr(identity, field)
+        if found != expected:
+            raise OtherKvError(f"was saved by another engine: {field} is {str(found)[:80]}, here {expected}", path=path)
+    return header
+
+
+def _checked_block(file: PackFile, name: str, identity: KvIdentity) -> Bytes:
+    data = file.data(name)
+    if data.size != identity.block_bytes:
+        raise PrefixFileError(f"block {name} has {data.size} bytes, expected {identity.block_bytes}", path=file.path)
+    meta: dict[str, Any] = file.entry_meta(name)
+    try:
+        entry = msgspec.convert(meta, _Entry)
+    except ValueError as error:
+        raise PrefixFileError(f"block {name} has a wrong description: {str(error)[:200]}", path=file.path) from None
+    if hashlib.sha256(data.data).hexdigest() != entry.sha256:
+        raise PrefixFileError(f"is corrupt: block {name} is not what was written", path=file.path)
+    return data
+
+
+def _checked_prefixes(header: _Header, entries: int, path: Path) -> list[PinnedPrefix]:
+    """A block may stand in several prefixes only where they are equal up to its end."""
+    size = header.identity.block_tokens
+    meanings: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # entry -> variant, entry before, tokens
+    prefixes: list[PinnedPrefix] = []
+    for number, prefix in enumerate(header.prefixes):
+        if not prefix.tokens or len(prefix.tokens) % size or len(prefix.blocks) * size > len(prefix.tokens):
+            raise PrefixFileError(
+                f"prefix {number} has {len(prefix.tokens)} tokens and {len(prefix.blocks)} blocks of {size}", path=path
+            )
+        before = -1
+        for place, entry in enumerate(prefix.blocks):
+            meaning = (prefix.variant, before, tuple(prefix.tokens[place * size : (place + 1) * size]))
+            if entry >= entries or meanings.setdefault(entry, meaning) != meaning:
+                raise PrefixFileError(f"prefix {number} has block {entry} where it cannot be", path=path)
+            before = entry
+        prefixes.append(PinnedPrefix(tuple(prefix.tokens), prefix.salt, prefix.variant, tuple(prefix.blocks)))
+    if len(meanings) != entries:
+        raise PrefixFileError("has blocks that belong to no prefix", path=path)
+    return prefixes

@@ -1,0 +1,226 @@
+"""The prefix tree: which block of KV memory holds which tokens, and who may find it.
+
+Owns the places of blocks in the tree, and the prefixes that are declared public. Knows nothing of who uses a block or
+of which one goes when memory is needed (`blocks.py`).
+
+The tree has a root for each variant (what else than tokens KV depends on: the rope variant). A child is found by its
+block's tokens themselves, as bytes, in its parent's own dictionary: so what is found is an equal prefix, and no two
+prefixes can be mistaken for each other. What salts share lies along the prefixes that were declared public; where a
+prefix leaves them, each salt has a branch of its own, and no other salt ever looks into it:
+
+    root ── public block ── public block ──┬─ "a": block ── block ── part of a block
+                                           └─ "b": block
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Final
+
+from headrace.errors import RequestError
+
+LOOK: Final = 16  # children that are compared to find the best part of a block; more would not be bounded
+MOST_PUBLIC_BLOCKS: Final = 65_536  # of all declared public prefixes: a million tokens
+TOKEN_BYTES: Final = 4
+
+Declared = dict[bytes, "Declared"]  # public prefixes, block by block
+
+
+class IntegrityError(RuntimeError):
+    """The books do not agree with themselves: a bug."""
+
+
+def must(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise IntegrityError(otherwise)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Block:
+    """A block, and its place in the tree if it has one."""
+
+    __slots__ = ("branches", "children", "declared", "index", "key", "parent", "refs", "salt")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.refs = 0  # tables, copies that are due and pins that need it as it is
+        self.parent: Block | None = None  # None: not in the tree
+        self.key = b""  # its tokens; fewer than a whole block's for the tail of a released sequence
+        self.salt = ""  # of the sequence that computed it
+        self.children: dict[bytes, Block] = {}  # those that whoever finds this block may find
+        self.branches: dict[str, dict[bytes, Block]] = {}  # of a public block: what each salt alone may find
+        self.declared: Declared | None = None  # what is declared public after it; None: not public itself
+
+
+class PrefixTree:
+    def __init__(self, block_tokens: int) -> None:
+        self.stamp = 0  # another number after every change
+        self._key_bytes = block_tokens * TOKEN_BYTES
+        self._roots: dict[int, Block] = {}
+        self._declared: Declared = {}
+        self._declared_blocks = 0
+
+    def root(self, variant: int) -> Block:
+        root = self._roots.get(variant)
+        if root is None:
+            root = self._roots[variant] = Block(-1)
+            root.declared = self._declared
+        return root
+
+    def walk(self, packed: bytes, usable: int, salt: str, variant: int) -> tuple[list[Block], int]:
+        """Whole blocks of the tree within the first `usable` bytes, and where they end."""
+        size = self._key_bytes
+        path: list[Block] = []
+        node = self.root(variant)
+        at = 0
+        while (end := at + size) <= usable:
+            key = packed[at:end]
+            child = node.children.get(key)
+            if child is None:
+                child = self.child(node, salt, key)
+                if child is None:
+                    break
+            path.append(child)
+            node = child
+            at = end
+        return path, at
+
+    def child(self, node: Block, salt: str, key: bytes) -> Block | None:
+        found = node.children.get(key)
+        if found is None and node.branches:
+            branch = node.branches.get(salt)
+            if branch is not None:
+                return branch.get(key)
+        return found
+
+    def closest(self, node: Block, salt: str, wanted: bytes) -> tuple[Block | None, int]:
+        """Among the latest children, one that shares most tokens with the bytes wanted; and how many."""
+        number = int.from_bytes(wanted, "little")
+        best, most = None, 0
+        for children in (node.branches.get(salt), node.children):
+            for child in islice(reversed(children.values()), LOOK) if children else ():
+                shared = min(len(wanted), len(child.key)) // TOKEN_BYTES
+                differing = number ^ int.from_bytes(child.key, "little")
+                if differing:
+                    # The lowest bit that differs is in the first token that does.
+                    shared = min(shared, ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES))
+                if shared > most:
+                    best, most = child, shared
+        return best, most
+
+    def attach(self, parent: Block, chain: list[Block], packed: bytes, salt: str) -> list[Block]:
+        """Puts blocks into the tree, each below the one before it. Returns those that stand for these prefixes, which
+        are others where the prefixes are there already. Only the last may be part of a block."""
+        found: list[Block] = []
+        size = self._key_bytes
+        at = 0
+        for own in chain:
+            key = packed[at : at + size]
+            at += size
+            declared = None
+            children = parent.children
+            if parent.declared is not None:
+                declared = parent.declared.get(key)
+                if declared is None:
+                    children = parent.branches.setdefault(salt, {})
+            node = children.setdefault(key, own)
+            if node is own:
+                own.parent = parent
+                own.key = key
+                own.salt = salt
+                own.declared = declared
+            found.append(node)
+            parent = node
+        self.stamp += 1
+        return found
+
+    def detach(self, block: Block) -> None:
+        """Takes a block without children out of the tree."""
+        parent = block.parent
+        if parent is None or block.children or block.branches:
+            raise IntegrityError(f"block {block.index} is no leaf of the tree")
+        if parent.declared is None or block.declared is not None:
+            del parent.children[block.key]
+        else:
+            branch = parent.branches[block.salt]
+            del branch[block.key]
+            if not branch:
+                del parent.branches[block.salt]  # salts come and go; what is left of them must not add up
+        block.parent = block.declared = None
+        block.key = b""
+        block.salt = ""
+        block.children = {}  # an emptied dictionary keeps its memory
+        block.branches = {}
+        self.stamp += 1
+
+    def declare_public(self, packed: bytes) -> None:
+        """All salts share what is computed of these whole blocks, before and from now on."""
+        size = self._key_bytes
+        keys = [packed[at : at + size] for at in range(0, len(packed), size)]
+        level = self._declared
+        known = 0
+        while known < len(keys) and keys[known] in level:
+            level = level[keys[known]]
+            known += 1
+        if self._declared_blocks + len(keys) - known > MOST_PUBLIC_BLOCKS:
+            raise RequestError(
+                f"declared public prefixes would pass the bound of {MOST_PUBLIC_BLOCKS} blocks",
+                parameter="public_prefixes",
+            )
+        self._declared_blocks += len(keys) - known
+        for key in keys[known:]:
+            level[key] = {}
+            level = level[key]
+        for root in self._roots.values():
+            self._make_public(root, keys)
+
+    def _make_public(self, node: Block, keys: list[bytes]) -> None:
+        """Of what salts have computed of it, each for itself, one is what all find now; the others fall out of use."""
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                branch = next((branch for branch in node.branches.values() if key in branch), None)
+                if branch is None or node.declared is None:
+                    return
+                child = branch.pop(key)
+                if not branch:
+                    del node.branches[child.salt]
+                node.children[key] = child
+                child.declared = node.declared[key]
+                if child.children:
+                    child.branches = {child.salt: child.children}
+                    child.children = {}
+                self.stamp += 1
+            node = child
+
+    def check(self, blocks: Iterable[Block], age: Mapping[Block, int]) -> None:
+        """IntegrityError where the tree is wrong; `age` has the idle blocks, longest idle first."""
+        found = 0
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            must(node.declared is not None or not node.branches, f"block {node.index} is private and has branches")
+            for salt, children in [(None, node.children), *node.branches.items()]:
+                must(bool(children) or salt is None, "a branch of nothing")
+                for key, child in children.items():
+                    found += 1
+                    pending.append(child)
+                    _check_child(node, child, key, salt)
+                    whole = len(key) == self._key_bytes
+                    must(whole or (not child.children and not child.branches), "part of a block has children")
+                    if node in age:
+                        must(child in age and age[child] < age[node], f"block {child.index} outlives its parent")
+        must(found == sum(block.parent is not None for block in blocks), "a block of the tree is not to be found")
+
+
+def _check_child(node: Block, child: Block, key: bytes, salt: str | None) -> None:
+    must(child.parent is node and child.key == key, f"block {child.index} is not its parent's child")
+    must(salt is None or child.salt == salt, f"block {child.index} is in another salt's branch")
+    must(node.declared is not None or child.salt == node.salt, f"block {child.index} has another salt than its parent")
+    public = node.declared is not None and salt is None
+    must((child.declared is not None) == public, f"block {child.index} is {'not ' if public else ''}public")

@@ -1,0 +1,141 @@
+"""From a Variant to an engine that is ready to run: the model loaded, memory laid out, all parts put together.
+
+Owns nothing that lives on; Opened holds what came of it. Used alike by the worker process and by headrace.LLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.engine.engine import Engine
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.interface.variant_check import check_variant
+from headrace.engine.memory.blocks import Blocks
+from headrace.engine.memory.prefix_file import kv_identity
+from headrace.engine.pinned_prefixes import Pins
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_time import StepTimeModel
+from headrace.engine.speculation.draft_model import DraftModelDrafter
+from headrace.engine.speculation.drafters import NgramDrafter
+from headrace.engine.speculation.speculator import DraftLength, Speculator
+from headrace.models.cache_folder import cache_folder
+from headrace.models.formats.model_weights import content_digest
+from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.text.tokenizer import Tokenizer
+from headrace.surfaces import surfaces_with
+from headrace.variant import Variant
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # bytes of weights done, and of all
+
+
+class Opened(msgspec.Struct, frozen=True):
+    variant: Variant
+    folder: ModelFolder
+    executor: CpuExecutor
+    engine: Engine
+    pins: Pins
+    tokenizer: Tokenizer
+
+
+def open_variant(
+    variant: Variant,
+    *,
+    folder: ModelFolder | None = None,
+    progress: Progress | None = None,
+    cuts_texts: bool = True,
+) -> Opened:
+    """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already.
+    `cuts_texts`: prompts become tokens here, so that the tokenizer is read as a whole."""
+    check_variant(variant)
+    if folder is None:
+        folder = open_model(find_model(variant.model))
+    executor = _load(folder, variant, progress)
+    spec, capacity = executor.spec, executor.capacity
+    tokenizer = folder.tokenizer if cuts_texts else folder.written_tokenizer
+    reuse = spec.causal and variant.prefix_cache
+    blocks = Blocks(capacity.blocks, capacity.block_tokens, reuse=reuse)
+    for prefix in variant.public_prefixes:
+        blocks.declare_public(prefix)
+    step_time = StepTimeModel()
+    limits = Limits(
+        context=capacity.context,
+        max_rows=capacity.max_rows,
+        block_tokens=capacity.block_tokens,
+        causal=spec.causal,
+        max_sequences=variant.max_sequences,
+        queued_sequences=variant.queued_sequences,
+    )
+    policy = Policy(surfaces=surfaces_with(variant.surfaces))
+    scheduler = Scheduler(blocks, limits, policy, step_time, rope_variant=spec.rope_variant)
+    engine = Engine(
+        executor,
+        scheduler,
+        blocks,
+        tokenizer,
+        speculator=_speculator(variant, executor) if spec.causal else None,
+        step_time=step_time,
+        sequences=variant.max_sequences,
+        checks=variant.checks,
+    )
+    return Opened(variant, folder, executor, engine, _pins(variant, folder, executor, engine), tokenizer)
+
+
+def _load(folder: ModelFolder, variant: Variant, progress: Progress | None) -> CpuExecutor:
+    return CpuExecutor.load(
+        folder,
+        weights=variant.weights,
+        group=variant.group,
+        keep=variant.keep,
+        kv=variant.kv,
+        threads=variant.threads,
+        context=variant.context,
+        kv_tokens=variant.kv_tokens,
+        max_rows=variant.max_rows,
+        isa=variant.isa,
+        cache=cache_folder() if variant.cache else None,
+        progress=progress,
+    )
+
+
+def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
+    lengths = DraftLength(most=variant.most_drafts)
+    if variant.speculation == "ngram":
+        return Speculator(NgramDrafter(), lengths)
+    if variant.speculation == "none" or variant.draft_model is None:
+        return None
+    draft = CpuExecutor.load(
+        open_model(find_model(variant.draft_model)),
+        weights=variant.draft_weights or variant.weights,
+        kv=variant.kv,
+        threads=executor.threads,
+        context=executor.capacity.context,
+        kv_tokens=executor.capacity.blocks * executor.capacity.block_tokens,
+        isa=executor.isa,
+        cache=cache_folder() if variant.cache else None,
+    )
+    return Speculator(DraftModelDrafter(draft, vocab_size=executor.spec.vocab_size), lengths)
+
+
+def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: Engine) -> Pins:
+    if variant.saved_prefixes is None:
+        return Pins(engine)
+    identity = kv_identity(
+        weights_digest=content_digest(folder.weights.files, index_dir=cache_folder() if variant.cache else None),
+        spec=executor.spec,
+        plan=executor.plan,
+        kv=executor.kv_type,
+        isa=executor.isa,
+        block_tokens=executor.capacity.block_tokens,
+        block_bytes=executor.block_bytes,
+    )
+    pins = Pins(engine, Path(variant.saved_prefixes), identity)
+    pins.restore()
+    return pins

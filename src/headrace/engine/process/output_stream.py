@@ -1,0 +1,106 @@
+"""One request's outputs as they come, for whoever waits for them or wants to be called.
+
+Owns Stream. Where its outputs come from, and what becomes of it when a worker is lost, is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from headrace.engine.interface.outputs import Ending, Output
+from headrace.engine.interface.request import Request
+from headrace.engine.process.replica_choice import prefix_keys
+
+
+class Source(Protocol):
+    """What a stream comes from."""
+
+    def drop(self, stream: Stream) -> None:
+        """Forgets a stream that was left, and cancels what runs of it."""
+        ...
+
+
+class Stream:
+    """One request's outputs as they come; iterated once. Leaving it before its end cancels the request.
+
+    Who cannot spare a turn of the event loop for each output asks to be called instead: `listen` and `take`.
+    """
+
+    def __init__(self, source: Source, request: Request) -> None:
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # that came so far, of each sequence
+        self.endings: list[Ending | None] = [None] * request.n
+        self.jobs: set[Any] = set()  # the client's Jobs, whose module imports this one
+        self.attempts = 0  # workers lost since something last came
+        self.keys = prefix_keys(request.prompt, request.salt)
+        self.closed = False
+        self._source = source
+        self._ready: deque[Output] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Calls it whenever something has come, or the stream has ended. It raises nothing. None: no more."""
+        self._listener = listener
+
+    def take(self) -> Output | None:
+        """What came next; None where nothing has come yet, or nothing more will. Raises what broke the stream off."""
+        if self._ready:
+            return self._ready.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        while (output := self.take()) is None:
+            if self.closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._waiter = None
+        return output
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends what still runs, by the worker's next step; nothing more comes."""
+        if not self.closed:
+            self._source.drop(self)
+            self.end()
+
+    def push(self, output: Output) -> None:
+        self.attempts = 0
+        self.tokens[output.index] += output.tokens
+        self.endings[output.index] = output.ending
+        self._ready.append(output)
+        if None not in self.endings:
+            self.end()
+        else:
+            self._wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.closed = True
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._listener is not None:
+            self._listener()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,256 @@
+"""Keeps worker processes alive: starts them, notices when one is dead or stuck, and starts it again.
+
+Owns which processes there are, the private folder of their sockets, and the pauses between restarts. Knows nothing of
+requests: those that a lost worker ran are continued by the clients, which find its successor under the same path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.engine.process import wire
+from headrace.engine.process.wire import Loading, Started, WorkerConfig
+from headrace.engine.process.worker_connection import Connection
+from headrace.engine.process.worker_process import WorkerProcess
+from headrace.errors import HeadraceError
+
+log = logging.getLogger(__name__)
+
+
+class StartError(HeadraceError):
+    """A worker that did not start."""
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """How closely workers are watched, in seconds."""
+
+    start: float = 900.0  # to load; packing a large model for the first time takes minutes
+    ping: float = 1.0  # between two questions whether a worker is there
+    silence: float = 15.0  # after which one that does not answer is stuck
+    longest_step: float = 60.0  # after which a step is stuck
+    pause: float = (
+        0.25  # before the second restart in a row; the first is at once, each further one waits twice as long
+    )
+    pause_most: float = 30.0
+    healthy: float = 60.0  # after which a worker's restarts are forgotten
+    kill: float = 5.0  # for a worker to end by itself once it should
+
+
+class _Worker(msgspec.Struct, eq=False):
+    config: WorkerConfig
+    socket: Path
+    process: WorkerProcess | None = None
+    begun: bool = False  # the process has not been waited for yet
+    started: asyncio.Future[Started] | None = None
+    task: asyncio.Task[None] | None = None
+    restarts: int = 0
+
+
+class Supervisor:
+    """One worker process for each configuration. All of it belongs to one event loop."""
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        *,
+        watch: Watch | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`progress` hears, while a worker starts, how many bytes of its weights are packed, and of how many."""
+        self._progress = progress
+        self._watch = watch or Watch()
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: sockets are for this user alone
+        self._workers = [
+            _Worker(config, self._folder / f"worker-{number}.socket") for number, config in enumerate(configs)
+        ]
+        self._stopping = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """The workers' sockets, the same over all restarts."""
+        return [worker.socket for worker in self._workers]
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [None if worker.process is None else worker.process.pid for worker in self._workers]
+
+    @property
+    def restarts(self) -> list[int]:
+        return [worker.restarts for worker in self._workers]
+
+    async def __aenter__(self) -> Supervisor:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def begin(self) -> None:
+        """The processes load while their supervisor does other things. It is to be started or abandoned then."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # `start` tries again, and tells
+                worker.process, worker.begun = self._launch(worker), True
+
+    def abandon(self) -> None:
+        """Undoes `begin`, where nothing was started."""
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.abandon()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def start(self) -> list[Started]:
+        """Starts all workers; returns when each can take requests. An error of the first start is raised."""
+        loop = asyncio.get_running_loop()
+        for worker in self._workers:
+            worker.started = loop.create_future()
+            worker.task = asyncio.create_task(self._keep(worker))
+        try:
+            return await asyncio.gather(*(worker.started for worker in self._workers if worker.started is not None))
+        except BaseException:
+            await self.stop(drain=False)
+            raise
+
+    async def stop(self, *, drain: bool = True) -> None:
+        """Ends all workers: with `drain` they finish what they have, without it they are gone at once."""
+        self._stopping = True
+        await asyncio.gather(*(self._end(worker, drain=drain) for worker in self._workers))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self, worker: _Worker, *, drain: bool) -> None:
+        process = worker.process
+        if process is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM if drain else signal.SIGKILL)
+            try:
+                await asyncio.wait_for(process.wait(), worker.config.drain_seconds + self._watch.kill)
+            except TimeoutError:
+                await self._kill(process)
+        if worker.task is not None:
+            worker.task.cancel()
+            await asyncio.gather(worker.task, return_exceptions=True)
+        for future in (worker.started,):
+            if future is not None and not future.done():
+                future.cancel()
+
+    async def _keep(self, worker: _Worker) -> None:
+        """One worker's life, process after process."""
+        failures = 0
+        while not self._stopping:
+            began = time.monotonic()
+            try:
+                report = await self._spawn(worker)
+            except StartError as error:
+                if worker.started is not None and not worker.started.done():
+                    worker.started.set_exception(error)
+                    return
+                log.error("worker %s did not start again: %s", worker.socket.name, error)
+            else:
+                if worker.started is not None and not worker.started.done():
+                    worker.started.set_result(report)
+                reason = await self._until_gone(worker)
+                if self._stopping:
+                    return
+                log.error("worker %s %s; starting another", worker.socket.name, reason)
+            worker.restarts += 1
+            failures = 0 if time.monotonic() - began > self._watch.healthy else failures + 1
+            if failures > 1:
+                await asyncio.sleep(min(self._watch.pause * 2 ** min(failures - 2, 16), self._watch.pause_most))
+
+    async def _spawn(self, worker: _Worker) -> Started:
+        """A new process, when it can take requests. StartError where it cannot."""
+        if not worker.begun:
+            try:
+                worker.process = self._launch(worker)
+            except OSError as error:
+                raise StartError(f"there can be no process for the worker: {error.strerror or error}") from None
+        worker.begun = False
+        process = worker.process
+        assert process is not None
+        try:
+            async with asyncio.timeout(self._watch.start):
+                report = await self.report_of(await process.output())
+        except TimeoutError:
+            await self._kill(process)
+            raise StartError(f"the worker did not start within {self._watch.start:g} s") from None
+        except (msgspec.MsgspecError, ValueError, ConnectionError):
+            await self._kill(process)
+            raise StartError(f"the worker died while it started (exit code {process.returncode})") from None
+        except BaseException:
+            await self._kill(process)
+            raise
+        if report.error is not None:
+            await self._kill(process)
+            raise StartError(report.error)
+        return report
+
+    def _launch(self, worker: _Worker) -> WorkerProcess:
+        config = msgspec.structs.replace(worker.config, socket=str(worker.socket))
+        return WorkerProcess(msgspec.json.encode(config) + b"\n")
+
+    async def report_of(self, lines: asyncio.StreamReader) -> Started:
+        """What a worker says at the end of its start; before it, how far it is."""
+        while True:
+            said = msgspec.json.decode(await lines.readline(), type=Loading | Started)
+            if isinstance(said, Started):
+                return said
+            if self._progress is not None:
+                self._progress(said.done, said.total)
+
+    async def _kill(self, process: WorkerProcess) -> None:
+        process.kill()
+        await process.wait()
+
+    async def _until_gone(self, worker: _Worker) -> str:
+        """Waits for the process to end, and ends it where it is stuck; says what happened."""
+        process = worker.process
+        assert process is not None
+        ended = asyncio.create_task(process.wait())
+        watched = asyncio.create_task(self._until_stuck(worker))
+        try:
+            await asyncio.wait({ended, watched}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return f"ended with code {ended.result()}"
+            await self._kill(process)
+            return watched.result()
+        finally:
+            for task in (ended, watched):
+                task.cancel()
+            await asyncio.gather(ended, watched, return_exceptions=True)
+
+    async def _until_stuck(self, worker: _Worker) -> str:
+        """Asks again and again whether the worker is there; returns when it is not."""
+        watch = self._watch
+        answered = time.monotonic()
+        busy = 0.0
+        connection: Connection | None = None
+
+        def on_message(message: wire.ToClient) -> None:
+            nonlocal answered, busy
+            if isinstance(message, wire.Pong):
+                answered, busy = time.monotonic(), message.busy
+
+        try:
+            while True:
+                if connection is None or connection.closed.done():
+                    with contextlib.suppress(OSError):
+                        connection = await Connection.open(str(worker.socket), on_message)
+                        connection.send(wire.Hello(wire.VERSION))
+                if connection is not None:
+                    connection.send(wire.Ping(0))
+                await asyncio.sleep(watch.ping)
+                if time.monotonic() - answered > watch.silence:
+                    return f"said nothing for {watch.silence:g} s"
+                if busy > watch.longest_step:
+                    return f"has been in one step for {busy:.0f} s"
+        finally:
+            if connection is not None:
+                connection.abort()

@@ -1,0 +1,587 @@
+"""The worker process: one engine, and the sockets of its clients, on one thread.
+
+Owns the loop, the listening socket, each client's connection and its bounds, and the end of the process. While a step
+runs on the executor's threads, this one writes out what the step before brought, reads what comes in, and sleeps until
+either is there; with nothing to do it sleeps until somebody writes. Frames, and what they hold, are wire's; what a
+request means is the engine's.
+
+    stdin   one line of JSON, a WorkerConfig; its end means that nobody watches any more: drain and exit
+    stdout  lines of JSON: Loading, now and then, and at last Started
+    SIGTERM drain and exit; twice: exit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.outputs import Ending, Output
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.process import wire
+from headrace.engine.process.open_engine import Opened, open_variant
+from headrace.errors import HeadraceError, RequestError
+
+if TYPE_CHECKING:
+    from headrace.engine.grammar.constraints import Compilation, GrammarState
+
+log = logging.getLogger(__name__)
+
+_READ: Final = 256 * 1024  # bytes at once
+_MOST_UNREAD: Final = 64 * 1024 * 1024  # 64 MiB that a client may leave unread before it is cut off
+_COMPILING: Final = 0.005  # seconds between two looks at grammars that are being compiled
+_STALLED: Final = 0.02  # seconds between two looks at requests that wait for time to pass
+_BACKLOG: Final = 128
+_PROGRESS_SECONDS: Final = 0.2  # between two reports while the weights are packed
+_MOST_WAITED: Final = 3600.0  # seconds before its submission that a request may have arrived
+
+
+class _Client(msgspec.Struct, eq=False):
+    socket: socket.socket
+    frames: wire.Frames[wire.ToWorker]
+    unsent: bytearray = msgspec.field(default_factory=bytearray)
+    greeted: bool = False
+    leaving: bool = False  # once all is sent
+    requests: set[str] = set()
+    outputs: list[Output] = []  # of the step being delivered
+
+
+class _Running(msgspec.Struct, eq=False):
+    client: _Client
+    open: int  # sequences that have not ended
+
+
+class _Compiling(msgspec.Struct, eq=False):
+    client: _Client
+    message: wire.Submit
+    compilation: Compilation
+
+
+class Worker:
+    def __init__(self, opened: Opened, config: wire.WorkerConfig) -> None:
+        self.engine = opened.engine
+        self._opened = opened
+        self._config = config
+        self._clients: set[_Client] = set()
+        self._running: dict[str, _Running] = {}
+        self._compiling: dict[str, _Compiling] = {}
+        self._drain_until: float | None = None
+        self._stopped = False
+        self.turns = 0  # of the loop's waiting for something to come
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
+        self._listener = listen(Path(config.socket))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
+
+    # The loop
+
+    def run(self) -> None:
+        """Until it was told to end, and has finished what it had."""
+        engine = self.engine
+        while not self._over():
+            self._serve(0.0)
+            ticket = engine.begin()
+            if ticket is None:
+                self._deliver()
+                if self._over():
+                    break
+                engine.check()
+                self._serve(self._pause())
+                continue
+            ticket.add_done_callback(self.wake)
+            self._deliver()
+            self._serve(0.0)
+            engine.prepare()
+            while not ticket.done():
+                self._serve(None if not self._compiling else _COMPILING)
+            engine.finish()
+        self._flush()
+
+    def wake(self, *_: object) -> None:
+        """Ends the loop's sleep; to be called from any thread."""
+        with contextlib.suppress(OSError):  # full: it is awake already
+            self._wake_writer.send(b"\0")
+
+    def watch_standard_input(self) -> None:
+        """Its end means that whoever started the process is gone."""
+        os.set_blocking(0, False)
+        self._selector.register(0, selectors.EVENT_READ, self._on_standard_input)
+
+    def watch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+
+    def drain(self) -> None:
+        """Admits nothing more; ends when what runs has finished, or its time is over."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self._config.drain_seconds
+            self.engine.drain()
+            for client in list(self._clients):
+                self._send(client, wire.Draining())
+
+    def stop(self) -> None:
+        """Ends the loop at its next turn; to be called from any thread."""
+        self._stopped = True
+        self.wake()
+
+    @property
+    def clients(self) -> int:
+        return len(self._clients)
+
+    def close(self, *, engine: bool = True) -> None:
+        for client in list(self._clients):
+            self._part(client)
+        self._listener.close()
+        Path(self._config.socket).unlink(missing_ok=True)
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        if engine:
+            self.engine.close()
+
+    def _over(self) -> bool:
+        if self._stopped:
+            return True
+        if self._drain_until is None:
+            return False
+        return time.monotonic() >= self._drain_until or (self.engine.idle and not self._compiling)
+
+    def _pause(self) -> float | None:
+        """How long it may sleep where there is nothing to compute."""
+        if self._compiling:
+            return _COMPILING
+        if not self.engine.idle:
+            return _STALLED
+        return None
+
+    def _serve(self, timeout: float | None) -> None:
+        """Handles what has come over the sockets; waits for it as long as that."""
+        self.turns += 1
+        for key, events in self._selector.select(timeout):
+            key.data(key, events)
+        if self._compiling:
+            self._admit_compiled()
+
+    def _flush(self) -> None:
+        """Gives the clients a moment to read what is written for them."""
+        until = time.monotonic() + 1.0
+        while any(client.unsent for client in self._clients) and time.monotonic() < until:
+            self._serve(0.05)
+
+    # Events
+
+    def _on_wake(self, *_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+
+    def _on_signal(self, *_: object) -> None:
+        if self._drain_until is not None:
+            self._stopped = True
+        self.drain()
+
+    def _on_standard_input(self, key: selectors.SelectorKey, _: int) -> None:
+        try:
+            ended = not os.read(0, 4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if ended:
+            self._selector.unregister(0)
+            self.drain()
+
+    def _on_connection(self, *_: object) -> None:
+        try:
+            connection, _address = self._listener.accept()
+        except OSError:
+            return  # it went away again, or there are no descriptors left: it will try again
+        connection.setblocking(False)
+        client = _Client(connection, wire.from_clients())
+        self._clients.add(client)
+        self._selector.register(connection, selectors.EVENT_READ, _Handler(self, client))
+        if len(self._clients) > self._config.most_clients:
+            self._dismiss(client, f"{self._config.most_clients} clients are connected already")
+
+    def on_client(self, client: _Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._write(client)
+        if not events & selectors.EVENT_READ or client not in self._clients or client.leaving:
+            return
+        try:
+            data = client.socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._part(client)
+            return
+        try:
+            for message in client.frames.feed(data):
+                self._on_message(client, message)
+                if client not in self._clients or client.leaving:
+                    return
+        except wire.WireError as error:
+            self._dismiss(client, str(error))
+
+    # Messages
+
+    def _on_message(self, client: _Client, message: wire.ToWorker) -> None:
+        if not client.greeted:
+            if not isinstance(message, wire.Hello):
+                self._dismiss(client, "the first message must be a greeting")
+                return
+            client.greeted = True
+            self._send(client, self._welcome())
+            if message.version != wire.VERSION:
+                self._dismiss(client, f"version {message.version} is not {wire.VERSION}")
+            return
+        match message:
+            case wire.Submit():
+                self._submit(client, message)
+            case wire.Cancel(id):
+                self._cancel(client, id)
+            case wire.Ping(number):
+                self._send(client, wire.Pong(number, self.engine.timing.steps, self.engine.busy))
+            case wire.AskStats(number):
+                self._send(client, wire.Stats(number, msgspec.to_builtins(self.engine.stats())))
+            case wire.Pin():
+                self._pin(client, message)
+            case wire.Drain():
+                self.drain()
+            case wire.Hello():
+                pass
+
+    def _welcome(self) -> wire.Welcome:
+        executor = self._opened.executor
+        spec, capacity = executor.spec, executor.capacity
+        return wire.Welcome(
+            version=wire.VERSION,
+            pid=os.getpid(),
+            model=self._opened.variant.model,
+            kind=spec.kind,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            context=capacity.context,
+            block_tokens=capacity.block_tokens,
+            blocks=capacity.blocks,
+            variant=self._opened.variant.name,
+            draining=self._drain_until is not None,
+        )
+
+    def _submit(self, client: _Client, message: wire.Submit, grammar: GrammarState | None = None) -> None:
+        id = message.id
+        try:
+            if self._drain_until is not None:
+                self._send(client, wire.Refused(id=id, reason="the worker is draining", draining=True))
+                return
+            if id in self._running or id in self._compiling:
+                raise RequestError(f"a request '{id[:80]}' runs already", parameter="id")
+            request = request_of(message, time.monotonic())
+            if request.grammar is not None and grammar is None:
+                compilation = self.engine.grammars.prepare(request.grammar, salt=request.salt)
+                if not compilation.done():
+                    self._compiling[id] = _Compiling(client, message, compilation)
+                    client.requests.add(id)
+                    return
+                grammar = compilation.result()
+            admission = self.engine.submit(request, output=message.output, grammar=grammar)
+        except RequestError as error:
+            reason = wire.Refused(id=id, reason=str(error), parameter=error.parameter or "request")
+            self._send(client, reason)
+            return
+        if not admission.accepted:
+            self._send(
+                client,
+                wire.Refused(
+                    id=id, reason=admission.why, retry_after=admission.retry_after, predicted=admission.predicted
+                ),
+            )
+            return
+        self._running[id] = _Running(client, request.n)
+        client.requests.add(id)
+
+    def _admit_compiled(self) -> None:
+        for id, waiting in list(self._compiling.items()):
+            if not waiting.compilation.done():
+                continue
+            del self._compiling[id]
+            waiting.client.requests.discard(id)
+            try:
+                grammar = waiting.compilation.result()
+            except RequestError as error:
+                refused = wire.Refused(id=id, reason=str(error), parameter=error.parameter or "grammar")
+                self._send(waiting.client, refused)
+            else:
+                self._submit(waiting.client, waiting.message, grammar)
+
+    def _cancel(self, client: _Client, id: str) -> None:
+        if id not in client.requests:
+            return  # it has ended meanwhile
+        if self._compiling.pop(id, None) is not None:
+            client.requests.discard(id)
+        else:
+            self.engine.cancel(id)
+
+    def _pin(self, client: _Client, message: wire.Pin) -> None:
+        def told(why: str | None) -> None:
+            if client in self._clients:
+                self._send(client, wire.Pinned(message.number, why))
+
+        try:
+            if message.keep:
+                self._opened.pins.pin(message.tokens, message.salt, told, public=message.public)
+            else:
+                self._opened.pins.unpin(message.tokens, message.salt)
+                told(None)
+        except (HeadraceError, OSError) as error:
+            told(str(error))
+
+    # Outputs
+
+    def _deliver(self) -> None:
+        """One frame for each client that something came for."""
+        receivers: list[_Client] = []
+        for output in self.engine.deliver():
+            running = self._running.get(output.request)
+            if running is None:
+                self._opened.pins.takes(output)
+                continue
+            client = running.client
+            if output.ending is not None:
+                running.open -= 1
+                if not running.open:
+                    del self._running[output.request]
+                    client.requests.discard(output.request)
+            if client.leaving or client not in self._clients:
+                continue
+            if not client.outputs:
+                receivers.append(client)
+            client.outputs.append(output)
+        for client in receivers:
+            outputs, client.outputs = client.outputs, []
+            self._send_outputs(client, outputs)
+
+    def _send_outputs(self, client: _Client, outputs: list[Output]) -> None:
+        try:
+            self._send(client, wire.Outputs(outputs))
+        except wire.WireError as error:
+            if len(outputs) > 1:
+                for output in outputs:
+                    self._send_outputs(client, [output])
+            else:
+                self._give_up(client, outputs[0], str(error))
+
+    def _give_up(self, client: _Client, output: Output, why: str) -> None:
+        """An output that no frame holds."""
+        log.warning("an output of request %s is too large: %s", output.request, why)
+        ending = output.ending
+        if ending is None:
+            self.engine.cancel(output.request)
+            return
+        ended = Ending(Finish.FAILED, ending.usage, why)
+        self._send(client, wire.Outputs([Output(output.request, output.index, [], "", ending=ended)]))
+
+    def _send(self, client: _Client, message: wire.ToClient) -> None:
+        if client not in self._clients or client.leaving:
+            return
+        data = wire.frame(message)
+        if client.unsent:
+            client.unsent += data
+            if len(client.unsent) > _MOST_UNREAD:
+                log.warning("a client left %d bytes unread and is cut off", len(client.unsent))
+                self._part(client)
+            return
+        client.unsent = data
+        self._write(client)
+
+    def _write(self, client: _Client) -> None:
+        unsent = client.unsent
+        try:
+            while unsent:
+                del unsent[: client.socket.send(unsent)]
+        except BlockingIOError:
+            self._selector.modify(client.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, _Handler(self, client))
+            return
+        except OSError:
+            self._part(client)
+            return
+        if client.leaving:
+            self._part(client)
+        else:
+            self._rest(client)
+
+    def _rest(self, client: _Client) -> None:
+        key = self._selector.get_key(client.socket)
+        if key.events & selectors.EVENT_WRITE:
+            self._selector.modify(client.socket, selectors.EVENT_READ, key.data)
+
+    def _dismiss(self, client: _Client, reason: str) -> None:
+        """Says why, and ends the connection once that is sent."""
+        self._send(client, wire.Bye(reason))
+        if client in self._clients:
+            client.leaving = True
+            if not client.unsent:
+                self._part(client)
+
+    def _part(self, client: _Client) -> None:
+        """The client is gone: what it asked for ends with it."""
+        if client not in self._clients:
+            return
+        self._clients.discard(client)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(client.socket)
+        client.socket.close()
+        for id in list(client.requests):
+            self._cancel(client, id)
+
+
+class _Handler:
+    """What the selector calls for a client."""
+
+    __slots__ = ("_client", "_worker")
+
+    def __init__(self, worker: Worker, client: _Client) -> None:
+        self._worker = worker
+        self._client = client
+
+    def __call__(self, _: object, events: int) -> None:
+        self._worker.on_client(self._client, events)
+
+
+def request_of(message: wire.Submit, now: float) -> Request:
+    """A submission as the engine takes it, with instants on this process's clock."""
+    if message.output and (message.kind != "generate" or message.n != 1):
+        raise RequestError("the output so far does not fit the request", parameter="output")
+    grammar = None
+    if message.grammar is not None:
+        try:
+            grammar = msgspec.convert({"kind": message.grammar[0], "text": message.grammar[1]}, Grammar)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"no such grammar: {error}", parameter="grammar") from None
+    return Request(
+        id=message.id,
+        prompt=message.prompt,
+        kind=message.kind,
+        sampling=message.sampling,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_ids=message.stop_ids,
+        stop=message.stop,
+        n=message.n,
+        grammar=grammar,
+        prompt_logprobs=message.prompt_logprobs,
+        score_from=message.score_from,
+        tenant=message.tenant,
+        weight=message.weight,
+        salt=message.salt,
+        surface=message.surface,
+        priority=message.priority,
+        deadline=None if message.budget is None else now + message.budget,
+        arrival=now - min(max(0.0, message.waited), _MOST_WAITED),
+        speculate=message.speculate,
+        skip_special_tokens=message.skip_special_tokens,
+    )
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that only this user can connect to."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of a worker that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def read_config() -> wire.WorkerConfig:
+    """The line on standard input, byte by byte: what follows it must stay there."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    return msgspec.json.decode(line, type=wire.WorkerConfig)
+
+
+def main(report: Callable[[bytes], Any] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    tell = report or _tell
+    try:
+        config = read_config()
+        opened = open_variant(config.variant, progress=told_now_and_then(tell), cuts_texts=False)
+        worker = Worker(opened, config)
+    except (HeadraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
+        tell(msgspec.json.encode(wire.Started(error=str(error) or type(error).__name__)))
+        return 2
+    worker.watch_signals()
+    if config.watched:
+        worker.watch_standard_input()
+    # What was loaded stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    # The thread that waits for the core asks for the interpreter when a step is done: 5 ms would be long.
+    sys.setswitchinterval(0.0005)
+    loaded, capacity = opened.executor.load_report, opened.executor.capacity
+    started = wire.Started(
+        load_s=loaded.seconds,
+        mapped=loaded.mapped,
+        weight_bytes=loaded.weight_bytes,
+        context=capacity.context,
+        blocks=capacity.blocks,
+        restored_tokens=opened.pins.restored_tokens,
+    )
+    tell(msgspec.json.encode(started))
+    if report is None:
+        os.dup2(2, 1)  # whoever reads the pipe reads no further
+    try:
+        worker.run()
+    finally:
+        worker.close()
+    return 0
+
+
+def _tell(line: bytes) -> None:
+    """A line on standard output, whole."""
+    sys.stdout.flush()
+    os.write(1, line + b"\n")
+
+
+def told_now_and_then(tell: Callable[[bytes], Any]) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= _PROGRESS_SECONDS:
+            told = now
+            tell(msgspec.json.encode(wire.Loading(done, total)))
+
+    return progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""One socket to one worker: messages out, messages in, and the end of it.
+
+Owns Connection. What the messages mean is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import cast
+
+from headrace.engine.process import wire
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, on_message: Callable[[wire.ToClient], None]) -> None:
+        self._on_message = on_message
+        self._frames = wire.from_worker()
+        self._transport: asyncio.Transport | None = None
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heard = time.monotonic()
+
+    @classmethod
+    async def open(cls, path: str, on_message: Callable[[wire.ToClient], None]) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_message), path)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        try:
+            for message in self._frames.feed(data):
+                self._on_message(message)
+        except wire.WireError:
+            self.abort()  # a worker that writes nonsense is as good as dead
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def send(self, message: wire.ToWorker) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.frame(message))
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

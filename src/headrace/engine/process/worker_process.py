@@ -1,0 +1,110 @@
+"""One worker's process: begun at any time, also before there is an event loop, and watched in one.
+
+Owns the process and its two pipes. What it is told and what it says is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from typing import Final
+
+_LINE: Final = 64 * 1024  # bytes of a worker's report
+_AT_ONCE: Final = 16 * 1024  # bytes that a pipe takes without anybody reading it
+_LOOK: Final = 0.05  # seconds between two looks whether it runs, where the system cannot tell
+
+
+class WorkerProcess:
+    def __init__(self, config: bytes) -> None:
+        """`config`: the line that it reads first. OSError where there can be no process more."""
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "headrace.engine.process.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is the supervisor's to act on: it drains
+        )
+        self._output: asyncio.ReadTransport | None = None
+        self._ended: asyncio.Future[int] | None = None
+        if len(config) < _AT_ONCE:
+            self._tell(config)
+        else:
+            threading.Thread(target=self._tell, args=(config,), name="headrace-tell-worker", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    async def output(self) -> asyncio.StreamReader:
+        """What it says on its standard output; once."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_LINE, loop=loop)
+        self._output, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader, loop=loop), self._popen.stdout
+        )
+        return reader
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        if self._ended is None:
+            self._ended = asyncio.ensure_future(self._end())
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing where it has ended."""
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def abandon(self) -> None:
+        """Ends it where no event loop ever ran."""
+        self.kill()
+        self._popen.wait()
+        self._close()
+
+    def _tell(self, config: bytes) -> None:
+        # Standard input stays open: its end tells a worker that nobody watches over it any more.
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it is gone, which its end tells
+            self._popen.stdin.write(config)
+            self._popen.stdin.flush()
+
+    async def _end(self) -> int:
+        await _until_ended(self._popen)
+        self._close()
+        return self._popen.wait()
+
+    def _close(self) -> None:
+        if self._output is not None:
+            self._output.close()
+        for pipe in (self._popen.stdin, self._popen.stdout if self._output is None else None):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what could not be written to it
+                    pipe.close()
+
+
+async def _until_ended(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return  # what has its number now is another
+    try:
+        handle = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        while process.poll() is None:
+            await asyncio.sleep(_LOOK)
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)

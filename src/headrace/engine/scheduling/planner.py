@@ -1,0 +1,563 @@
+"""What the next step holds: who starts, who makes way, and how many rows each gets.
+
+Owns the order in which a step is filled, and the memory and places that sequences need for it. Knows nothing of a
+request's life beyond that: admission, deadlines and endings are the scheduler's.
+
+A step is filled in this order:
+
+1. a token (and drafts) for every stream of the foreground;
+2. short prompts, which may use the whole inter-token objective, and more once they are late, but for a share that is
+   kept for long ones;
+3. long prompts, in chunks, which may stretch the step only a little where nothing else does;
+4. streams and prompts of tenants that are far over their share, where others have prompts to compute;
+5. background prompts in what is left, and background streams while the step stays short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from headrace.engine.memory.blocks import Blocks, Match
+from headrace.engine.scheduling.admission import tokens_in_all
+from headrace.engine.scheduling.cold_prefixes import ColdPrefixes
+from headrace.engine.scheduling.forecast import Forecast
+from headrace.engine.scheduling.policy import Policy, due_time, urgency
+from headrace.engine.scheduling.running_set import Running
+from headrace.engine.scheduling.step_builder import Step
+from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_time import StepTimeModel
+from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, SHORT, FairQueue, Job, State
+
+_BYPASS = 1.0  # seconds for which others may start before one that finds no memory
+_SKIPS = 32  # steps that a background stream may be left out of
+_OVER_SKIPS = 4  # and one of a tenant over its share
+_MOST_PREEMPTED = 4  # sequences, so that one can start
+_MOST_POOLING = 32  # embeddings that wait for a step of their own with their memory in hand
+_MOST_LONG = 3  # long prompts that are computed side by side
+_MOST_OWED = 64  # times `least_rows` that background work may be owed
+
+
+class Planner:
+    def __init__(
+        self,
+        blocks: Blocks,
+        limits: Limits,
+        policy: Policy,
+        model: StepTimeModel,
+        queue: FairQueue,
+        forecast: Forecast,
+    ) -> None:
+        self.blocks = blocks
+        self.queue = queue
+        self.running = Running(blocks)
+        self.failed: list[Job] = []  # those for which there is no memory, now or ever
+        self.preempted = 0
+        self.rescues = 0  # of those, for another's first token
+        self.followed = 0
+        self._limits = limits
+        self._policy = policy
+        self._model = model
+        self._forecast = forecast
+        self._cold = ColdPrefixes(blocks.block_tokens)
+        self._blocked: dict[int, tuple[Job, float]] = {}  # heads that found no place, by class, and since when
+        self._owed = 0.0  # rows that background work was promised and did not get
+        self._last_hidden = False
+
+    # Sequences that wait
+
+    def look(self, job: Job) -> None:
+        """How much of a waiting job there is to compute, and with it its class and how urgent it is."""
+        request, surface = job.request, job.surface
+        match = job.match = self._find(job)
+        cached = match.cached_tokens
+        job.rows = max(len(job.sequence.tokens) - cached, 1)
+        if not surface.background:
+            job.line = SHORT if job.rows <= self._limits.short_rows else LONG
+        job.service = self._forecast.service(job.rows, cached)
+        job.answer = self._forecast.answer(request.surface, request.max_tokens) if request.kind == "generate" else 0.0
+        # Where it has its first token, another is due soon.
+        job.due = due_time(request, surface, job.service)
+        job.late = math.inf if job.sequence.output_count else job.due - 2.0 * job.service
+        warm = cached / len(request.prompt)
+        job.urgency = urgency(request, surface, self._policy, service=job.service, answer=job.answer, warm=warm)
+
+    def wait_seconds(self, job: Job, now: float) -> tuple[float, float]:
+        """Until a new request would begin to be computed: as it is most likely, and at most, as it looks now."""
+        if job.background:
+            return 0.0, 0.0
+        running = self.running
+        free = self._limits.max_sequences - len(running) + len(running.background)
+        if job.line in self._blocked:
+            free = 0
+        prompts = [other for other in running.prefilling if not other.background]
+        short = sum(other.sequence.pending for other in prompts if other.line == SHORT)
+        long = sum(other.sequence.pending for other in prompts if other.line == LONG)
+        return self._forecast.waiting(self.queue, job, now, free=free, short=short, long=long)
+
+    def _find(self, job: Job) -> Match:
+        """What the prefix cache has of it; where results of the prompt are wanted, only what comes before them."""
+        sequence = job.sequence
+        tokens = sequence.tokens
+        first = max(job.first, sequence.reported)
+        if first < len(job.request.prompt):
+            tokens = tokens[: first + 1]
+        return self.blocks.match(tokens, job.request.salt, variant=sequence.rope_variant)
+
+    def _match(self, job: Job) -> Match:
+        job.match = self._find(job) if job.match is None else self.blocks.refresh(job.match)
+        return job.match
+
+    def _wake(self, jobs: list[Job], now: float) -> None:
+        for job in jobs:
+            self.look(job)
+            self.queue.push(job, now)
+
+    # Sequences that run
+
+    def stop(self, job: Job, now: float) -> None:
+        """Takes it out of wherever it is."""
+        if job.table is None:
+            self.queue.drop(job)
+            self.queue.leave(job)
+            job.waits_for = None
+        else:
+            self.running.stop(job)
+            self._wake(self._cold.end(job), now)
+        job.match = None
+
+    def computed(self, job: Job, count: int, now: float) -> None:
+        """A part of its prompt is computed: others can find it."""
+        sequence = job.sequence
+        assert job.table is not None
+        self.blocks.publish(job.table, sequence.tokens, sequence.computed)
+        before = sequence.computed - count
+        if job.top > before:
+            self._wake(self._cold.advance(job, before), now)
+
+    def decode(self, job: Job, siblings: list[Job], now: float) -> None:
+        """All of its prompt is computed; its siblings, the request's other sequences, go on from there too."""
+        request = job.request
+        for sibling in siblings:
+            waits = sibling.state in (State.WAITING, State.FOLLOWING) and not sibling.sequence.output_count
+            if not waits or len(self.running) >= self._limits.max_sequences or not self.running.fork(sibling, job):
+                continue
+            self.queue.drop(sibling)
+            sibling.waits_for = None
+            sibling.charged = True
+            self._started(sibling, now)
+            sibling.sequence.cached = len(request.prompt) - 1
+        self._wake(self._cold.end(job), now)
+        self.running.decode(job)
+        self.queue.prefilled(job)
+        for other in self.queue.alike(job):
+            # It may be a short one now.
+            self.queue.drop(other)
+            self._wake([other], now)
+
+    def _preempt(self, job: Job, now: float) -> None:
+        """Back into the queue; it is computed again later, but for what can still be found."""
+        self.preempted += 1
+        self.running.stop(job)
+        self._wake(self._cold.end(job), now)
+        job.sequence.computed = 0
+        self.look(job)
+        self.queue.enter(job)
+        self.queue.push(job, now)
+
+    def _rescue(self, victim: Job, now: float) -> None:
+        victim.rescued += 1
+        self.rescues += 1
+        self._preempt(victim, now)
+
+    def _secure(self, now: float) -> None:
+        """Memory for every stream's next tokens."""
+        running = self.running
+        for job in running.decoding + running.background + running.prefilling:
+            sequence = job.sequence
+            drafted = sequence.drafted
+            if drafted:
+                # The last token wanted is never a draft's: it comes out of the row before.
+                room = job.request.max_tokens - sequence.output_count - 1
+                if len(drafted) > room:
+                    del drafted[room:]
+            needed = len(sequence.tokens) + len(drafted)
+            if needed <= job.room or job.table is None:
+                continue
+            while not running.grow(job, needed):
+                if drafted:
+                    drafted.clear()
+                    needed = len(sequence.tokens)
+                    continue
+                victim = running.victim_for_memory(now)
+                if victim is None:
+                    self.failed.append(job)
+                    break
+                self._preempt(victim, now)
+                if victim is job:
+                    break
+
+    def _make_room(self, now: float) -> None:
+        """Preempts streams of tenants above their share for a head that found no place and would be late."""
+        policy = self._policy
+        for line, (job, _) in list(self._blocked.items()):
+            if job.state is not State.WAITING or job.line != line:
+                del self._blocked[line]
+                continue
+            patience = 0.5 * min(job.surface.ttft, 60.0)
+            urgent = policy.rescue and line != BACKGROUND and now > job.late - patience
+            if not urgent or self.queue.head(line, now) is not job:
+                continue
+            for _ in range(_MOST_PREEMPTED):
+                if self._fits(job, self._match(job)):
+                    break
+                victim = self.running.victim_for(job, now, policy.most_rescues)
+                if victim is None:
+                    break
+                self._rescue(victim, now)
+
+    # A step
+
+    def prepare(self, now: float) -> None:
+        """Memory for what runs; to be called before `fill`."""
+        if self._blocked:
+            self._make_room(now)
+        self._secure(now)
+
+    def fill(self, now: float) -> Step:
+        """The next step; empty where nothing can be computed."""
+        # Embeddings and the rest take turns: a step yields either hidden states or logits.
+        hidden = bool(self.running.pooling) and not self._last_hidden
+        step = self._filled(hidden, now)
+        if not step.shares and (hidden or self.running.pooling):
+            step = self._filled(not hidden, now)
+        self._last_hidden = step.hidden
+        return step
+
+    def _filled(self, hidden: bool, now: float) -> Step:
+        running, limits, forecast = self.running, self._limits, self._forecast
+        step = Step(limits, self._model, hidden=hidden)
+        if hidden:
+            # Between two steps of the streams, what this one takes comes on top.
+            base = forecast.base if running.decoding else 0.0
+            late, short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
+            streams: list[Job] = []
+            aside: list[Job] = []
+        else:
+            streams, aside = self._streams(now)
+            step.decode(streams)
+            base = step.seconds
+            surfaces = {job.request.surface for job in streams} if aside else running.surfaces
+            late, short, long = self._bounds(base, surfaces)
+            forecast.streams(base, step.rows, step.pairs, short)
+        prompts = sorted(running.pooling if hidden else running.prefilling, key=_turn)
+        rows = step.rows
+        least = limits.least_rows
+        if self._owed >= 4 * least and self.queue.live(BACKGROUND):
+            self._start(step, BACKGROUND, long, now, least=least, most=1)
+        bounds = (late, short, long)
+        self._fill_prompts(step, prompts, bounds, now, over=False)
+        if aside:
+            running.decoding = streams + self._along(step, aside, short, _OVER_SKIPS)
+        if self.queue.any_over:
+            self._fill_prompts(step, prompts, bounds, now, over=True)
+        # Background work is sure of the rows that it is owed, so that it does not stand still.
+        sure = self._owed >= least or self._is_idle(step)
+        self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
+        if not hidden and running.background:
+            running.background = self._along(step, running.background, long if running.decoding else math.inf, _SKIPS)
+        self._owe(step, rows)
+        return step
+
+    def _streams(self, now: float) -> tuple[list[Job], list[Job]]:
+        """The streams of the foreground; apart, those of tenants over their share while another's prompt waits."""
+        running = self.running
+        if not self.queue.any_over or not self._others_wait(now):
+            return running.decoding, []
+        streams = [job for job in running.decoding if not job.account.over]
+        return streams, [job for job in running.decoding if job.account.over]
+
+    def _others_wait(self, now: float) -> bool:
+        """Whether there is a prompt to compute of a tenant that is not over its share."""
+        if any(not job.account.over and not job.background for job in self.running.prefilling):
+            return True
+        heads = [self.queue.head(line, now) for line in (SHORT, LONG)]
+        return any(head is not None and not head.account.over for head in heads)
+
+    def _fill_prompts(
+        self, step: Step, prompts: list[Job], bounds: tuple[float, float, float], now: float, *, over: bool
+    ) -> None:
+        """Rows for the prompts of the foreground, of the tenants that are over their share or of those that are not."""
+        late, short, long = bounds
+        if over:
+            late = short
+        least = self._limits.least_rows if not over or self._is_idle(step) else 0
+        head = self.queue.head(LONG, now)
+        waits = head is not None and head.account.over == over
+        kept = 0
+        if waits or any(job.line == LONG and job.account.over == over for job in prompts):
+            kept = max(self._share(step, short, self._policy.long_share), least)
+        self._give(step, prompts, SHORT, short, now, kept=kept, least=least, late=late, over=over)
+        if kept:
+            # Where short prompts did not make the step longer, long ones make it only a little longer.
+            least = kept if step.seconds > long else least
+            if not over and self._overs_fill(prompts, now):
+                long = short
+            self._give(step, prompts, LONG, long, now, least=least, late=short, over=over)
+
+    def _is_idle(self, step: Step) -> bool:
+        """Whether the machine would stand still. Then whoever waits goes on, however long that is thought to take: or a
+        single slow step, such as the first one after a start, would be believed for ever."""
+        return not step.rows and not self.running.decoding
+
+    def _overs_fill(self, prompts: list[Job], now: float) -> bool:
+        """Whether short prompts of tenants over their share would make the step longer: then a long prompt of another
+        may as well."""
+        if not self.queue.any_over:
+            return False
+        head = self.queue.head(SHORT, now)
+        return (head is not None and head.account.over) or any(job.account.over for job in prompts if job.line == SHORT)
+
+    def _share(self, step: Step, seconds: float, share: float) -> int:
+        """That share of the rows that a step still has within `seconds`."""
+        room = self._limits.max_rows - step.rows
+        return int(share * self._model.rows_within(seconds, most=room, rows=step.rows, pairs=step.pairs))
+
+    def _give(
+        self,
+        step: Step,
+        prompts: list[Job],
+        line: int,
+        seconds: float,
+        now: float,
+        *,
+        kept: int = 0,
+        least: int = 0,
+        late: float | None = None,
+        over: bool | None = None,
+    ) -> None:
+        """Rows for one class, those that run before those that wait: as many as end within `seconds`, or within `late`
+        for those that would be late otherwise, but `least`."""
+        step.full = False
+        given = step.rows
+        if line == LONG:
+            self._start_first(step, prompts, now)
+        for job in prompts:
+            mine = job.line == line and (over is None or job.account.over == over)
+            if mine and job.table is not None:  # it may have made way meanwhile
+                bound = late if late is not None and self._is_late(job, now) else seconds
+                step.give(job, bound, kept=kept, least=max(least - (step.rows - given), 0))
+        if late is not None:
+            head = self.queue.head(line, now)
+            seconds = late if head is not None and self._is_late(head, now) else seconds
+        self._start(step, line, seconds, now, kept=kept, least=least - (step.rows - given), over=over)
+
+    def _bounds(self, base: float, names: Iterable[str]) -> tuple[float, float, float]:
+        """Seconds that a step may last with late short prompts in it, with short ones, and with long ones; `base` with
+        the streams alone.
+
+        `names`: the surfaces of those streams.
+        """
+        surfaces = [self._policy.surfaces[name] for name in names]
+        objective = self._policy.pace * min((surface.itl for surface in surfaces), default=math.inf)
+        if objective == math.inf:
+            bound = max(self._limits.longest_step, 1.5 * base)
+            return bound, bound, bound
+        stretch = min(surface.stretch for surface in surfaces)
+        # Streams that are slower than their objective whatever is done are made a little slower still.
+        slower = max(objective, (1.0 + 0.5 * (min(stretch, 2.0) - 1.0)) * base)
+        short = max(objective, min(stretch, 2.0) * base)
+        # Streams that alone take most of their objective would leave next to nothing to a queue of prompts, which then
+        # grows: where it is late already, they share what is too little for both.
+        late = min(self._policy.late_objective * objective, self._policy.late_stretch * base)
+        return max(late, short), short, min(stretch * base, slower)
+
+    def _is_late(self, job: Job, now: float) -> bool:
+        """Whether its first token will be late unless it gets all the rows that there are."""
+        left = job.sequence.pending if job.table is not None else job.rows
+        return job.rows <= self._limits.wide_rows and now > job.due - 1.2 * job.service * left / job.rows
+
+    def _along(self, step: Step, jobs: list[Job], seconds: float, skips: int) -> list[Job]:
+        """Streams that go along while the step ends within `seconds`, or have been left out `skips` times. Returns all
+        in the order in which they go the next time."""
+        rows, pairs = step.rows, step.pairs
+        for job in jobs:
+            sequence = job.sequence
+            more = sequence.pending + len(sequence.drafted)
+            rows += more
+            pairs += more * len(sequence.tokens)
+        if self._model.predict(rows, pairs) <= seconds:  # as nearly always: all of them
+            for job in jobs:
+                job.skipped = 0
+            step.decode(jobs)
+            return jobs
+        along: list[Job] = []
+        left: list[Job] = []
+        rows, pairs = step.rows, step.pairs
+        for job in jobs:
+            sequence = job.sequence
+            more = sequence.pending + len(sequence.drafted)
+            reads = more * len(sequence.tokens)
+            if job.skipped >= skips or self._model.predict(rows + more, pairs + reads) <= seconds:
+                rows += more
+                pairs += reads
+                job.skipped = 0
+                along.append(job)
+            else:
+                job.skipped += 1
+                left.append(job)
+        step.decode(along)
+        return left + along
+
+    def _owe(self, step: Step, streams: int) -> None:
+        """Background work that stands still is owed a small share of what the others get."""
+        running = self.running
+        if not self.queue.live(BACKGROUND) and not any(job.background for job in running.prefilling + running.pooling):
+            self._owed = 0.0
+            return
+        given = sum(share.count for job, share in zip(step.jobs, step.shares, strict=True) if job.background)
+        others = step.rows - given
+        most = _MOST_OWED * self._limits.least_rows
+        self._owed = max(0.0, min(most, self._owed + self._policy.background_share * others - given))
+
+    # Starting
+
+    def _start(
+        self,
+        step: Step,
+        line: int,
+        seconds: float,
+        now: float,
+        *,
+        kept: int = 0,
+        least: int = 0,
+        over: bool | None = None,
+        most: int = 1 << 30,
+    ) -> None:
+        """Starts those of a class that wait, while the step has rows for them."""
+        while most > 0 and not step.full:
+            if not step.has_room(seconds, kept) and (least <= 0 or step.rows >= self._limits.max_rows):
+                return
+            job = self.queue.head(line, now)
+            if job is None or (over is not None and job.account.over != over):
+                return
+            if not self._try(job, now):
+                if job.turn is not None and job.line == line:
+                    if line not in self._blocked or self._blocked[line][0] is not job:
+                        self._blocked[line] = (job, now)
+                    return
+                continue
+            self._blocked.pop(line, None)
+            if (job.request.kind == "embed") == step.hidden:
+                least -= step.give(job, seconds, kept=kept, least=max(least, 0))
+            elif len(self.running.pooling) >= _MOST_POOLING or step.hidden:
+                return
+            most -= 1
+
+    def _start_first(self, step: Step, prompts: list[Job], now: float) -> None:
+        """A long prompt whose turn it is before those that are being computed starts beside them."""
+        others = [job for job in prompts if job.line == LONG]
+        if step.hidden or not 0 < len(others) < _MOST_LONG:
+            return
+        job = self.queue.head(LONG, now)
+        if job is None or job.request.kind == "embed" or _turn(job) >= min(map(_turn, others)):
+            return
+        if self._try(job, now):
+            prompts.insert(0, job)
+
+    def _try(self, job: Job, now: float) -> bool:
+        """Starts a job; False where it waits on, in its place, in another class or for another's prefix."""
+        match = self._match(job)
+        if self._follow(job, match.cached_tokens):
+            return False
+        if job.line == SHORT and len(job.sequence.tokens) - match.cached_tokens > 2 * self._limits.short_rows:
+            # Its prefix has gone from the cache meanwhile.
+            self.queue.drop(job)
+            self._wake([job], now)
+            return False
+        if self._yields(job, now) or not self._makes_place(job, match, now):
+            return False
+        self.queue.take(job)
+        if not self.running.start(job, self._match(job), self._tokens(job)):
+            self.queue.push(job, now)
+            if not len(self.running):
+                self.failed.append(job)
+            return False
+        self._started(job, now)
+        return True
+
+    def _started(self, job: Job, now: float) -> None:
+        self.queue.leave(job)
+        sequence = job.sequence
+        if job.started is None:
+            job.started = now
+            sequence.cached = min(sequence.computed, len(job.request.prompt))
+            if not job.background:
+                self._forecast.started(job.foreseen, now - job.admitted)
+        if not job.charged:
+            job.charged = True
+            self.queue.charge(job, sequence.pending)
+        if self._limits.causal and job.request.kind == "generate":
+            self._cold.lead(job)
+
+    def _tokens(self, job: Job) -> int:
+        """That it starts with memory for: what is there, and a little to grow."""
+        return min(len(job.sequence.tokens) + self.blocks.block_tokens, tokens_in_all(job.request))
+
+    def _fits(self, job: Job, match: Match) -> bool:
+        running = self.running
+        if not len(running):
+            return True  # if not now, then never
+        return len(running) < self._limits.max_sequences and running.available(match, self._tokens(job))
+
+    def _makes_place(self, job: Job, match: Match, now: float) -> bool:
+        """Whether it can run now; background work makes way for it."""
+        for _ in range(_MOST_PREEMPTED):
+            if self._fits(job, match):
+                return True
+            victim = None if job.background else self.running.background_victim(now, self._policy.most_rescues)
+            if victim is None:
+                return False
+            self._rescue(victim, now)
+            match = self._match(job)
+        return self._fits(job, match)
+
+    def _yields(self, job: Job, now: float) -> bool:
+        """Whether the place that is left is another's: of a class that has none, or who finds no memory for long."""
+        if job.background:
+            return False
+        _, mine = self._blocked.get(job.line, (None, now))
+        for line, (other, since) in self._blocked.items():
+            if line in (job.line, BACKGROUND) or since >= mine or now - since <= _BYPASS:
+                continue
+            if self.queue.head(line, now) is other and other.account.over <= job.account.over:
+                return True
+        running = self.running
+        if len(running) + 1 < self._limits.max_sequences or job.line != SHORT:
+            return False
+        if any(other.line == LONG for other in running.prefilling):
+            return False
+        other = self.queue.head(LONG, now)
+        return other is not None and self.queue.precedes(other, job)
+
+    def _follow(self, job: Job, cached: int) -> bool:
+        """Whether it waits for another to compute the prefix that they share."""
+        if not self._policy.share_cold or job.first < len(job.request.prompt) or not self._limits.causal:
+            return False
+        found = self._cold.leader(job, cached)
+        if found is None:
+            return False
+        leader, tokens = found
+        worth = tokens - cached >= self._policy.shared_blocks * self.blocks.block_tokens
+        if not worth or (leader.background and not job.background):
+            return False
+        self.queue.drop(job)
+        self._cold.follow(job, leader, tokens)
+        leader.urgency = min(leader.urgency, job.urgency)
+        self.followed += 1
+        return True
+
+
+def _turn(job: Job) -> tuple[bool, float]:
+    """In which order prompts that are being computed get rows."""
+    return job.account.over, job.urgency

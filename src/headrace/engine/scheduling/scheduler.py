@@ -1,0 +1,353 @@
+"""The scheduler: every request from its admission to its end, step by step.
+
+Owns what the engine calls, the requests' deadlines and endings, and what a step's outcome means for each sequence. Who
+is in a step is the planner's (`planner.py`). There is no prefill phase and no decode phase: a sequence has tokens that
+are computed and tokens that are wanted, and a step hands each a share of one budget of time. Pure host logic: the clock
+is passed in, the hardware is a StepTimeModel, and memory is Blocks; so a simulator can drive it.
+
+    admit ──▶ FairQueue ──start──▶ Running ──settle──▶ finished
+                 │  ▲                 │
+                 ▼  └────preempted────┘
+            ColdPrefixes: waits for another that computes the same prefix
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.engine.interface.request import Finish, Request, Sequence, open_sequence
+from headrace.engine.memory.blocks import Blocks
+from headrace.engine.scheduling.admission import impossible, no_room, tokens_in_all, too_late
+from headrace.engine.scheduling.forecast import Forecast
+from headrace.engine.scheduling.planner import Planner
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.running_set import Running
+from headrace.engine.scheduling.step_builder import Step
+from headrace.engine.scheduling.step_plan import Admission, Event, Limits, Outcome, StepPlan
+from headrace.engine.scheduling.step_time import StepTimeModel
+from headrace.engine.scheduling.waiting_queue import FairQueue, Job, State
+
+_FORCED = 16  # tokens appended at once that still count as decoding
+
+
+class SchedulerStats(msgspec.Struct):
+    """Counts since the beginning, but for what is there now (`waiting` to `tenants`)."""
+
+    waiting: int = 0  # those included that follow
+    following: int = 0  # waiting for another to compute the prefix that they share
+    running: int = 0
+    decoding: int = 0
+    tenants: int = 0
+    admitted: int = 0  # requests; below are sequences
+    refused: int = 0  # requests
+    finished: int = 0
+    cut: int = 0  # at their deadline
+    cancelled: int = 0
+    failed: int = 0
+    preempted: int = 0
+    rescues: int = 0  # of those, for another's first token
+    followed: int = 0
+    steps: int = 0
+    rows: int = 0
+    step_error: float = 0.0  # mean of |log(measured / predicted)| of a step's seconds, of late
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: Blocks,
+        limits: Limits,
+        policy: Policy,
+        model: StepTimeModel,
+        *,
+        queue: FairQueue | None = None,
+        rope_variant: Callable[[int], int] = lambda _total_tokens: 0,
+    ) -> None:
+        """`rope_variant`: of a sequence that may reach so many tokens (ModelSpec.rope_variant)."""
+        self.limits = limits
+        self.policy = policy
+        self.model = model
+        self.blocks = blocks
+        self.queue = FairQueue(policy, idle_tenants=limits.idle_tenants) if queue is None else queue
+        self._forecast = Forecast(model, max_rows=limits.max_rows, longest_step=limits.longest_step)
+        self._planner = Planner(blocks, limits, policy, model, self.queue, self._forecast)
+        self._rope_variant = rope_variant
+        self._jobs: dict[str, list[Job]] = {}  # of each request that has not ended
+        self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int, Job]] = []  # heap
+        self._with_deadline = 0  # of those, the ones that have not ended
+        self._step: Step | None = None  # under way
+        self._step_ends = 0.0  # as predicted
+        self._events: list[Event] = []  # not handed out yet
+        self._draining = False
+        self._counts = SchedulerStats()
+
+    @property
+    def running(self) -> Running:
+        return self._planner.running
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs and not self._events
+
+    def admit(self, request: Request, now: float, *, output: tuple[int, ...] = ()) -> Admission:
+        """Queues a request, or says why not and when it would be. `output`: tokens that were made of it elsewhere."""
+        admission = self._admit(request, now, output)
+        if admission.accepted:
+            self._counts.admitted += 1
+        else:
+            self._counts.refused += 1
+        return admission
+
+    def cancel(self, request_id: str, now: float) -> list[Event]:
+        """Ends a request. What is in the step under way ends when that is settled, the rest at once."""
+        events: list[Event] = []
+        for job in list(self._jobs.get(request_id, ())):
+            if job.in_step:
+                job.ends = (Finish.CANCELLED, "")
+            else:
+                events.append(self._finish(job, Finish.CANCELLED, "", now))
+        return events
+
+    def expire(self, now: float) -> list[Event]:
+        """Ends what is past its deadline, with what it has. To be called before `plan`, also when nothing is to run."""
+        self._cut(now)
+        events, self._events = self._events, []
+        return events
+
+    def drain(self) -> None:
+        """Admits nothing more."""
+        self._draining = True
+
+    def stats(self) -> SchedulerStats:
+        counts, planner = self._counts, self._planner
+        running = planner.running
+        counts.waiting = self.queue.queued
+        counts.following = self.queue.queued - len(self.queue)
+        counts.running = len(running)
+        counts.decoding = len(running.decoding) + len(running.background)
+        counts.tenants = len(self.queue.accounts)
+        counts.preempted, counts.rescues, counts.followed = planner.preempted, planner.rescues, planner.followed
+        counts.step_error = self.model.error
+        return counts
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None where there is nothing to compute."""
+        self._cut(now)
+        if not self._jobs:
+            return None
+        self._planner.prepare(now)
+        self._fail(now)
+        step = self._planner.fill(now)
+        self._fail(now)
+        if not step.shares:
+            return None
+        self._step = step
+        seconds = step.seconds
+        self._step_ends = now + seconds
+        return StepPlan(step.shares, self.blocks.take_copies(), seconds, step.hidden, step.rows, step.pairs)
+
+    def settle(self, plan: StepPlan, outcomes: list[Outcome], now: float, seconds: float) -> list[Event]:
+        """What a step has come to. `seconds` is how long it took; not positive where that means nothing."""
+        step = self._step
+        if step is None or step.shares is not plan.shares or len(outcomes) != len(plan.shares):
+            raise ValueError("not the outcome of the step that is under way")
+        self._step = None
+        self.model.observe(plan.rows, plan.pairs, seconds)
+        self._counts.steps += 1
+        self._counts.rows += plan.rows
+        events: list[Event] = []
+        self.queue.tick(now)
+        for job in step.jobs:
+            job.in_step = False
+        for job, share, outcome in zip(step.jobs, plan.shares, outcomes, strict=True):
+            event = self._settle(job, share.count, outcome, now)
+            if event is not None:
+                events.append(event)
+        self._cut(now)
+        if self._events:
+            events += self._events
+            self._events = []
+        return events
+
+    # Admission
+
+    def _admit(self, request: Request, now: float, output: tuple[int, ...]) -> Admission:
+        if request.id in self._jobs:
+            return Admission(False, 0.0, why=f"there is a request '{request.id}' already", parameter="id")
+        wrong = impossible(request, len(output), self.limits, self.policy, self.blocks.largest_sequence)
+        if wrong is not None:
+            return Admission(False, 0.0, why=wrong[1], parameter=wrong[0])
+        if self._draining:
+            return Admission(False, 0.0, retry_after=1.0, why="the engine is draining")
+        queue, planner = self.queue, self._planner
+        account = queue.account(request.tenant)
+        if not any(account.waiting):
+            account.weight = request.weight
+        surface = self.policy.surfaces[request.surface]
+        sequences = tuple(self._open(request, index, output) for index in range(request.n))
+        jobs = [Job(next(self._numbers), sequence, surface, account) for sequence in sequences]
+        first = jobs[0]
+        planner.look(first)
+        wait, most = planner.wait_seconds(first, now)
+        if self._step is not None:
+            wait += max(self._step_ends - now, 0.0)
+        refused = self._refusal(first, now, wait, most)
+        if refused is not None:
+            queue.forget_idle(account)
+            return refused
+        self._jobs[request.id] = jobs
+        for job in jobs:
+            if job is not first:
+                planner.look(job)
+            job.admitted = now
+            job.foreseen = wait
+            queue.enter(job)
+            queue.push(job, now)
+            if job.deadline < math.inf:
+                self._with_deadline += 1
+                heapq.heappush(self._deadlines, (job.deadline, job.number, job))
+        return Admission(True, wait + first.service, sequences)
+
+    def _refusal(self, job: Job, now: float, wait: float, most: float) -> Admission | None:
+        forecast = self._forecast
+        retry = forecast.place_seconds(job.request.n)
+        refused = no_room(job, self.queue, self.limits, predicted=wait + job.service, retry=retry)
+        if refused is None and self.policy.refuse_unmet:
+            least = forecast.least_service(job.rows)
+            refused = too_late(job, now, wait=wait, most=most, least=least, margin=self.limits.longest_step)
+        return refused
+
+    def _open(self, request: Request, index: int, output: tuple[int, ...]) -> Sequence:
+        sequence = open_sequence(request, index, self._rope_variant(tokens_in_all(request)))
+        if output:
+            sequence.append(output)
+        return sequence
+
+    # Settling
+
+    def _settle(self, job: Job, count: int, outcome: Outcome, now: float) -> Event | None:
+        sequence = job.sequence
+        tokens, drafted = sequence.tokens, sequence.drafted
+        pending = len(tokens) - sequence.computed
+        computed = sequence.computed + count
+        accepted = outcome.accepted
+        if job.ends is not None and job.ends[0] is Finish.CANCELLED:
+            sequence.computed = min(computed, len(tokens))
+            return self._finish(job, *job.ends, now)
+        if count > pending:
+            # Rows of drafts that held are computed with the right tokens before them; the others are not.
+            computed -= count - pending
+            for draft, token in zip(drafted[: count - pending], accepted, strict=False):
+                if draft != token:
+                    break
+                computed += 1
+        if drafted:
+            drafted.clear()
+        finish, why = outcome.finish, outcome.why
+        if accepted:
+            accepted, ended = _bounded(job, accepted)
+            finish = finish or ended
+            sequence.append(accepted)
+            weighted = self.policy.decode_weight * len(accepted)
+            self.queue.charge(job, weighted)
+            self.queue.computed(job, weighted)
+        # The newest token has not been computed, even where it is what a draft said.
+        sequence.computed = min(computed, len(tokens) - bool(accepted))
+        if job.state is State.DECODING:
+            if len(tokens) - sequence.computed > _FORCED:
+                self.running.prefill(job)
+        elif self._prefilled(job, count, now):
+            finish = finish or Finish.STOP
+        if finish is None:
+            if job.ends is not None:
+                finish, why = job.ends
+            elif sequence.computed == len(tokens):
+                finish, why = Finish.FAILED, "the engine chose no token"
+            else:
+                return Event(sequence, accepted) if accepted else None
+        event = self._finish(job, finish, why, now)
+        event.tokens = accepted
+        return event
+
+    def _prefilled(self, job: Job, count: int, now: float) -> bool:
+        """A part of a prompt is computed; True where that was all that was asked for."""
+        sequence, request = job.sequence, job.request
+        prompt = len(request.prompt)
+        if job.first < prompt:
+            sequence.reported = max(sequence.reported, min(sequence.computed, prompt))
+        self.queue.computed(job, count)
+        self._planner.computed(job, count, now)
+        if sequence.computed < prompt or sequence.pending > _FORCED:
+            return False
+        if request.kind != "generate":
+            return True
+        self._planner.decode(job, self._jobs[request.id] if request.n > 1 else [], now)
+        return False
+
+    # Endings
+
+    def _cut(self, now: float) -> None:
+        heap = self._deadlines
+        while heap and heap[0][0] <= now:
+            job = heapq.heappop(heap)[2]
+            if job.state is State.DONE:
+                continue
+            if job.in_step:
+                job.ends = job.ends or (Finish.DEADLINE, "")
+            else:
+                self._events.append(self._finish(job, Finish.DEADLINE, "", now))
+        if len(heap) > 64 + 2 * self._with_deadline:
+            self._deadlines = [entry for entry in heap if entry[2].state is not State.DONE]
+            heapq.heapify(self._deadlines)
+
+    def _fail(self, now: float) -> None:
+        """Ends those for which there is no memory."""
+        failed = self._planner.failed
+        while failed:
+            self._events.append(self._finish(failed.pop(), Finish.FAILED, "there is no KV memory left for it", now))
+
+    def _finish(self, job: Job, finish: Finish, why: str, now: float) -> Event:
+        sequence, request = job.sequence, job.request
+        running = len(self.running)
+        self._planner.stop(job, now)
+        job.state = State.DONE
+        sequence.finish = finish
+        if job.deadline < math.inf:
+            self._with_deadline -= 1
+        jobs = self._jobs[request.id]
+        jobs.remove(job)
+        if not jobs:
+            del self._jobs[request.id]
+        self.queue.forget_idle(job.account)
+        counts = self._counts
+        match finish:
+            case Finish.CANCELLED:
+                counts.cancelled += 1
+            case Finish.DEADLINE:
+                counts.cut += 1
+            case Finish.FAILED:
+                counts.failed += 1
+            case Finish.STOP | Finish.LENGTH:
+                counts.finished += 1
+                self._forecast.finished(job, now, running)
+        return Event(sequence, [], finish, why)
+
+
+def _bounded(job: Job, accepted: list[int]) -> tuple[list[int], Finish | None]:
+    """New tokens up to what ends the sequence."""
+    request = job.request
+    stop_ids = request.stop_ids
+    left = request.max_tokens - job.sequence.output_count
+    if len(accepted) > left:
+        accepted = accepted[:left]
+    if stop_ids:
+        for place, token in enumerate(accepted):
+            if token in stop_ids:
+                return accepted[: place + 1], Finish.STOP
+    return accepted, Finish.LENGTH if len(accepted) == left else None

@@ -1,0 +1,128 @@
+"""A step while it is being filled: whose rows are in it, how long it will take, and how many more rows fit.
+
+Owns the arithmetic of shares (rows, KV tokens read, results wanted) and the step's bounds. Does not know who waits, nor
+whose turn it is.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.interface.request import Sequence
+from headrace.engine.scheduling.step_plan import Limits, Share
+from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
+from headrace.engine.scheduling.waiting_queue import Job
+
+
+class Step:
+    def __init__(self, limits: Limits, model: StepTimeModel, *, hidden: bool = False) -> None:
+        self.hidden = hidden
+        self.jobs: list[Job] = []
+        self.shares: list[Share] = []
+        self.rows = 0
+        self.pairs = 0
+        self.full = False  # a prompt did not fit whole
+        self._results = 0  # wanted rows of prompts
+        self._limits = limits
+        self._model = model
+
+    @property
+    def seconds(self) -> float:
+        return self._model.predict(self.rows, self.pairs)
+
+    def decode(self, jobs: list[Job]) -> None:
+        """What is pending of each, and its drafts."""
+        shares, rows, pairs = self.shares, self.rows, self.pairs
+        for job in jobs:
+            sequence = job.sequence
+            drafts = len(sequence.drafted)
+            computed = sequence.computed
+            count = len(sequence.tokens) - computed + drafts
+            shares.append(Share(sequence, count, 1 + drafts))
+            rows += count
+            pairs += count * computed + (count * (count + 1) >> 1)
+            job.in_step = True
+        self.jobs += jobs
+        self.rows, self.pairs = rows, pairs
+        if rows > self._limits.max_rows:
+            self._shorten()
+
+    def has_room(self, seconds: float, kept: int = 0) -> bool:
+        """Whether another row ends within `seconds`, `kept` rows left free."""
+        rows = self.rows + kept
+        return rows < self._limits.max_rows and self._model.predict(rows + 1, self.pairs) <= seconds
+
+    def give(self, job: Job, seconds: float, *, kept: int = 0, least: int = 0) -> int:
+        """Rows of a prompt, as many as end within `seconds`, or `least`; `kept` rows stay free for others."""
+        limits = self._limits
+        sequence = job.sequence
+        computed = sequence.computed
+        pending = len(sequence.tokens) - computed
+        most = min(pending, limits.max_rows - self.rows - kept)
+        if most <= 0:
+            self.full = True
+            return 0
+        rows = self.rows + kept
+        count = self._model.rows_within(seconds, most=most, rows=rows, pairs=self.pairs, context=computed)
+        count = max(count, min(least, most))
+        if not limits.causal:
+            # An encoder's sequence goes whole, however long that takes; but two only where there is time for both.
+            count = pending if most == pending and (count == pending or not self.rows) else 0
+        else:
+            count = self._cut(job, count, pending)
+        if count > 0:
+            self._add(job, count)
+        self.full = self.full or count < pending
+        return count
+
+    def _cut(self, job: Job, count: int, pending: int) -> int:
+        """Where a part of a prompt ends."""
+        limits = self._limits
+        sequence = job.sequence
+        computed = sequence.computed
+        if count < pending and count >= 2 * limits.block_tokens:
+            count -= (computed + count) % limits.block_tokens  # whole blocks can be found by others
+        prompt = len(job.request.prompt)
+        first = max(job.first, sequence.reported, computed)
+        if first < prompt:
+            if computed + count > prompt:
+                count = prompt - computed  # results of the prompt come apart from those of what follows it
+            count = min(count, max(first - computed, 0) + limits.max_results - self._results)
+        return count
+
+    def _add(self, job: Job, count: int) -> None:
+        sequence = job.sequence
+        computed = sequence.computed
+        end = computed + count
+        prompt = len(job.request.prompt)
+        wanted = max(0, min(end, prompt) - max(job.first, sequence.reported, computed))
+        self._results += wanted
+        if end == len(sequence.tokens) and job.request.kind == "generate":
+            wanted = max(wanted, 1)
+        self.shares.append(Share(sequence, count, wanted))
+        self.jobs.append(job)
+        job.in_step = True
+        self.rows += count
+        self.pairs += pairs_of(computed, count)
+
+    def _shorten(self) -> None:
+        """More drafts, or more sequences, than a step has rows for: those that come last go without."""
+        for place in reversed(range(len(self.shares))):
+            over = self.rows - self._limits.max_rows
+            if over <= 0:
+                return
+            drafts = self.shares[place].sequence.drafted
+            fewer = min(over, len(drafts))
+            if fewer:
+                del drafts[len(drafts) - fewer :]
+                self._set(place, self.shares[place].count - fewer)
+        while self.rows > self._limits.max_rows:
+            self._set(len(self.shares) - 1, 0)
+            self.shares.pop()
+            self.jobs.pop().in_step = False
+
+    def _set(self, place: int, count: int) -> None:
+        share = self.shares[place]
+        sequence: Sequence = share.sequence
+        self.rows += count - share.count
+        self.pairs += pairs_of(sequence.computed, count) - pairs_of(sequence.computed, share.count)
+        share.count = count
+        share.wanted = 1 + len(sequence.drafted)

@@ -1,0 +1,406 @@
+"""Who waits, and who goes next: fair among tenants, by urgency within them.
+
+Owns Job (a sequence as the scheduler sees it), Account (what a tenant was served) and FairQueue. Knows no memory and no
+step. Every operation is O(log n) in the tenants and requests that wait.
+
+A tenant is charged for each token that is computed for it, divided by its weight, and among the tenants that wait the
+one with the least on its account goes first (virtual token counters, as in "Fairness in Serving Large Language
+Models"). A tenant that comes back after a pause begins where the others are: it can neither save up turns nor owe any.
+A tenant that has taken several times its fair share of late (`usage.py`) goes after all who have not. Requests of one
+tenant, and those of tenants whose accounts agree to within a quantum, go by urgency. Those whose first token must be
+late whatever is done let the others go first, but for one turn in `Policy.late_turns`.
+
+Three classes wait apart, because a step has a budget for each: short prompts, long prompts, and background work, which
+has accounts of its own, so that what a tenant's batch work takes from an idle machine does not count against its chats.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from enum import Enum
+from typing import Final
+
+from headrace.engine.interface.request import Finish, Request, Sequence
+from headrace.engine.memory.blocks import Match, Table
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.tenant_service import Account, Usage
+from headrace.surfaces import Surface
+
+SHORT: Final = 0
+LONG: Final = 1
+BACKGROUND: Final = 2
+CLASSES: Final = (SHORT, LONG, BACKGROUND)
+QUANTUM: Final = 2048.0  # tokens: accounts that differ by less are equal
+_BEGINNING: Final = 64  # tokens by which requests that may share a prefix are found
+_MOST_ALIKE: Final = 8  # of them at a time
+_FORGIVEN: Final = 1  # quanta by which a tenant with a late request must be behind to go before one that can be in time
+
+
+class State(Enum):
+    WAITING = 0  # in the queue
+    FOLLOWING = 1  # until another has computed the prefix that both share
+    PREFILLING = 2
+    DECODING = 3
+    DONE = 4
+
+
+class Job:
+    """A sequence, and what the scheduler knows of it."""
+
+    __slots__ = (
+        "account",
+        "admitted",
+        "answer",
+        "begins",
+        "chain",
+        "charged",
+        "deadline",
+        "due",
+        "ends",
+        "entry",
+        "first",
+        "followers",
+        "foreseen",
+        "in_step",
+        "late",
+        "line",
+        "match",
+        "number",
+        "preempted",
+        "request",
+        "rescued",
+        "room",
+        "rows",
+        "sequence",
+        "service",
+        "skipped",
+        "started",
+        "state",
+        "surface",
+        "table",
+        "top",
+        "turn",
+        "urgency",
+        "waits_for",
+    )
+
+    def __init__(self, number: int, sequence: Sequence, surface: Surface, account: Account) -> None:
+        self.number = number  # in order of admission
+        self.sequence = sequence
+        self.request: Request = sequence.request
+        self.surface = surface
+        self.account = account
+        self.state = State.WAITING
+        self.line = BACKGROUND if surface.background else SHORT
+        self.deadline = math.inf if sequence.request.deadline is None else sequence.request.deadline
+        self.first = sequence.request.first_result if sequence.index == 0 else len(sequence.request.prompt)
+        self.match: Match | None = None
+        self.table: Table | None = None
+        self.room = 0  # tokens that the table's blocks hold
+        self.rows = 0  # to compute before its next token, as it looked when it was queued
+        self.service = 0.0  # seconds that they take
+        self.answer = 0.0  # seconds that what follows is expected to take
+        self.due = math.inf  # of the first token
+        self.late = math.inf  # when its computation must have begun for that
+        self.urgency = 0.0
+        self.admitted = 0.0
+        self.foreseen = 0.0  # seconds of waiting, as they looked then
+        self.charged = False  # its prompt, once, however often it is preempted
+        self.started: float | None = None  # when it first ran
+        self.preempted = 0
+        self.rescued = 0  # times that it was preempted for another's first token
+        self.skipped = 0  # steps that background work was left out of
+        self.in_step = False
+        self.ends: tuple[Finish, str] | None = None  # what is to become of it when the step under way is settled
+        self.begins = 0  # a hash of its first tokens and its salt, while it waits as a long one
+        self.chain: list[int] | None = None  # fingerprints of its prefixes, block by block
+        self.followers: list[tuple[int, int, Job]] = []  # heap: tokens after which each is woken
+        self.top = 0  # tokens up to which it is known to compute a prefix that others may wait for
+        self.waits_for: Job | None = None
+        self.turn: _Turn | None = None  # where it is queued
+        self.entry: Entry | None = None  # and as what
+
+    @property
+    def background(self) -> bool:
+        return self.line == BACKGROUND
+
+
+Entry = tuple[float, int, Job]  # key, a tie-breaker, and who
+
+
+class _Turn:
+    """One tenant's jobs in one line; there is one at least."""
+
+    __slots__ = ("account", "gone", "jobs", "line", "listed", "rows")
+
+    def __init__(self, account: Account, line: _Line) -> None:
+        self.account = account
+        self.line = line
+        self.jobs: list[Entry] = []  # heap
+        self.gone = 0  # of the jobs, those that were dropped and are still in the heap
+        self.rows = 0  # of the others
+        self.listed = -1  # the one of the line's entries that is true
+
+    def head(self) -> Job:
+        jobs = self.jobs
+        while jobs[0][2].entry is not jobs[0]:
+            heapq.heappop(jobs)
+            self.gone -= 1
+        return jobs[0][2]
+
+
+class _Line:
+    """Tenants that wait, the least charged first; equal ones by the urgency of their first job."""
+
+    def __init__(self, lane: int, ties: itertools.count[int]) -> None:
+        self.lane = lane
+        self.live = 0
+        self.rows = 0
+        self._ties = ties
+        self._turns: dict[Account, _Turn] = {}
+        self._heap: list[tuple[bool, float, float, int, _Turn]] = []
+
+    def push(self, job: Job, key: float) -> None:
+        account = job.account
+        turn = self._turns.get(account)
+        if turn is None:
+            turn = self._turns[account] = _Turn(account, self)
+        job.turn = turn
+        # One that was dropped and comes back may still have its old entry in the heap.
+        entry = job.entry = (key, next(self._ties), job)
+        heapq.heappush(turn.jobs, entry)
+        self.live += 1
+        self.rows += job.rows
+        turn.rows += job.rows
+        if turn.jobs[0] is entry:
+            self._list(turn)
+
+    def head(self) -> Job | None:
+        heap = self._heap
+        while heap:
+            over, charged, key, tie, turn = heap[0]
+            if tie != turn.listed:
+                heapq.heappop(heap)
+                continue
+            job = turn.head()
+            truly = self._rank(turn)
+            if truly == (over, charged, key):
+                return job
+            turn.listed = next(self._ties)
+            heapq.heapreplace(heap, (*truly, turn.listed, turn))
+        return None
+
+    def drop(self, job: Job) -> None:
+        turn = job.turn
+        assert turn is not None
+        job.turn = job.entry = None
+        self.live -= 1
+        self.rows -= job.rows
+        turn.rows -= job.rows
+        turn.gone += 1
+        if turn.gone == len(turn.jobs):
+            turn.listed = -1
+            del self._turns[turn.account]
+        elif turn.gone > 32 and 2 * turn.gone > len(turn.jobs):
+            turn.jobs = [entry for entry in turn.jobs if entry[2].entry is entry]
+            heapq.heapify(turn.jobs)
+            turn.gone = 0
+
+    def before(self, account: Account) -> tuple[float, float]:
+        """Rows and jobs that would go before another of this tenant's: all of its own that are there, and as much of
+        each other tenant's, if that has so much."""
+        if not self.live:
+            return 0.0, 0.0
+        turn = self._turns.get(account)
+        rows, jobs = (turn.rows, len(turn.jobs) - turn.gone) if turn is not None else (0, 0)
+        others = (len(self._turns) - (turn is not None)) / account.weight
+        each = self.rows / self.live
+        return min(self.rows, rows + (rows + each) * others), min(self.live, jobs + (jobs + 1.0) * others)
+
+    def list_again(self, account: Account) -> None:
+        """To be called when a tenant is no longer over its share: it may go sooner."""
+        turn = self._turns.get(account)
+        if turn is not None:
+            turn.head()
+            self._list(turn)
+
+    def _rank(self, turn: _Turn) -> tuple[bool, float, float]:
+        over = turn.account.over and not self.lane
+        return over, turn.account.charged[self.lane] // QUANTUM, turn.jobs[0][0]
+
+    def _list(self, turn: _Turn) -> None:
+        turn.listed = next(self._ties)
+        heapq.heappush(self._heap, (*self._rank(turn), turn.listed, turn))
+        if len(self._heap) > 64 + 2 * len(self._turns):
+            self._heap = [entry for entry in self._heap if entry[3] == entry[4].listed]
+            heapq.heapify(self._heap)
+
+
+class FairQueue:
+    def __init__(self, policy: Policy, *, idle_tenants: int) -> None:
+        self.policy = policy
+        self.queued = 0  # sequences that wait, those that follow another's prefix included
+        self.queued_tokens = 0  # of their prompts
+        self._idle_tenants = idle_tenants
+        self._accounts: dict[str, Account] = {}
+        self._idle: OrderedDict[str, Account] = OrderedDict()  # without work, longest first
+        self._floor = [0.0, 0.0]  # where a tenant that comes back begins
+        self._turns = [0, 0, 0]
+        self._usage = Usage()
+        self._alike: dict[int, dict[Job, None]] = {}  # long ones that begin alike, oldest first
+        ties = itertools.count()
+        self._on_time = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
+        self._late = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
+
+    def __len__(self) -> int:
+        """In the queue itself."""
+        return sum(line.live for line in (*self._on_time, *self._late))
+
+    def account(self, tenant: str) -> Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(tenant)
+        self._idle.pop(tenant, None)
+        return account
+
+    def forget_idle(self, account: Account) -> None:
+        """To be called when a tenant's work may have ended: accounts without work are bounded."""
+        if account.queued or account.running:
+            return
+        self._idle[account.name] = account
+        self._idle.move_to_end(account.name)
+        if len(self._idle) > self._idle_tenants:
+            name, oldest = self._idle.popitem(last=False)
+            self._usage.forget(oldest)
+            del self._accounts[name]
+
+    def enter(self, job: Job) -> None:
+        """It begins to wait."""
+        tokens = len(job.request.prompt)
+        self.queued += 1
+        self.queued_tokens += tokens
+        job.account.queued += 1
+        job.account.queued_tokens += tokens
+
+    def leave(self, job: Job) -> None:
+        """It waits no longer, neither here nor for another's prefix."""
+        tokens = len(job.request.prompt)
+        self.queued -= 1
+        self.queued_tokens -= tokens
+        job.account.queued -= 1
+        job.account.queued_tokens -= tokens
+
+    @property
+    def accounts(self) -> list[Account]:
+        return list(self._accounts.values())
+
+    def live(self, line: int) -> int:
+        return self._on_time[line].live + self._late[line].live
+
+    def rows(self, line: int) -> tuple[int, int]:
+        """Rows that wait to be computed: of those that can be in time, and of the others."""
+        return self._on_time[line].rows, self._late[line].rows
+
+    def before(self, line: int, account: Account) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Rows and jobs that would go before another of a tenant's: of those that can be in time, and of the others."""
+        return self._on_time[line].before(account), self._late[line].before(account)
+
+    def push(self, job: Job, now: float) -> None:
+        job.state = State.WAITING
+        account = job.account
+        lane = int(job.line == BACKGROUND)
+        if not account.waiting[lane]:
+            account.charged[lane] = max(account.charged[lane], self._floor[lane])
+        account.waiting[lane] += 1
+        if job.line == LONG:
+            request = job.request
+            job.begins = hash((request.salt, job.sequence.rope_variant, request.prompt[:_BEGINNING]))
+            self._alike.setdefault(job.begins, {})[job] = None
+        if now <= job.late:
+            self._on_time[job.line].push(job, job.urgency)
+        else:
+            self._late[job.line].push(job, job.urgency)
+
+    def head(self, line: int, now: float) -> Job | None:
+        """Who goes next of a class."""
+        on_time, late = self._on_time[line], self._late[line]
+        first = on_time.head()
+        while first is not None and now > first.late:
+            on_time.drop(first)
+            late.push(first, first.urgency)
+            first = on_time.head()
+        second = late.head()
+        if second is None or first is None:
+            return first or second
+        lane = on_time.lane
+        if first.account.over != second.account.over and not lane:
+            return second if first.account.over else first
+        behind = first.account.charged[lane] // QUANTUM - second.account.charged[lane] // QUANTUM
+        if abs(behind) <= _FORGIVEN:
+            turns = self.policy.late_turns
+            return second if self._turns[line] % turns == turns - 1 else first
+        return second if behind > 0 else first
+
+    def take(self, job: Job) -> None:
+        """It goes: it has been the head of its class."""
+        if self._late[job.line].live:
+            self._turns[job.line] += 1
+        lane = int(job.line == BACKGROUND)
+        self._floor[lane] = max(self._floor[lane], job.account.charged[lane])
+        self.drop(job)
+
+    def drop(self, job: Job) -> None:
+        """It is no longer in the queue."""
+        turn = job.turn
+        if turn is None:
+            return
+        turn.line.drop(job)
+        lane = int(job.line == BACKGROUND)
+        account = job.account
+        account.waiting[lane] -= 1
+        if job.line == LONG:
+            alike = self._alike[job.begins]
+            del alike[job]
+            if not alike:
+                del self._alike[job.begins]
+
+    def alike(self, job: Job) -> list[Job]:
+        """Some of the long prompts that wait and begin as this one does."""
+        if not self._alike:
+            return []
+        request = job.request
+        begins = hash((request.salt, job.sequence.rope_variant, request.prompt[:_BEGINNING]))
+        return list(itertools.islice(self._alike.get(begins, ()), _MOST_ALIKE))
+
+    def charge(self, job: Job, tokens: float) -> None:
+        """Puts tokens on its tenant's account: a prompt's when it starts, an answer's as they come."""
+        job.account.charged[job.line == BACKGROUND] += tokens / (job.request.weight * job.surface.weight)
+
+    def computed(self, job: Job, tokens: float) -> None:
+        """So many tokens were computed for it."""
+        if job.line != BACKGROUND:
+            self._usage.add(job.account, tokens / (job.request.weight * job.surface.weight))
+
+    @property
+    def any_over(self) -> bool:
+        """Whether any tenant has much more than its share."""
+        return self._usage.any_over
+
+    def tick(self, now: float) -> None:
+        """Looks who has more than its share; to be called after every step."""
+        for account in self._usage.tick(now):
+            for line in (*self._on_time, *self._late):
+                line.list_again(account)
+
+    def precedes(self, job: Job, other: Job) -> bool:
+        """Whether a foreground job goes before one of another class."""
+        if job.account.over != other.account.over:
+            return other.account.over
+        mine, others = job.account.charged[0] // QUANTUM, other.account.charged[0] // QUANTUM
+        return mine < others or (mine == others and job.urgency < other.urgency)
+
+    def prefilled(self, job: Job) -> None:
+        """Its prompt can be found by others now. The fair order makes nothing of it."""

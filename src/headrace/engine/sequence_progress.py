@@ -1,0 +1,242 @@
+"""What the engine knows of a sequence beside the scheduler: its text, its grammar, its results so far, its times.
+
+Owns Progress and the reading of a step's results: which rows of logits are sampled and which only measured, what of it
+the sequence keeps, and whether that ends it. Knows neither blocks nor the order in which sequences run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ManyOf
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.executors.batch_builder import BlockRow
+from headrace.engine.executors.executor import Rows
+from headrace.engine.interface.output_text import OutputText
+from headrace.engine.interface.outputs import Ending, Output, Usage
+from headrace.engine.interface.request import Finish, Sequence
+from headrace.engine.interface.sampling import Chosen, SampleRow, Sampling, seed_of
+from headrace.engine.scheduling.step_plan import Event, Outcome, Share
+from headrace.engine.speculation.drafters import Mask, sample_rows, verify
+from headrace.errors import HeadraceError
+from headrace.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from headrace.engine.grammar.constraints import GrammarState
+
+_NO_CHOICE: Final = "no token can be chosen: all are masked, or the model computed NaN or infinity"
+
+
+class Progress:
+    """One sequence from its admission to its end."""
+
+    __slots__ = (
+        "accepted",
+        "blind",
+        "block_row",
+        "careful",
+        "chosen",
+        "drafted",
+        "first_at",
+        "grammar",
+        "held_text",
+        "measured",
+        "pool",
+        "queued_at",
+        "seed",
+        "sequence",
+        "started_at",
+        "text",
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        text: OutputText | None,
+        grammar: GrammarState | None,
+        block_row: BlockRow,
+        now: float,
+    ) -> None:
+        """`text` and `grammar` have been moved over what the sequence has of output already."""
+        request = sequence.request
+        self.sequence = sequence
+        self.text = text
+        self.grammar = grammar
+        self.block_row = block_row
+        self.seed = seed_of(request.sampling.seed, sequence.index)
+        # Whether the text decides if the sequence goes on: then it is made before the step is settled, and not after.
+        self.careful = bool(request.stop) and text is not None
+        self.blind = request.sampling.logprobs is None  # nobody asks for log-probabilities
+        self.held_text = ""  # made, and not handed out yet
+        self.chosen: list[Chosen] = []  # with log-probabilities, not handed out yet
+        self.measured: list[Chosen] = []  # the prompt's tokens, likewise
+        self.pool: NDArray[np.float32] | None = None  # of hidden states: their sum, or the one that counts
+        self.queued_at = now
+        self.started_at = 0.0
+        self.first_at = 0.0
+        self.drafted = 0
+        self.accepted = 0
+
+    # Before the results
+
+    def rows(self, share: Share, masks: ManyOf[Mask] | None) -> list[SampleRow]:
+        """What is wished of each wanted row of the share: of the prompt's, a measure; of the last ones, a choice."""
+        sequence = self.sequence
+        request = sequence.request
+        sampled = self._sampled(share)
+        rows: list[SampleRow] = []
+        if share.wanted > sampled:
+            top = request.sampling.logprobs if request.kind == "score" else request.prompt_logprobs
+            measure = Sampling(logprobs=top or 0)
+            end = sequence.computed + share.count
+            for position in range(end - share.wanted, end - sampled):
+                known = position + 1 < len(sequence.tokens)
+                given = sequence.tokens[position + 1] if known else 0  # the last row of a scored text foretells nothing
+                rows.append(SampleRow(measure, position + 1, given=given))
+        if sampled:
+            drafts = sequence.drafted[: sampled - 1]
+            chosen = sample_rows(sequence, drafts, masks, seed=self.seed)
+            # Rows past the end of a grammar are in the logits, and are not to be looked at.
+            chosen += [SampleRow(Sampling(), 0, given=0)] * (sampled - len(chosen))
+            rows += chosen
+        return rows
+
+    def _sampled(self, share: Share) -> int:
+        """How many of the share's wanted rows choose a token: the one after all that is known, and one per draft."""
+        if self.sequence.request.kind != "generate":
+            return 0
+        return min(share.wanted, max(0, self.sequence.computed + share.count + 1 - len(self.sequence.tokens)))
+
+    # After them
+
+    def outcome(self, share: Share, tokens: list[int], at: int, rows: Rows, masks: int | None) -> Outcome:
+        """What the step made of the sequence. Its rows' tokens begin at `at`; `masks`: how many its grammar had."""
+        sequence = self.sequence
+        sampled = self._sampled(share)
+        if share.wanted > sampled:
+            self._measure(share, share.wanted - sampled, at, rows)
+            at += share.wanted - sampled
+        if not sampled:
+            whole = sequence.computed + share.count >= len(sequence.tokens)
+            return Outcome([], Finish.STOP if whole and sequence.request.kind == "score" else None)
+        if sampled == 1 and self.grammar is None and tokens[at] >= 0:
+            accepted = [tokens[at]]
+        else:
+            if masks is not None:
+                sampled = masks
+            accepted = self._verified(sequence, tokens[at : at + sampled], share.wanted - 1)
+            if not accepted:
+                why = self.grammar.error if self.grammar is not None else None
+                return Outcome([], Finish.FAILED, why or _NO_CHOICE)
+        if not self.blind:
+            self.chosen += [rows.chosen(at + place) for place in range(len(accepted))]
+        finish = None
+        if self.grammar is not None:
+            try:
+                finish = self._follow(self.grammar, accepted)
+            except HeadraceError as error:
+                return Outcome(accepted, Finish.FAILED, str(error))
+        if self.careful and self.text is not None:
+            before = self.text.count
+            self.held_text += self.text.push(accepted)
+            if isinstance(self.text.ended, str):
+                del accepted[self.text.count - before :]
+                finish = Finish.STOP
+        return Outcome(accepted, finish)
+
+    def _verified(self, sequence: Sequence, sampled: list[int], drafts: int) -> list[int]:
+        request = sequence.request
+        drafted = sequence.drafted[:drafts]
+        count = verify(drafted, sampled, stop_ids=request.stop_ids, most=request.max_tokens - sequence.output_count)
+        held = sum(map(int.__eq__, drafted, sampled[:count]))
+        self.drafted += len(drafted)
+        self.accepted += held
+        return sampled[:count]
+
+    def _follow(self, grammar: GrammarState, accepted: list[int]) -> Finish | None:
+        """Moves the grammar over what was accepted, and appends what it leaves no choice about."""
+        del accepted[grammar.advance(accepted) :]
+        request = self.sequence.request
+        room = request.max_tokens - self.sequence.output_count - len(accepted)
+        # Where log-probabilities are asked for, tokens without a choice are sampled like all others, to have one.
+        if self.blind and room > 0 and not grammar.finished and accepted[-1] not in request.stop_ids:
+            accepted += grammar.forced(room)
+        return Finish.STOP if grammar.finished else None
+
+    def _measure(self, share: Share, count: int, at: int, rows: Rows) -> None:
+        sequence = self.sequence
+        first = sequence.computed + share.count - share.wanted
+        known = len(sequence.tokens) - 1
+        self.measured += [rows.chosen(at + place) for place in range(count) if first + place < known]
+
+    def pool_states(self, share: Share, states: NDArray[np.float32], spec: ModelSpec) -> Outcome:
+        """Takes up the hidden states of the share's rows; after the last one the vector is whole."""
+        sequence = self.sequence
+        first = sequence.computed + share.count - len(states)
+        match spec.pooling or "mean":
+            case "cls":
+                if first == 0:
+                    self.pool = states[0].copy()
+            case "last":
+                self.pool = states[-1].copy()
+            case "mean":
+                # One row after the other, so that the sum does not depend on how the text was cut into steps.
+                rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
+                self.pool = np.add.reduce(rows, axis=0)
+        whole = sequence.computed + share.count >= len(sequence.tokens)
+        return Outcome([], Finish.STOP if whole else None)
+
+    # What leaves
+
+    def output(self, event: Event, spec: ModelSpec, now: float) -> Output:
+        """What is new, for the caller. Text that nothing hung on is made only here, while the next step runs."""
+        sequence = self.sequence
+        text = self.held_text
+        self.held_text = ""
+        ended = event.finish is not None
+        if self.text is not None:
+            if not self.careful:
+                text += self.text.push(event.tokens)
+            if ended:
+                text += self.text.finish()
+        chosen, self.chosen = self.chosen[: len(event.tokens)], []
+        measured, self.measured = self.measured, []
+        return Output(
+            sequence.request.id,
+            sequence.index,
+            event.tokens,
+            text,
+            None if self.blind else chosen,
+            measured or None,
+            self._vector(spec) if ended and sequence.request.kind == "embed" else None,
+            self._ending(event, now) if ended else None,
+        )
+
+    def _vector(self, spec: ModelSpec) -> bytes | None:
+        if self.pool is None:
+            return None
+        pooled = self.pool
+        if (spec.pooling or "mean") == "mean":
+            pooled = pooled / np.float32(len(self.sequence.tokens))
+        if spec.normalise_embedding:
+            pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
+        return np.asarray(pooled, dtype="<f4").tobytes()
+
+    def _ending(self, event: Event, now: float) -> Ending:
+        sequence = self.sequence
+        started = self.started_at or now
+        first = self.first_at or now
+        usage = Usage(
+            prompt_tokens=len(sequence.request.prompt),
+            output_tokens=sequence.output_count,
+            cached_tokens=sequence.cached,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            queue_s=started - self.queued_at,
+            prefill_s=first - started,
+            decode_s=now - first,
+        )
+        stop = self.text.ended if self.text is not None and isinstance(self.text.ended, str) else None
+        return Ending(event.finish or Finish.FAILED, usage, event.why, stop)

@@ -1,0 +1,175 @@
+"""How many tokens to propose for each sequence of a step, from what became of earlier ones and what a step costs.
+
+Owns DraftLength, and Speculator, which brings a drafter and its lengths together for the engine. Knows no hardware:
+what a step takes is told by a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ManyOf
+
+import msgspec
+
+from headrace.engine.interface.request import Sequence
+from headrace.engine.speculation.drafters import Drafter, PerSequence, Wanted
+
+
+class _Record(msgspec.Struct):
+    """Drafts that were put to the test, and those that held, of late."""
+
+    tried: float = 0.0
+    held: float = 0.0
+
+
+class DraftLength(msgspec.Struct):
+    """How many tokens to propose for each sequence: as many as make the most tokens per second, which may be none.
+
+    A draft is put to the test if all before it held, so the n-th is worth acceptance to the power of n tokens. Rows are
+    added in the order of what they are worth, as long as the step that they make longer yields more tokens per second.
+    """
+
+    most: int = 8  # for one sequence
+    prior: float = 0.6  # acceptance before anything is known
+    memory: float = 0.9  # of a sequence's record, from step to step
+    _all: _Record = msgspec.field(default_factory=_Record)
+    _records: PerSequence[_Record] = msgspec.field(default_factory=lambda: PerSequence[_Record](4096))
+
+    def acceptance(self, sequence: Sequence) -> float:
+        """Probability that a draft holds if those before it did."""
+        common = (self._all.held + 4.0 * self.prior) / (self._all.tried + 4.0)
+        record = self._records.find(sequence, _Record)
+        return min(0.98, (record.held + 2.0 * common) / (record.tried + 2.0))
+
+    def observe(self, sequence: Sequence, drafted: int, held: int) -> None:
+        """Of the tokens that were drafted, the first `held` were kept."""
+        tested = held + (held < drafted)
+        for record, memory in ((self._records.find(sequence, _Record), self.memory), (self._all, 0.995)):
+            record.tried = memory * record.tried + tested
+            record.held = memory * record.held + held
+
+    def forget(self, sequence: Sequence) -> None:
+        self._records.forget(sequence)
+
+    def choose(
+        self,
+        available: Wanted,
+        *,
+        rows: int,
+        room: int,
+        step_seconds: Callable[[int], float],
+        draft_seconds: Callable[[int], float] | None = None,
+    ) -> list[int]:
+        """For each sequence, how many of the tokens that are or can be proposed are worth it.
+
+        `rows` are the step's without drafts, and `room` how many may be added; `step_seconds` says what a step of so
+        many rows takes, `draft_seconds` what it takes to draft one token for so many sequences.
+        """
+        worth: list[tuple[float, int, int]] = []
+        for place, (sequence, most) in enumerate(available):
+            acceptance = self.acceptance(sequence)
+            value = acceptance
+            for nth in range(min(most, self.most)):
+                if value < 0.02:  # of a token
+                    break
+                worth.append((-value, nth, place))
+                value *= acceptance
+        worth.sort()
+        tokens = float(len(available))
+        best_rate = tokens / step_seconds(rows) if worth else 0.0
+        best = 0
+        drafting = 0.0
+        drafted = [0] * (self.most + 1)  # sequences that have an n-th draft
+        for count, (value, nth, _) in enumerate(worth[: max(0, room)], start=1):
+            tokens -= value
+            if draft_seconds is not None:
+                drafted[nth] += 1
+                drafting += draft_seconds(drafted[nth])
+                drafting -= draft_seconds(drafted[nth] - 1) if drafted[nth] > 1 else 0.0
+            rate = tokens / (step_seconds(rows + count) + drafting)
+            if rate > best_rate:
+                best_rate, best = rate, count
+        lengths = [0] * len(available)
+        for _, _, place in worth[:best]:
+            lengths[place] += 1
+        for length, (sequence, most) in zip(lengths, available, strict=True):
+            if most and not length:
+                self._fade(sequence)
+        return lengths
+
+    def _fade(self, sequence: Sequence) -> None:
+        """What is not tried is slowly forgotten, so that it is tried again one day."""
+        for record, memory in ((self._records.find(sequence, _Record), 0.98), (self._all, 0.9995)):
+            record.tried *= memory
+            record.held *= memory
+
+
+class Speculator:
+    """A drafter, and how much is asked of it; with what came of it."""
+
+    def __init__(self, drafter: Drafter, lengths: DraftLength | None = None) -> None:
+        self.drafter = drafter
+        self.lengths = DraftLength() if lengths is None else lengths
+        self.drafted = 0
+        self.held = 0
+
+    def draft(
+        self,
+        sequences: ManyOf[Sequence],
+        *,
+        rows: int,
+        room: int,
+        step_seconds: Callable[[int], float],
+        fits: Callable[[Sequence, list[int]], int] | None = None,
+    ) -> None:
+        """Sets `drafted` of each, to be verified by the next step; see DraftLength.choose.
+
+        The sequences are those that the step will sample. `fits` says how many of the drafts a grammar can follow.
+        """
+        most = self.lengths.most
+        wanted = [
+            (
+                sequence,
+                # The token after the last draft is wanted too.
+                min(most, sequence.request.max_tokens - sequence.output_count - 1) if sequence.request.speculate else 0,
+            )
+            for sequence in sequences
+        ]
+        drafts: list[list[int]] | None = None
+        if self.drafter.free:
+            drafts = self._fitting(wanted, self.drafter.propose_all(wanted), fits)
+            wanted = [(sequence, len(found)) for (sequence, _), found in zip(wanted, drafts, strict=True)]
+        lengths = self.lengths.choose(
+            wanted,
+            rows=rows,
+            room=room,
+            step_seconds=step_seconds,
+            draft_seconds=None if self.drafter.free else self.drafter.pass_seconds,
+        )
+        if drafts is None:
+            wanted = [(sequence, length) for (sequence, _), length in zip(wanted, lengths, strict=True)]
+            drafts = self._fitting(wanted, self.drafter.propose_all(wanted), fits)
+        for sequence, found, length in zip(sequences, drafts, lengths, strict=True):
+            sequence.drafted = found[:length]
+
+    def observe(self, sequence: Sequence, drafted: int, held: int) -> None:
+        """Of the tokens that were drafted and put to the test, the first `held` were kept."""
+        if drafted:
+            self.drafted += drafted
+            self.held += held
+            self.lengths.observe(sequence, drafted, held)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self.drafter.forget(sequence)
+        self.lengths.forget(sequence)
+
+    def _fitting(
+        self, wanted: Wanted, drafts: list[list[int]], fits: Callable[[Sequence, list[int]], int] | None
+    ) -> list[list[int]]:
+        if fits is None:
+            return drafts
+        return [
+            found[: fits(sequence, found)] if found and sequence.request.grammar is not None else found
+            for (sequence, _), found in zip(wanted, drafts, strict=True)
+        ]

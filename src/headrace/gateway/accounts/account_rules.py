@@ -1,0 +1,116 @@
+"""What must hold between tenants, keys, models and surfaces, in the configuration and in what the admin API is given.
+
+Owns these rules. Every one yields what breaks it with its path, so that all mistakes are told at once. Knows neither
+files nor requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from headrace.config import Config
+from headrace.config.tenant_section import PROFILES, TenantConfig
+from headrace.config.toml_text import key_path, quoted
+from headrace.gateway.accounts.key_secrets import holds_secret
+from headrace.surfaces import SURFACES
+
+# What metrics say in place of a tenant: of a request without one, and of those that have no label of their own.
+RESERVED: Final = ("-", "other")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")  # in Postgres, where it needs no quotes
+KEY_ID: Final = re.compile(r"key_[0-9a-f]{16}")
+
+Finding = tuple[str, str]  # a key by its path, and what is wrong with it
+
+
+def findings(config: Config, served: Collection[str]) -> Iterator[Finding]:
+    """What breaks the rules between tenants, keys, models and surfaces. `served`: models and variants."""
+    fast = config.fast
+    for name, tenant in config.tenants.items():
+        where = key_path("tenants", name)
+        if not NAME.fullmatch(name) or name in RESERVED:
+            yield where, f"expected a name of letters, digits and . _ -, none of {', '.join(RESERVED)}"
+        elif holds_secret(name):
+            yield where, "this is a key's secret, and no name"
+        yield from ((f"{where}.{path}", why) for path, why in tenant_findings(tenant, served))
+    for place, key in enumerate(config.keys):
+        where = f"keys[{place}]"
+        if KEY_ID.fullmatch(key.name):
+            yield f"{where}.name", f"{quoted(key.name)} has the form of the ids that the server gives"
+        yield from ((f"{where}.{path}", why) for path, why in scope_findings(key, served))
+        if key.surface is not None and key.surfaces is not None and key.surface not in key.surfaces:
+            yield f"{where}.surface", f"{quoted(key.surface)} is none of the key's surfaces"
+    if not SCHEMA.fullmatch(config.admin.schema):
+        yield "admin.schema", f"expected small letters, digits and underscores, found {quoted(config.admin.schema)}"
+    for model, variant in fast.variants.items():
+        yield from _known(key_path("fast", "variants", model), "model", (model,), config.models)
+        yield from _known(key_path("fast", "variants", model), "variant", (variant,), served)
+    if fast.variant.startswith("@"):
+        own = {name[name.index("@") :] for name in served if "@" in name}
+        yield from _known("fast.variant", "variant", (fast.variant,), own)
+    elif fast.variant:
+        yield from _known("fast.variant", "variant", (fast.variant,), served)
+
+
+def tenant_findings(tenant: TenantConfig, served: Collection[str]) -> Iterator[Finding]:
+    """`served`: models and variants."""
+    yield from scope_findings(tenant, served)
+    for model in tenant.model_limits:
+        yield from _known(key_path("model_limits", model), "model", (model,), served)
+    for surface in tenant.surface_limits:
+        yield from _known(key_path("surface_limits", surface), "surface", (surface,), SURFACES)
+    places: set[tuple[str, str]] = set()
+    for place, budget in enumerate(tenant.budgets):
+        where = f"budgets[{place}]"
+        if (budget.endpoint, budget.period) in places:
+            yield where, f"there is a budget of this endpoint and {budget.period} already"
+        places.add((budget.endpoint, budget.period))
+        if budget.then:
+            yield from _known(f"{where}.then", "variant", (budget.then,), served)
+
+
+class Scoped(Protocol):
+    """What says what may be used."""
+
+    @property
+    def models(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def surfaces(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def profiles(self) -> tuple[str, ...] | None: ...
+
+
+def scope_findings(section: Scoped, served: Collection[str]) -> Iterator[Finding]:
+    yield from _known("models", "model", section.models or (), served)
+    yield from _known("surfaces", "surface", section.surfaces or (), SURFACES)
+    yield from _known("profiles", "profile", section.profiles or (), PROFILES)
+
+
+def _known(where: str, what: str, names: Sequence[str], known: Collection[str]) -> Iterator[Finding]:
+    for name in names:
+        if name not in known:
+            there = ", ".join(map(quoted, sorted(known))) or "none"
+            yield where, f"there is no {what} {quoted(name)}; there are {there}"
+
+
+def shown(section: msgspec.Struct) -> dict[str, object]:
+    """All of a section, defaults too, as JSON has it."""
+    return {name: _plain(getattr(section, name)) for name in section.__struct_fields__}
+
+
+def _plain(value: object) -> object:
+    match value:
+        case msgspec.Struct():
+            return shown(value)
+        case dict():
+            return {str(key): _plain(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        case tuple() | list():
+            return [_plain(each) for each in value]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        case _:
+            return value

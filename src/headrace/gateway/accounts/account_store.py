@@ -1,0 +1,317 @@
+"""Where the shared state lives: records with versions, one epoch that every change bumps, and the audit log.
+
+Owns what a storage must do (Store), what a change is, and the storage in the server's sqlite file. A change is one
+transaction: it is made only if the records that it replaces are still those that its maker saw; with it go the audit
+entry and the next epoch. So the epoch tells whether there is anything new, and nobody's change is lost. What records
+mean is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.gateway.accounts.account_records import Record, Value, decoded, encoded
+from headrace.gateway.accounts.audit_log import Entry, Mark, Row, pruning, sealed
+from headrace.gateway.database import Database, unavailable
+
+Result = TypeVar("Result")
+
+REMEMBERED: Final = 1000  # removed records of which it is still known that they were removed
+_DAY: Final = 86_400  # seconds
+_LEAST: Final = 1000  # of the newest rows of the audit log, kept whatever their age
+
+SCHEMA: Final = (
+    """
+    CREATE TABLE IF NOT EXISTS shared_state (
+        one INTEGER PRIMARY KEY CHECK (one = 1),
+        epoch INTEGER NOT NULL,
+        forgotten INTEGER NOT NULL,  -- the epoch up to which removed records are forgotten
+        head_seq INTEGER NOT NULL, head_hash TEXT NOT NULL,  -- of the audit log
+        anchor_seq INTEGER NOT NULL, anchor_hash TEXT NOT NULL  -- the last of its rows that was removed
+    )
+    """,
+    f"INSERT OR IGNORE INTO shared_state VALUES (1, 0, 0, 0, '{Mark().hash}', 0, '{Mark().hash}')",
+    """
+    CREATE TABLE IF NOT EXISTS shared_records (
+        kind TEXT NOT NULL,
+        id TEXT NOT NULL,
+        version INTEGER NOT NULL,  -- the epoch in which it was written
+        body TEXT,  -- JSON; NULL: it was removed
+        PRIMARY KEY (kind, id)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS shared_records_by_version ON shared_records (version)",
+    "CREATE TABLE IF NOT EXISTS key_uses (id TEXT PRIMARY KEY, at INTEGER NOT NULL) WITHOUT ROWID",
+    """
+    CREATE TABLE IF NOT EXISTS audit (
+        seq INTEGER PRIMARY KEY, at INTEGER NOT NULL, body TEXT NOT NULL, hash TEXT NOT NULL
+    )
+    """,
+    # Against mistakes of ours; who means harm can remove them, and then the chain tells.
+    """
+    CREATE TRIGGER IF NOT EXISTS audit_never_changes BEFORE UPDATE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the audit log is only added to'); END
+    """,
+    """
+    CREATE TRIGGER IF NOT EXISTS audit_keeps_its_end BEFORE DELETE ON audit
+    WHEN OLD.seq > (SELECT anchor_seq FROM shared_state)
+    BEGIN SELECT RAISE(ABORT, 'only what is older than the anchor is removed'); END
+    """,
+)
+
+
+class Write(msgspec.Struct, frozen=True):
+    kind: str
+    id: str
+    value: Value | None  # None removes it
+    replaces: int  # the version that it had; 0: there is none
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it, or nothing."""
+
+    entry: Entry
+    writes: tuple[Write, ...] = ()
+    expects: tuple[tuple[str, str, int], ...] = ()  # kind, id and version of what was relied on and stays as it is
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new since an epoch."""
+
+    epoch: int
+    now: float  # the storage's clock, the one by which all gateways agree
+    records: tuple[Record, ...]
+    whole: bool = False  # these are all that there are; what is not among them was removed
+
+
+class Committed(msgspec.Struct, frozen=True):
+    epoch: int
+    now: float
+    head: Mark  # of the audit log
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """That the audit log's rows up to one of them are to go."""
+
+    through: int
+    why: str
+    younger: float | None = None  # what is from this time on stays, whatever `through` says
+
+    def before(self, young: int | None) -> Cut:
+        """`young`: the first row from that time on; None where there is none."""
+        return self if young is None else replace(self, through=min(self.through, young - 1))
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """What the audit log keeps."""
+
+    rows: int = 100_000
+    days: int = 400  # the newest rows stay all the same: a clock that jumps ahead must not empty the log
+
+    def cut(self, head: int, anchor: int, oldest: float | None, now: float) -> Cut | None:
+        """Of rows after `anchor` up to `head`, the oldest of this time. A tenth of too many goes at once, and rows are
+        a day older than they may be before any goes, or each change would remove one."""
+        keep = max(1, self.rows * 9 // 10)
+        if head - anchor > self.rows:
+            return Cut(head - keep + 1, f"more than {self.rows} rows")
+        through = head - min(keep, _LEAST)
+        if oldest is None or oldest >= now - (self.days + 1) * _DAY or through <= anchor:
+            return None
+        return Cut(through, f"older than {self.days} days", now - self.days * _DAY)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A part of the audit log, with both its ends."""
+
+    rows: tuple[Row, ...]
+    head: Mark
+    anchor: Mark
+
+
+class ConflictError(Exception):
+    """Somebody else was faster. To be tried again with what is there now."""
+
+
+class Store(Protocol):
+    """Every method answers within a bound, or raises ApiError."""
+
+    shared: bool  # other gateways change it too
+
+    async def changes(self, since: int) -> Changes: ...
+
+    async def commit(self, change: Change) -> Committed:
+        """ConflictError where a record is not what the change says that it replaces."""
+        ...
+
+    async def touch(self, uses: Mapping[str, int]) -> None:
+        """Keeps when keys were last used, where that is later than what is known."""
+        ...
+
+    async def uses(self) -> dict[str, int]: ...
+
+    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
+        """Rows with numbers between the two."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def bounded(work: Awaitable[Result], seconds: float) -> Result:
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise unavailable(
+            f"the server's storage did not answer within {seconds:g} s; a change may have been made or not",
+            retry_after=1.0,
+        ) from None
+
+
+class SqliteStore:
+    """In the server's own file, which no other server can open."""
+
+    shared = False
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        retention: Retention | None = None,
+        answer_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._retention = retention or Retention()
+        self._answer_s = answer_s
+        self._clock = clock
+        self._opened = False
+
+    async def _run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        def opened(connection: sqlite3.Connection) -> Result:
+            if not self._opened:
+                for statement in SCHEMA:
+                    connection.execute(statement)
+            return function(connection)
+
+        result = await bounded(self._database.run(opened), self._answer_s)
+        self._opened = True  # now that it is committed
+        return result
+
+    async def changes(self, since: int) -> Changes:
+        def changes(connection: sqlite3.Connection) -> Changes:
+            epoch, forgotten = connection.execute("SELECT epoch, forgotten FROM shared_state").fetchone()
+            now = self._clock()
+            if since == epoch:
+                return Changes(epoch=epoch, now=now, records=())
+            whole = since < forgotten or since > epoch  # the latter: the file is an older one, put back
+            rows = connection.execute(
+                "SELECT kind, id, version, body FROM shared_records WHERE version > ?", (0 if whole else since,)
+            )
+            return Changes(epoch=epoch, now=now, records=decoded(rows), whole=whole)
+
+        return await self._run(changes)
+
+    async def commit(self, change: Change) -> Committed:
+        return await self._run(lambda connection: self._commit(connection, change))
+
+    def _commit(self, connection: sqlite3.Connection, change: Change) -> Committed:
+        for kind, id, version in change.expects:
+            _check(connection, kind, id, version)
+        (epoch,) = connection.execute("UPDATE shared_state SET epoch = epoch + 1 RETURNING epoch").fetchone()
+        for write in change.writes:
+            _check(connection, write.kind, write.id, write.replaces)
+            body = None if write.value is None else encoded(write.value)
+            connection.execute(
+                "INSERT OR REPLACE INTO shared_records (kind, id, version, body) VALUES (?, ?, ?, ?)",
+                (write.kind, write.id, epoch, body),
+            )
+        _forget(connection)
+        head = _append(connection, change.entry)
+        head = self._prune(connection, head)
+        return Committed(epoch, self._clock(), head)
+
+    def _prune(self, connection: sqlite3.Connection, head: Mark) -> Mark:
+        (anchor,) = connection.execute("SELECT anchor_seq FROM shared_state").fetchone()
+        oldest = connection.execute("SELECT at FROM audit ORDER BY seq LIMIT 1").fetchone()
+        cut = self._retention.cut(head.seq, anchor, None if oldest is None else oldest[0], self._clock())
+        if cut is None:
+            return head
+        if cut.younger is not None:
+            (young,) = connection.execute("SELECT MIN(seq) FROM audit WHERE at >= ?", (cut.younger,)).fetchone()
+            cut = cut.before(young)
+        row = connection.execute("SELECT hash FROM audit WHERE seq = ?", (cut.through,)).fetchone()
+        if row is None or cut.through <= anchor:
+            return head  # where somebody else removed it, that is for verification to tell
+        connection.execute("UPDATE shared_state SET anchor_seq = ?, anchor_hash = ?", (cut.through, row[0]))
+        removed = connection.execute("DELETE FROM audit WHERE seq <= ?", (cut.through,)).rowcount
+        last = Mark(cut.through, row[0])
+        return _append(connection, pruning(last, at=int(self._clock()), removed=removed, why=cut.why))
+
+    async def touch(self, uses: Mapping[str, int]) -> None:
+        def touch(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "INSERT INTO key_uses (id, at) SELECT ?1, ?2 "
+                "WHERE EXISTS (SELECT 1 FROM shared_records WHERE kind = 'key' AND id = ?1 AND body IS NOT NULL) "
+                "ON CONFLICT (id) DO UPDATE SET at = MAX(at, excluded.at)",
+                list(uses.items()),
+            )
+            connection.execute(
+                "DELETE FROM key_uses WHERE id NOT IN "
+                "(SELECT id FROM shared_records WHERE kind = 'key' AND body IS NOT NULL)"
+            )
+
+        await self._run(touch)
+
+    async def uses(self) -> dict[str, int]:
+        return await self._run(lambda connection: dict(connection.execute("SELECT id, at FROM key_uses")))
+
+    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
+        def audit(connection: sqlite3.Connection) -> Span:
+            ends = connection.execute("SELECT head_seq, head_hash, anchor_seq, anchor_hash FROM shared_state")
+            head_seq, head_hash, anchor_seq, anchor_hash = ends.fetchone()
+            order = "DESC" if newest else "ASC"
+            rows = connection.execute(
+                f"SELECT seq, body, hash FROM audit WHERE seq > ? AND seq < ? ORDER BY seq {order} LIMIT ?",
+                (after, 2**62 if before is None else before, limit),
+            )
+            return Span(tuple(Row(*row) for row in rows), Mark(head_seq, head_hash), Mark(anchor_seq, anchor_hash))
+
+        return await self._run(audit)
+
+    async def close(self) -> None:
+        """The database is its owner's."""
+
+
+def _check(connection: sqlite3.Connection, kind: str, id: str, version: int) -> None:
+    row = connection.execute(
+        "SELECT version FROM shared_records WHERE kind = ? AND id = ? AND body IS NOT NULL", (kind, id)
+    ).fetchone()
+    if (row[0] if row else 0) != version:
+        raise ConflictError(kind, id)
+
+
+def _append(connection: sqlite3.Connection, entry: Entry) -> Mark:
+    head = Mark(*connection.execute("SELECT head_seq, head_hash FROM shared_state").fetchone())
+    row = sealed(head, entry)
+    connection.execute(
+        "INSERT INTO audit (seq, at, body, hash) VALUES (?, ?, ?, ?)", (row.seq, entry.at, row.body, row.hash)
+    )
+    connection.execute("UPDATE shared_state SET head_seq = ?, head_hash = ?", (row.seq, row.hash))
+    return Mark(row.seq, row.hash)
+
+
+def _forget(connection: sqlite3.Connection) -> None:
+    """The longest removed of too many removed records. Who has not heard of them by now is told everything anew."""
+    row = connection.execute(
+        "SELECT version FROM shared_records WHERE body IS NULL ORDER BY version DESC LIMIT 1 OFFSET ?", (REMEMBERED,)
+    ).fetchone()
+    if row is not None:
+        connection.execute("DELETE FROM shared_records WHERE body IS NULL AND version <= ?", row)
+        connection.execute("UPDATE shared_state SET forgotten = MAX(forgotten, ?)", row)

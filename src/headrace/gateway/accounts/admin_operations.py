@@ -1,0 +1,495 @@
+"""What an administrator can do to tenants, keys, fast mode and caches; each of it one change with its audit entry.
+
+Owns the rules: what may be made, changed and removed, and what stands in the audit log of it. A change is planned from
+what is held now and planned anew where another gateway was faster, so two administrators never undo each other's work
+unseen. What the configuration declares is not changed here: the file would say otherwise at the next start. Knows no
+HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from headrace.config.tenant_section import AdminConfig, TenantConfig
+from headrace.gateway.accounts.account_records import (
+    ALL,
+    KEYS_MARK,
+    FastRecord,
+    InvalidationRecord,
+    KeyRecord,
+    MarkRecord,
+    Record,
+    Scope,
+    SecretRecord,
+    TenantRecord,
+    shown_key,
+    shown_tenant,
+    status_of,
+)
+from headrace.gateway.accounts.account_rules import NAME, RESERVED, scope_findings, tenant_findings
+from headrace.gateway.accounts.account_store import Change, Write
+from headrace.gateway.accounts.account_sync import Shared
+from headrace.gateway.accounts.audit_log import Entry
+from headrace.gateway.accounts.cache_invalidations import KEPT, Invalidations
+from headrace.gateway.accounts.directory import Directory
+from headrace.gateway.accounts.fast_mode import Switches
+from headrace.gateway.accounts.key_secrets import digest_of_secret, last_four, make_secret
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.database import Page
+from headrace.gateway.limits.limit_set import LimitSet
+
+LIVE_SECRETS: Final = 4  # of one key at once
+_ENDED_KEYS: Final = 100  # that make room for new ones at once
+
+Result = TypeVar("Result")
+Planned = Callable[[], tuple[Change, Result]]
+
+
+class Who(msgspec.Struct, frozen=True):
+    """Whoever asks, for the audit log."""
+
+    key: str
+    request: str
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    tenant: str
+    scope: Scope
+    surface: str | None = None
+    weight: float = 1.0
+    limits: LimitSet = LimitSet()
+    expires: int | None = None
+
+
+class Operations:
+    def __init__(
+        self,
+        shared: Shared,
+        directory: Directory,
+        switches: Switches,
+        invalidations: Invalidations,
+        config: AdminConfig,
+        *,
+        served: Collection[str],  # models and variants
+        most_fast_s: float = 86_400.0,
+        events: Mapping[str, Sequence[str]] | None = None,  # tags that each event of the caches ends
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.shared = shared
+        self.directory = directory
+        self.switches = switches
+        self._invalidations = invalidations
+        self._config = config
+        self._served = served
+        self._most_fast_s = most_fast_s
+        self._events = events or {}
+        self._clock = clock
+
+    async def _make(self, plan: Planned[Result]) -> Result:
+        made: list[Result] = []
+
+        def planned() -> Change:
+            change, result = plan()
+            made[:] = [result]
+            return change
+
+        await self.shared.commit(planned)
+        return made[0]
+
+    def _entry(self, who: Who, what: str, target: str, **fields: Any) -> Entry:
+        return Entry(at=int(self._clock()), who=who.key, what=what, target=target, request=who.request, **fields)
+
+    def seconds_from_now(self, seconds: float) -> int:
+        return int(self._clock() + seconds)
+
+    # Tenants
+
+    def tenant(self, name: str) -> dict[str, Any]:
+        declared = self.directory.declared_tenants.get(name)
+        if declared is not None:
+            return shown_tenant(name, declared, None)
+        record = self.directory.made_tenant(name)
+        if record is not None:
+            return shown_tenant(name, record.settings, record)
+        if name in self.directory.declared_names():
+            return shown_tenant(name, self.directory.settings_of(name), None)
+        raise no_tenant(name)
+
+    def tenants(self, *, after: str | None, limit: int) -> Page[dict[str, Any]]:
+        page = page_of(sorted(self.directory.tenants()), after, limit)
+        return Page([self.tenant(name) for name in page.data], page.has_more)
+
+    async def create_tenant(self, who: Who, name: str, settings: TenantConfig) -> dict[str, Any]:
+        if not NAME.fullmatch(name) or name in RESERVED:
+            raise invalid("'name' must be 1 to 64 letters, digits and . _ -, and neither '-' nor 'other'", "name")
+        self._check(settings)
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            if name in self.directory.declared_tenants:
+                raise _conflict(f"the configuration declares the tenant '{name}'", "name", "declared_in_config")
+            record = self.shared.get("tenant", name)
+            if isinstance(record.value, TenantRecord):
+                raise _conflict(
+                    f"the name '{name}' is taken"
+                    + (", by a tenant that is deleted" if record.value.deleted is not None else ""),
+                    "name",
+                    "name_taken",
+                )
+            if len(self.shared.held("tenant")) >= self._config.tenants:
+                raise _full("tenants", self._config.tenants)
+            now = int(self._clock())
+            made = TenantRecord(settings=settings, created=now, changed=now)
+            shown = shown_tenant(name, settings, made)
+            entry = self._entry(who, "tenant.create", f"tenant:{name}", tenant=name, after=shown)
+            return Change(entry=entry, writes=(Write("tenant", name, made, record.version),)), shown
+
+        return await self._make(plan)
+
+    async def change_tenant(
+        self, who: Who, name: str, change: Callable[[TenantConfig], TenantConfig], what: str = "tenant.change"
+    ) -> dict[str, Any]:
+        """`change`: from the settings that it has to those that it is to have."""
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            record, value = self._made_tenant(name)
+            settings = change(value.settings)
+            self._check(settings)
+            made = msgspec.structs.replace(value, settings=settings, changed=int(self._clock()))
+            before, after = shown_tenant(name, value.settings, value), shown_tenant(name, settings, made)
+            told_before, told_after = _differing(before, after)
+            entry = self._entry(who, what, f"tenant:{name}", tenant=name, before=told_before, after=told_after)
+            return Change(entry=entry, writes=(Write("tenant", name, made, record.version),)), after
+
+        return await self._make(plan)
+
+    async def delete_tenant(self, who: Who, name: str) -> dict[str, Any]:
+        """With all its keys. Its name stays taken: nobody is to find what was left under it."""
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            record, value = self._made_tenant(name)
+            if name in self.directory.declared_names():
+                raise _conflict(f"keys of the configuration are the tenant's '{name}'", "tenant", "declared_in_config")
+            now = int(self._clock())
+            made = TenantRecord(created=value.created, changed=now, deleted=now)
+            writes = [Write("tenant", name, made, record.version)]
+            revoked: list[str] = []
+            for key, kept in self._keys():
+                if kept.tenant == name and kept.revoked is None:
+                    ended = msgspec.structs.replace(kept, revoked=now)
+                    writes.append(Write("key", key.id, ended, key.version))
+                    revoked.append(key.id)
+            fast = self.shared.get("fast", name)
+            if fast.value is not None:
+                writes.append(Write("fast", name, None, fast.version))
+            before = shown_tenant(name, value.settings, value)
+            after = {"deleted_at": now, "revoked_keys": revoked}
+            entry = self._entry(who, "tenant.delete", f"tenant:{name}", tenant=name, before=before, after=after)
+            return Change(entry=entry, writes=tuple(writes)), {"object": "tenant", "name": name, "deleted": True}
+
+        return await self._make(plan)
+
+    def _made_tenant(self, name: str) -> tuple[Record, TenantRecord]:
+        """ApiError for one that cannot be changed here."""
+        value = self.directory.made_tenant(name)
+        if name in self.directory.declared_tenants or (value is None and name in self.directory.declared_names()):
+            raise _conflict(
+                f"the tenant '{name}' is the configuration's: change it there", "tenant", "declared_in_config"
+            )
+        if value is None:
+            raise no_tenant(name)
+        return self.shared.get("tenant", name), value
+
+    def _check(self, settings: TenantConfig) -> None:
+        for path, why in tenant_findings(settings, self._served):
+            raise invalid(f"'{path}': {why}", path)
+        for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
+            if mode not in (None, "off") and cache not in self._invalidations.caches:
+                raise invalid(
+                    f"'caches.{cache}': this server has no such cache: the section cache.{cache} of its configuration "
+                    f"names no {'embedder' if cache == 'semantic' else 'store that is there'}",
+                    f"caches.{cache}",
+                )
+
+    # Keys
+
+    def _keys(self) -> list[tuple[Record, KeyRecord]]:
+        held = self.shared.held("key").values()
+        return [(record, record.value) for record in held if isinstance(record.value, KeyRecord)]
+
+    async def keys(self, *, tenant: str | None, after: str | None, limit: int) -> Page[dict[str, Any]]:
+        """The configuration's first, then the others by their age."""
+        now = self._clock()
+        found: dict[str, KeyRecord | dict[str, Any]] = {each["id"]: each for each in self.directory.shown_declared(now)}
+        found |= {
+            record.id: key for record, key in sorted(self._keys(), key=lambda each: (each[1].created, each[0].id))
+        }
+        if tenant is not None:
+            found = {id: each for id, each in found.items() if _tenant_of(each) == tenant}
+        page = page_of(list(found), after, limit)
+        uses = await self.shared.store.uses()
+        shown = [_shown(id, found[id], now, uses.get(id)) for id in page.data]
+        return Page(shown, page.has_more)
+
+    async def key(self, id: str) -> dict[str, Any]:
+        for each in self.directory.shown_declared(self._clock()):
+            if each["id"] == id:
+                return each
+        _, value = self._made_key(id)
+        return shown_key(id, value, self._clock(), used=(await self.shared.store.uses()).get(id))
+
+    async def create_key(self, who: Who, new: NewKey) -> dict[str, Any]:
+        """With its secret, which is told here and never again."""
+        self._check_key(new)
+        id, secret = f"key_{secrets.token_hex(8)}", make_secret()
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            if new.tenant not in self.directory.tenants():
+                raise no_tenant(new.tenant, "tenant")
+            now = int(self._clock())
+            key = KeyRecord(
+                name=new.name,
+                tenant=new.tenant,
+                secrets=(_secret_record(secret, now),),
+                scope=new.scope,
+                surface=new.surface,
+                weight=new.weight,
+                limits=new.limits,
+                created=now,
+                expires=new.expires,
+            )
+            writes = [Write("key", id, key, 0), *self._room_for_key(now)]
+            mark = self.shared.get("mark", KEYS_MARK)
+            if mark.value is None:
+                writes.append(Write("mark", KEYS_MARK, MarkRecord(at=now), mark.version))
+            tenant = self.shared.get("tenant", new.tenant)
+            expects = (("tenant", new.tenant, tenant.version),) if tenant.value is not None else ()
+            shown = shown_key(id, key, now)
+            entry = self._entry(who, "key.create", f"key:{id}", tenant=new.tenant, after=shown)
+            return Change(entry=entry, writes=tuple(writes), expects=expects), {**shown, "secret": secret}
+
+        return await self._make(plan)
+
+    def _check_key(self, new: NewKey) -> None:
+        for path, why in scope_findings(new.scope, self._served):
+            raise invalid(f"'{path}': {why}", path)
+        if new.surface is not None and new.scope.surfaces is not None and new.surface not in new.scope.surfaces:
+            raise invalid(f"'surface': '{new.surface}' is none of the key's surfaces", "surface")
+        if new.expires is not None and new.expires <= self._clock():
+            raise invalid("'expires_at' is in the past", "expires_at")
+
+    def _room_for_key(self, now: int) -> list[Write]:
+        """Keys that ended longest ago make room; ApiError where all that there can be are live."""
+        keys = self._keys()
+        if len(keys) < self._config.keys:
+            return []
+        ended = [(record, key) for record, key in keys if status_of(key, now) != "live"]
+        if not ended:
+            raise _full("keys", self._config.keys)
+        ended.sort(key=lambda each: (each[1].revoked or each[1].expires or each[1].created, each[0].id))
+        return [Write("key", record.id, None, record.version) for record, _ in ended[:_ENDED_KEYS]]
+
+    async def rotate_key(self, who: Who, id: str, overlap_s: float) -> dict[str, Any]:
+        """A new secret; those that there are end after the overlap, or when they would have anyway."""
+        secret = make_secret()
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            record, value = self._made_key(id)
+            now = self._clock()
+            if status_of(value, now) != "live":
+                raise _conflict(f"the key is {status_of(value, now)}; make a new one", "key", "key_ended")
+            until = int(now + overlap_s)
+            kept = [_ending(each, until) for each in value.secrets if each.expires is None or each.expires > now]
+            kept = [each for each in kept if each.expires is None or each.expires > now]
+            if len(kept) >= LIVE_SECRETS:
+                raise _conflict(
+                    f"{len(kept)} secrets of the key are in use; wait for one to end, or rotate with overlap_s 0",
+                    "overlap_s",
+                    "too_many_secrets",
+                )
+            key = msgspec.structs.replace(value, secrets=(*kept, _secret_record(secret, int(now))))
+            shown = shown_key(id, key, now)
+            before, after = _differing(shown_key(id, value, now), shown)
+            entry = self._entry(who, "key.rotate", f"key:{id}", tenant=key.tenant, before=before, after=after)
+            return Change(entry=entry, writes=(Write("key", id, key, record.version),)), {**shown, "secret": secret}
+
+        return await self._make(plan)
+
+    async def revoke_key(self, who: Who, id: str) -> dict[str, Any]:
+        """At once here; in other gateways as soon as they look. Twice is as good as once."""
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            record, value = self._made_key(id)
+            now = int(self._clock())
+            revoked = value.revoked or now
+            key = msgspec.structs.replace(value, revoked=revoked)
+            before, after = _differing(shown_key(id, value, now), shown_key(id, key, now))
+            entry = self._entry(who, "key.revoke", f"key:{id}", tenant=key.tenant, before=before, after=after)
+            return Change(entry=entry, writes=(Write("key", id, key, record.version),)), shown_key(id, key, now)
+
+        return await self._make(plan)
+
+    def _made_key(self, id: str) -> tuple[Record, KeyRecord]:
+        record = self.shared.get("key", id)
+        if isinstance(record.value, KeyRecord):
+            return record, record.value
+        if id in self.directory.declared_keys:
+            raise _conflict(f"the key '{id}' is the configuration's: change it there", "key", "declared_in_config")
+        raise ApiError("there is no key with this id", kind="not_found_error", parameter="key", code="key_not_found")
+
+    # Fast mode
+
+    def fast(self) -> list[dict[str, Any]]:
+        return [_shown_fast(record.id, value, left) for record, value, left in self.switches.live()]
+
+    async def set_fast(self, who: Who, tenant: str | None, *, on: bool, ttl_s: float, reason: str) -> dict[str, Any]:
+        """Of one tenant, or of all. `on` false of one tenant: it keeps its service while fast mode is on for all."""
+        if not 0 < ttl_s <= self._most_fast_s:
+            raise invalid(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
+        if on and not self.switches.declared:  # whoever switches it on in need would think that it helps
+            raise _conflict("the section fast of the configuration declares nothing to do", "on", "fast_not_declared")
+        id = ALL if tenant is None else tenant
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            self._check_tenant(tenant)
+            now = int(self.shared.now())
+            record = self.shared.get("fast", id)
+            value = FastRecord(on=on, reason=reason, by=who.key, since=now, until=now + max(1, round(ttl_s)))
+            writes = [Write("fast", id, value, record.version)]
+            writes += [Write("fast", each.id, None, each.version) for each in self.switches.expired() if each.id != id]
+            before = msgspec.to_builtins(record.value) if isinstance(record.value, FastRecord) else None
+            entry = self._entry(
+                who, "fast.on" if on else "fast.off", f"fast:{id}", tenant=tenant or "", reason=reason,
+                before=before, after=msgspec.to_builtins(value),
+            )  # fmt: skip
+            return Change(entry=entry, writes=tuple(writes)), _shown_fast(id, value, value.until - now)
+
+        return await self._make(plan)
+
+    async def clear_fast(self, who: Who, tenant: str | None) -> dict[str, Any]:
+        """As if it had never been set."""
+        id = ALL if tenant is None else tenant
+
+        def plan() -> tuple[Change, dict[str, Any]]:
+            record = self.shared.get("fast", id)
+            if not isinstance(record.value, FastRecord):
+                raise ApiError(
+                    "fast mode is not set here", kind="not_found_error", parameter="tenant", code="fast_not_set"
+                )
+            before = msgspec.to_builtins(record.value)
+            entry = self._entry(who, "fast.clear", f"fast:{id}", tenant=tenant or "", before=before)
+            shown = {"object": "fast", "tenant": tenant, "deleted": True}
+            return Change(entry=entry, writes=(Write("fast", id, None, record.version),)), shown
+
+        return await self._make(plan)
+
+    def _check_tenant(self, tenant: str | None) -> None:
+        if tenant is not None and tenant not in self.directory.tenants():
+            raise no_tenant(tenant)
+
+    # Caches
+
+    async def invalidate(
+        self, who: Who, *, tags: Sequence[str], events: Sequence[str], tenant: str | None, all: bool
+    ) -> dict[str, Any]:
+        """Entries with one of the tags, or of one of those that the events end; of one tenant, where one is named.
+        Everything, of the tenant or at all, only where `all` says so."""
+        if all == bool(tags or events):
+            raise invalid("name the entries by 'tags' or 'events', or say 'all': true", "all")
+        found = dict.fromkeys(tags)
+        for event in events:
+            if event not in self._events:
+                there = ", ".join(sorted(self._events)) or "none"
+                raise ApiError(
+                    f"there is no event '{event[:64]}'; there are: {there}",
+                    kind="not_found_error",
+                    parameter="events",
+                    code="event_not_found",
+                )
+            found |= dict.fromkeys(self._events[event])
+        if not (found or all):  # without a tag it would be everything
+            raise invalid("these events end no tags", "events")
+        id = f"inv_{secrets.token_hex(8)}"
+
+        def plan() -> tuple[Change, InvalidationRecord]:
+            self._check_tenant(tenant)
+            record = InvalidationRecord(at=int(self.shared.now()), tags=tuple(found), tenant=tenant)
+            held = sorted(self.shared.held("invalidation").values(), key=lambda each: each.version)
+            old = held[: max(0, len(held) - KEPT + 1)]
+            writes = (
+                Write("invalidation", id, record, 0),
+                *(Write("invalidation", each.id, None, each.version) for each in old),
+            )
+            after = {"tags": list(found), "events": list(events), "tenant": tenant, "all": all}
+            entry = self._entry(who, "cache.invalidate", "cache", tenant=tenant or "", after=after)
+            return Change(entry=entry, writes=writes), record
+
+        with self._invalidations.own(id):
+            record = await self._make(plan)
+        removed = await self._invalidations.make_own(id, record)
+        return {"object": "invalidation", "id": id, "tags": list(found), "tenant": tenant, "removed": removed}
+
+
+def page_of(names: Sequence[str], after: str | None, limit: int) -> Page[str]:
+    """A part of a list, from the one after `after` on."""
+    start = 0
+    if after is not None:
+        if after not in names:
+            raise invalid("there is nothing with this id to list from", "after")
+        start = names.index(after) + 1
+    return Page(list(names[start : start + limit]), len(names) > start + limit)
+
+
+def _tenant_of(key: KeyRecord | dict[str, Any]) -> str:
+    return key.tenant if isinstance(key, KeyRecord) else key["tenant"]
+
+
+def _shown(id: str, key: KeyRecord | dict[str, Any], now: float, used: int | None) -> dict[str, Any]:
+    return shown_key(id, key, now, used=used) if isinstance(key, KeyRecord) else key
+
+
+def no_tenant(name: str, parameter: str = "tenant") -> ApiError:
+    return ApiError(
+        f"there is no tenant '{name[:64]}'", kind="not_found_error", parameter=parameter, code="tenant_not_found"
+    )
+
+
+def _secret_record(secret: str, now: int) -> SecretRecord:
+    return SecretRecord(sha256=digest_of_secret(secret).hex(), last_four=last_four(secret), created=now)
+
+
+def _ending(secret: SecretRecord, until: int) -> SecretRecord:
+    expires = until if secret.expires is None else min(secret.expires, until)
+    return msgspec.structs.replace(secret, expires=expires)
+
+
+def _shown_fast(id: str, value: FastRecord, left: float) -> dict[str, Any]:
+    return {
+        "object": "fast",
+        "tenant": None if id == ALL else id,
+        "on": value.on,
+        "reason": value.reason,
+        "by": value.by,
+        "since": value.since,
+        "until": value.until,
+        "seconds_left": round(left, 3),
+    }
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of the two is not the same."""
+    names = [name for name in after if before.get(name) != after[name]]
+    return {name: before.get(name) for name in names}, {name: after[name] for name in names}
+
+
+def _conflict(message: str, parameter: str, code: str) -> ApiError:
+    return ApiError(message, parameter=parameter, code=code, status=409)
+
+
+def _full(what: str, most: int) -> ApiError:
+    return ApiError(f"there are {most} {what} already, which is the most", code=f"too_many_{what}", status=409)

@@ -1,0 +1,358 @@
+"""Who calls, for whom, and what they may: from the secret in a request's headers to a Caller with its scope.
+
+Owns the tenants and keys that are in force: those of the configuration, which stay as they are, and those made through
+the admin API, which follow the shared state. Everything that a request needs is worked out when a key or a tenant
+changes, so that a request costs one SHA-256 and one look into a dict. No secret is kept, and none leaves this module,
+not even in an error.
+
+Why a dict, and no comparison with every key in constant time: what is looked up is the SHA-256 of what the client sent.
+A client that measures how long a look takes learns at best how that digest relates to those that are there, and it
+cannot make a secret whose digest begins with bytes of its choice any faster than by trying; Python also hashes bytes
+with a key of its own. The digest that is found is compared once more in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.config import ConfigError, digest_of
+from headrace.config.tenant_section import KeyConfig, TenantConfig
+from headrace.gateway.accounts.account_records import (
+    KEYS_MARK,
+    KeyRecord,
+    Scope,
+    SecretRecord,
+    TenantRecord,
+    expiry,
+    shown_key,
+    status_of,
+)
+from headrace.gateway.accounts.account_store import Changes
+from headrace.gateway.accounts.account_sync import Shared
+from headrace.gateway.accounts.key_secrets import HIDDEN, digest_of_secret, hidden, holds_secret
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.serving.exchange import Caller
+
+STANDARD: Final = TenantConfig()
+UNLIMITED: Final = LimitSet()
+_PARTS: Final = 64  # of a path that are looked at one by one
+
+
+class Identified(Caller, frozen=True):
+    """A caller with what it may do. Without any key in the server it is everybody, and may all but administer."""
+
+    models: tuple[frozenset[str], ...] = ()  # each allows a model; what is used must be allowed by all of them
+    surfaces: tuple[str, ...] | None = None  # None: every one
+    profiles: frozenset[str] | None = None
+    admin: str | None = None  # "read" or "write"
+    settings: TenantConfig = STANDARD  # of the tenant
+    limits: LimitSet = UNLIMITED  # of the key itself
+
+
+EVERYBODY: Final = Identified()
+
+
+class _Known(msgspec.Struct, frozen=True):
+    digest: bytes
+    caller: Identified
+    expires: float = math.inf
+    made: bool = False  # through the admin API
+
+
+class Directory:
+    """Without any key everybody may call."""
+
+    def __init__(
+        self,
+        keys: Sequence[KeyConfig],
+        tenants: Mapping[str, TenantConfig],
+        environ: Mapping[str, str],
+        *,
+        shared: Shared | None = None,
+        guarded: bool = False,  # nobody is let in unknown before the shared state was read
+        stale_s: float = 300.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.declared_tenants = dict(tenants)
+        self.declared_keys = {key.name: key for key in keys}
+        self._shared = shared
+        self._guarded = guarded
+        self._stale_s = stale_s
+        self._clock = clock
+        self._closed = bool(keys)  # there is a key, or there was one
+        self._made: dict[bytes, _Known] = {}
+        self._digests: dict[str, tuple[bytes, ...]] = {}  # of each key that was made
+        self._keys_of: dict[str, set[str]] = {}  # ids of a tenant's keys that were made
+        self._tenant_of: dict[str, str] = {}  # and back
+        self._administrators: set[str] = set()
+        self._uses: dict[str, int] = {}
+        self._declared = {known.digest: known for known in self._known_of_config(environ)}
+        if shared is not None:
+            shared.listen(self._take)
+
+    # Requests
+
+    @property
+    def needed(self) -> bool:
+        """Whether a key is needed. Once there was one, it stays so when the last is revoked."""
+        return self._closed
+
+    @property
+    def administered(self) -> bool:
+        """Whether any key has rights on the admin API."""
+        return bool(self._administrators) or any(key.admin for key in self.declared_keys.values())
+
+    def identify(self, headers: Mapping[str, str]) -> Identified:
+        """By `Authorization: Bearer`, or else by x-api-key. ApiError where the secret is nobody's."""
+        if not self._closed:
+            if self._guarded and not self._loaded():
+                raise _unread()
+            return EVERYBODY
+        secret = headers.get("x-api-key", "")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            secret = token.strip()
+        if not secret:
+            raise _unauthenticated("an API key is needed: Authorization: Bearer KEY", "missing_api_key")
+        digest = digest_of_secret(secret)
+        known = self._declared.get(digest) or self._made.get(digest)
+        if known is None or not hmac.compare_digest(known.digest, digest):
+            if self._shared is not None and not self._loaded():
+                raise _unread()  # it may be a key that this gateway has not heard of yet
+            raise _unauthenticated("the API key is not known", "invalid_api_key")
+        if known.made:
+            self._check_made(known)
+        if known.caller.settings.suspended:
+            raise _suspended(known.caller.tenant)
+        return known.caller
+
+    def _check_made(self, known: _Known) -> None:
+        now = self._clock()
+        if now >= known.expires:
+            raise _unauthenticated("the API key has expired", "expired_api_key")
+        if known.caller.settings.fail == "closed" and self._shared is not None and self._shared.age > self._stale_s:
+            raise ApiError(
+                "whether the API key still holds cannot be known at this moment",
+                kind="overloaded_error",
+                code="keys_stale",
+                retry_after=5.0,
+            )
+        self._uses[known.caller.key] = int(now)
+
+    def _loaded(self) -> bool:
+        return self._shared is None or self._shared.loaded
+
+    def on_behalf(self, tenant: str, *, key: str | None = None, surface: str | None = None) -> Identified:
+        """The caller of work that goes on without a connection, such as a batch. `key`: the name or the id of the one
+        that asked for it; without one, what the tenant may. ApiError where it may nothing any more."""
+        if key:
+            config, record = self.declared_keys.get(key), self._key(key)
+            if config is not None:
+                caller = self._caller(key, config.tenant or key, _scope_of(config), config.surface, config.weight)
+            elif record is not None and status_of(record, self._clock()) == "live":
+                caller = self._caller_of(key, record)
+            else:
+                caller = None
+        else:
+            caller = self._caller("", tenant, Scope(), None, self._weight_of(tenant)) if self.exists(tenant) else None
+        if caller is None or caller.tenant != tenant:
+            raise ApiError(
+                "the API key that asked for this holds no more" if key else f"there is no tenant '{tenant}' any more",
+                kind="permission_error",
+                code="key_ended" if key else "tenant_ended",
+            )
+        if caller.settings.suspended:
+            raise _suspended(tenant)
+        return caller if surface is None else replace(caller, surface=surface)
+
+    def is_secret(self, text: str) -> bool:
+        """Whether a text is the secret of a key, or holds one of those that the server makes: no log may have it."""
+        return holds_secret(text) or self._is_known(text)
+
+    def _is_known(self, text: str) -> bool:
+        digest = digest_of_secret(text)
+        return digest in self._declared or digest in self._made
+
+    def hidden(self, text: str) -> str:
+        """The text without secrets of keys. Those that the server makes are found wherever they stand, the others
+        where they are the text, or a part of it between slashes."""
+        parts = text.split("/", _PARTS)
+        return hidden("/".join(HIDDEN if part and self._is_known(part) else part for part in parts))
+
+    def taken_uses(self) -> Mapping[str, int]:
+        """When made keys were last used, since this was last asked: at most one entry for each of them."""
+        uses, self._uses = self._uses, {}
+        return uses
+
+    # Tenants
+
+    def settings_of(self, tenant: str) -> TenantConfig:
+        """Of a tenant that is only named by a key, the standard ones."""
+        declared = self.declared_tenants.get(tenant)
+        if declared is not None:
+            return declared
+        record = self.made_tenant(tenant)
+        return STANDARD if record is None else record.settings
+
+    def exists(self, tenant: str) -> bool:
+        return tenant in self.declared_names() or self.made_tenant(tenant) is not None or not self._closed
+
+    def declared_names(self) -> set[str]:
+        """Of tenants that the configuration declares, or names at a key."""
+        return {*self.declared_tenants, *(key.tenant or name for name, key in self.declared_keys.items())}
+
+    def tenants(self) -> set[str]:
+        """All that there are."""
+        held = () if self._shared is None else self._shared.held("tenant")
+        return self.declared_names() | {name for name in held if self.made_tenant(name) is not None}
+
+    def made_tenant(self, name: str) -> TenantRecord | None:
+        value = None if self._shared is None else self._shared.get("tenant", name).value
+        return value if isinstance(value, TenantRecord) and value.deleted is None else None
+
+    def _key(self, id: str) -> KeyRecord | None:
+        value = None if self._shared is None else self._shared.get("key", id).value
+        return value if isinstance(value, KeyRecord) else None
+
+    def _weight_of(self, tenant: str) -> float:
+        """A key's factor where no key is in hand: that of the first that is declared."""
+        return next((k.weight for name, k in self.declared_keys.items() if (k.tenant or name) == tenant), 1.0)
+
+    # From keys to callers
+
+    def _caller(self, key: str, tenant: str, scope: Scope, surface: str | None, weight: float) -> Identified:
+        settings = self.settings_of(tenant)
+        config = self.declared_keys.get(key)
+        record = None if config is not None else self._key(key)
+        limits = config.limits if config is not None else UNLIMITED if record is None else record.limits
+        surfaces = _meet(scope.surfaces, settings.surfaces)
+        profiles = _meet(scope.profiles, settings.profiles)
+        return Identified(
+            key=key,
+            tenant=tenant,
+            weight=min(max(settings.weight * weight, 0.001), 1000.0),
+            surface=surface if surfaces is None or surface in surfaces else None,
+            models=tuple(frozenset(names) for names in (settings.models, scope.models) if names is not None),
+            surfaces=surfaces,
+            profiles=None if profiles is None else frozenset(profiles),
+            admin=scope.admin,
+            settings=settings,
+            limits=limits,
+        )
+
+    def _caller_of(self, id: str, record: KeyRecord) -> Identified | None:
+        if self.made_tenant(record.tenant) is None and record.tenant not in self.declared_names():
+            return None
+        return self._caller(id, record.tenant, record.scope, record.surface, record.weight)
+
+    def _known_of_config(self, environ: Mapping[str, str]) -> Iterator[_Known]:
+        for name, key in self.declared_keys.items():
+            try:
+                digest = bytes.fromhex(digest_of(key, environ))
+            except KeyError:
+                raise ConfigError(f"keys: the variable of the key '{name}' is not set: {key.key_env}") from None
+            tenant = key.tenant or name
+            yield _Known(digest, self._caller(name, tenant, _scope_of(key), key.surface, key.weight))
+
+    def _take(self, changes: Changes) -> None:
+        """What has changed in the shared state."""
+        if changes.whole:
+            self._made.clear()
+            self._digests.clear()
+            self._keys_of.clear()
+            self._tenant_of.clear()
+            self._administrators.clear()
+        again: set[str] = set()
+        described: set[str] = self.declared_names() if changes.whole else set()
+        for record in changes.records:
+            if record.kind == "key":
+                again.add(record.id)
+            elif record.kind == "tenant":
+                again |= self._keys_of.get(record.id, set())
+                described.add(record.id)
+            elif record.kind == "mark" and record.id == KEYS_MARK:
+                self._closed = True
+        for id in again:
+            self._put(id)
+        self._declare_again(described)
+
+    def _put(self, id: str) -> None:
+        for digest in self._digests.pop(id, ()):
+            self._made.pop(digest, None)
+        self._administrators.discard(id)
+        record = self._key(id)
+        if record is None:
+            self._keys_of.get(self._tenant_of.pop(id, ""), set[str]()).discard(id)
+            return
+        self._tenant_of[id] = record.tenant
+        self._keys_of.setdefault(record.tenant, set()).add(id)
+        caller = None if record.revoked is not None else self._caller_of(id, record)
+        if caller is None:
+            return
+        self._closed = True
+        if caller.admin is not None:
+            self._administrators.add(id)
+        found = [
+            _Known(bytes.fromhex(s.sha256), caller, expiry(record.expires, s.expires), True) for s in record.secrets
+        ]
+        self._made |= {known.digest: known for known in found}
+        self._digests[id] = tuple(known.digest for known in found)
+
+    def _declare_again(self, tenants: set[str]) -> None:
+        """The configuration's keys of tenants that only the shared state describes."""
+        for digest, known in list(self._declared.items()):
+            tenant = known.caller.tenant
+            if tenant in tenants:
+                key = self.declared_keys[known.caller.key]
+                caller = self._caller(key.name, tenant, _scope_of(key), key.surface, key.weight)
+                self._declared[digest] = _Known(digest, caller)
+
+    # For the admin API
+
+    def shown_declared(self, now: float) -> Iterator[dict[str, Any]]:
+        """The configuration's keys, as they may be seen."""
+        for name, key in self.declared_keys.items():
+            record = KeyRecord(
+                name=name,
+                tenant=key.tenant or name,
+                secrets=(SecretRecord(sha256="", last_four="", created=0),),
+                scope=_scope_of(key),
+                surface=key.surface,
+                weight=key.weight,
+                limits=key.limits,
+                created=0,
+            )
+            yield {**shown_key(name, record, now, source="config"), "secrets": [], "created_at": None}
+
+
+def _scope_of(key: KeyConfig) -> Scope:
+    return Scope(key.models, key.surfaces, key.profiles, key.admin)
+
+
+def _meet(one: Sequence[str] | None, other: Sequence[str] | None) -> tuple[str, ...] | None:
+    """What both allow, in the order of the first that says anything."""
+    if one is None:
+        return None if other is None else tuple(other)
+    return tuple(each for each in one if other is None or each in other)
+
+
+def _suspended(tenant: str) -> ApiError:
+    return ApiError(f"the tenant '{tenant}' is suspended", kind="permission_error", code="tenant_suspended")
+
+
+def _unauthenticated(message: str, code: str) -> ApiError:
+    return ApiError(message, kind="authentication_error", code=code)
+
+
+def _unread() -> ApiError:
+    return ApiError(
+        "the keys of this server cannot be read yet", kind="overloaded_error", code="keys_unread", retry_after=1.0
+    )

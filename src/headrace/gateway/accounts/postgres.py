@@ -1,0 +1,235 @@
+"""The shared state in Postgres, for several gateways: the same records, epochs and audit log as in sqlite.
+
+Owns the tables and their statements. Every change locks the one row of `shared_state` first, so changes come one after
+another, epochs in their order, and whoever sees an epoch sees all that belongs to it. Times that gateways compare are
+the database's. Every wait is bounded; a change that takes longer may have been made or not, and is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from headrace.gateway.accounts.account_records import decoded, encoded
+from headrace.gateway.accounts.account_rules import SCHEMA
+from headrace.gateway.accounts.account_store import (
+    REMEMBERED,
+    Change,
+    Changes,
+    Committed,
+    ConflictError,
+    Retention,
+    Span,
+)
+from headrace.gateway.accounts.audit_log import ZERO, Entry, Mark, Row, pruning, sealed
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.database import unavailable
+from headrace.gateway.ledger.postgres_connections import Connection, Connections, NoDriverError
+
+Result = TypeVar("Result")
+
+_LOCK: Final = 0x6D696C6C73746174  # so that of gateways that start together one makes the tables
+_AT_ONCE: Final = 500  # records that are decoded in the event loop
+_NOW: Final = "extract(epoch FROM clock_timestamp())::double precision"
+
+TABLES: Final = f"""
+CREATE TABLE IF NOT EXISTS shared_state (
+    one integer PRIMARY KEY CHECK (one = 1),
+    epoch bigint NOT NULL,
+    forgotten bigint NOT NULL,  -- the epoch up to which removed records are forgotten
+    head_seq bigint NOT NULL, head_hash text NOT NULL,  -- of the audit log
+    anchor_seq bigint NOT NULL, anchor_hash text NOT NULL  -- the last of its rows that was removed
+);
+INSERT INTO shared_state VALUES (1, 0, 0, 0, '{ZERO}', 0, '{ZERO}') ON CONFLICT DO NOTHING;
+CREATE TABLE IF NOT EXISTS shared_records (
+    kind text COLLATE "C" NOT NULL,
+    id text COLLATE "C" NOT NULL,
+    version bigint NOT NULL,  -- the epoch in which it was written
+    body text,  -- JSON; NULL: it was removed
+    PRIMARY KEY (kind, id)
+);
+CREATE INDEX IF NOT EXISTS shared_records_by_version ON shared_records (version);
+CREATE TABLE IF NOT EXISTS key_uses (id text COLLATE "C" PRIMARY KEY, at bigint NOT NULL);
+CREATE TABLE IF NOT EXISTS audit (
+    seq bigint PRIMARY KEY, at bigint NOT NULL, body text NOT NULL, hash text NOT NULL
+);
+CREATE OR REPLACE RULE audit_never_changes AS ON UPDATE TO audit DO INSTEAD NOTHING;
+"""
+
+_VERSION: Final = "SELECT version FROM shared_records WHERE kind = $1 AND id = $2 AND body IS NOT NULL"
+_PUT: Final = """
+INSERT INTO shared_records (kind, id, version, body) VALUES ($1, $2, $3, $4)
+ON CONFLICT (kind, id) DO UPDATE SET version = excluded.version, body = excluded.body
+"""
+_OLD: Final = "SELECT version FROM shared_records WHERE body IS NULL ORDER BY version DESC LIMIT 1 OFFSET $1"
+_TOUCH: Final = """
+INSERT INTO key_uses (id, at)
+SELECT used.id, used.at FROM unnest($1::text[], $2::bigint[]) AS used (id, at)
+WHERE EXISTS (SELECT 1 FROM shared_records r WHERE r.kind = 'key' AND r.id = used.id AND r.body IS NOT NULL)
+ON CONFLICT (id) DO UPDATE SET at = greatest(key_uses.at, excluded.at)
+"""
+_UNUSED: Final = """
+DELETE FROM key_uses WHERE NOT EXISTS
+(SELECT 1 FROM shared_records r WHERE r.kind = 'key' AND r.id = key_uses.id AND r.body IS NOT NULL)
+"""
+
+
+class PostgresStore:
+    shared = True
+
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        schema: str = "headrace",
+        retention: Retention | None = None,
+        answer_s: float = 5.0,
+        connections: int = 2,
+    ) -> None:
+        """NoDriverError where asyncpg is missing, ValueError for a schema that is no plain name."""
+        if importlib.util.find_spec("asyncpg") is None:
+            raise NoDriverError("tenants and keys in Postgres need asyncpg: pip install 'headrace[postgres]'")
+        if not SCHEMA.fullmatch(schema):
+            raise ValueError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
+        self._schema = schema
+        self._connections = Connections(dsn, schema=schema, most=connections)
+        self._retention = retention or Retention()
+        self._answer_s = answer_s
+        self._ready = False
+
+    async def _run(self, work: Callable[[Connection], Awaitable[Result]]) -> Result:
+        async def prepared(connection: Connection) -> Result:
+            if not self._ready:
+                await self._prepare(connection)
+            return await work(connection)
+
+        try:
+            result = await self._connections.run(prepared, self._answer_s)
+        except (ApiError, ConflictError, NoDriverError):
+            raise
+        except TimeoutError:
+            raise unavailable(
+                f"the database did not answer within {self._answer_s:g} s; a change may have been made or not",
+                retry_after=1.0,
+            ) from None
+        except Exception as error:  # of asyncpg, the network or the server: none of them is a client's to see
+            raise unavailable("the database cannot be used", retry_after=1.0) from error
+        self._ready = True
+        return result
+
+    async def _prepare(self, connection: Connection) -> None:
+        async with connection.transaction():
+            await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
+            await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}")
+            await connection.execute(TABLES)
+
+    async def changes(self, since: int) -> Changes:
+        async def changes(connection: Connection) -> Changes:
+            async with connection.transaction(isolation="repeatable_read", readonly=True):
+                state = await connection.fetchrow(f"SELECT epoch, forgotten, {_NOW} AS now FROM shared_state")
+                epoch, now = int(state["epoch"]), float(state["now"])
+                if since == epoch:
+                    return Changes(epoch=epoch, now=now, records=())
+                whole = since < state["forgotten"] or since > epoch
+                rows: list[Any] = await connection.fetch(
+                    "SELECT kind, id, version, body FROM shared_records WHERE version > $1", 0 if whole else since
+                )
+            told = [(row["kind"], row["id"], row["version"], row["body"]) for row in rows]
+            records = decoded(told) if len(told) <= _AT_ONCE else await asyncio.to_thread(decoded, told)
+            return Changes(epoch=epoch, now=now, records=records, whole=whole)
+
+        return await self._run(changes)
+
+    async def commit(self, change: Change) -> Committed:
+        async def commit(connection: Connection) -> Committed:
+            async with connection.transaction():
+                return await self._commit(connection, change)
+
+        return await self._run(commit)
+
+    async def _commit(self, connection: Connection, change: Change) -> Committed:
+        state = await connection.fetchrow(f"SELECT *, {_NOW} AS now FROM shared_state FOR UPDATE")
+        epoch, now = int(state["epoch"]) + 1, float(state["now"])
+        for kind, id, version in change.expects:
+            await _check(connection, kind, id, version)
+        for write in change.writes:
+            await _check(connection, write.kind, write.id, write.replaces)
+            body = None if write.value is None else encoded(write.value)
+            await connection.execute(_PUT, write.kind, write.id, epoch, body)
+        forgotten = await connection.fetchval(_OLD, REMEMBERED)
+        if forgotten is not None:
+            await connection.execute("DELETE FROM shared_records WHERE body IS NULL AND version <= $1", forgotten)
+        anchor = Mark(state["anchor_seq"], state["anchor_hash"])
+        head = await _append(connection, Mark(state["head_seq"], state["head_hash"]), change.entry)
+        head, anchor = await self._pruned(connection, head, anchor, now)
+        await connection.execute(
+            "UPDATE shared_state SET epoch = $1, forgotten = greatest(forgotten, $2), head_seq = $3, head_hash = $4, "
+            "anchor_seq = $5, anchor_hash = $6",
+            *(epoch, forgotten or 0, head.seq, head.hash, anchor.seq, anchor.hash),
+        )
+        return Committed(epoch, now, head)
+
+    async def _pruned(self, connection: Connection, head: Mark, anchor: Mark, now: float) -> tuple[Mark, Mark]:
+        oldest = await connection.fetchval("SELECT at FROM audit ORDER BY seq LIMIT 1")
+        cut = self._retention.cut(head.seq, anchor.seq, oldest, now)
+        if cut is None:
+            return head, anchor
+        if cut.younger is not None:
+            cut = cut.before(await connection.fetchval("SELECT min(seq) FROM audit WHERE at >= $1", int(cut.younger)))
+        hash = await connection.fetchval("SELECT hash FROM audit WHERE seq = $1", cut.through)
+        if hash is None or cut.through <= anchor.seq:
+            return head, anchor  # where somebody else removed it, that is for verification to tell
+        removed = await connection.fetchval("SELECT count(*) FROM audit WHERE seq <= $1", cut.through)
+        await connection.execute("DELETE FROM audit WHERE seq <= $1", cut.through)
+        last = Mark(cut.through, hash)
+        return await _append(connection, head, pruning(last, at=int(now), removed=removed, why=cut.why)), last
+
+    async def touch(self, uses: Mapping[str, int]) -> None:
+        async def touch(connection: Connection) -> None:
+            async with connection.transaction():
+                await connection.execute(_TOUCH, list(uses), list(uses.values()))
+                await connection.execute(_UNUSED)
+
+        await self._run(touch)
+
+    async def uses(self) -> dict[str, int]:
+        async def uses(connection: Connection) -> dict[str, int]:
+            rows: list[Any] = await connection.fetch("SELECT id, at FROM key_uses")
+            return {row["id"]: int(row["at"]) for row in rows}
+
+        return await self._run(uses)
+
+    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
+        async def audit(connection: Connection) -> Span:
+            order = "DESC" if newest else "ASC"
+            async with connection.transaction(isolation="repeatable_read", readonly=True):
+                state = await connection.fetchrow("SELECT * FROM shared_state")
+                rows: list[Any] = await connection.fetch(
+                    f"SELECT seq, body, hash FROM audit WHERE seq > $1 AND seq < $2 ORDER BY seq {order} LIMIT $3",
+                    *(after, 2**62 if before is None else before, limit),
+                )
+            return Span(
+                tuple(Row(row["seq"], row["body"], row["hash"]) for row in rows),
+                Mark(state["head_seq"], state["head_hash"]),
+                Mark(state["anchor_seq"], state["anchor_hash"]),
+            )
+
+        return await self._run(audit)
+
+    async def close(self) -> None:
+        self._connections.close()
+
+
+async def _check(connection: Connection, kind: str, id: str, version: int) -> None:
+    if (await connection.fetchval(_VERSION, kind, id) or 0) != version:
+        raise ConflictError(kind, id)
+
+
+async def _append(connection: Connection, head: Mark, entry: Entry) -> Mark:
+    row = sealed(head, entry)
+    await connection.execute(
+        "INSERT INTO audit (seq, at, body, hash) VALUES ($1, $2, $3, $4)", row.seq, entry.at, row.body, row.hash
+    )
+    return Mark(row.seq, row.hash)

@@ -1,0 +1,98 @@
+"""What a tenant's settings mean to the parts that keep to them: limits, budgets, caches, label.
+
+Owns the translation, so that none of those parts needs to know how tenants are declared. What is made here follows the
+directory: a change through the admin API holds for the next request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from headrace.config.tenant_section import TenantConfig
+from headrace.gateway.accounts.account_store import Changes
+from headrace.gateway.accounts.directory import UNLIMITED, Directory, Identified
+from headrace.gateway.caches.cache_modes import Mode
+from headrace.gateway.ledger.budgets import Account, Budget
+from headrace.gateway.limits.limit_set import Scope
+from headrace.gateway.serving.exchange import Caller
+
+
+def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[Scope, ...]:
+    """The limits that a request comes under by its tenant and its key. `model`: of the variant, in full; a limit of a
+    model counts its variants together, one of MODEL@VARIANT that one alone."""
+    if not isinstance(caller, Identified):
+        return ()
+    settings, found = caller.settings, list[Scope]()
+    if settings.limits != UNLIMITED:
+        found.append(Scope("tenant", caller.tenant, settings.limits))
+    if caller.limits != UNLIMITED:
+        found.append(Scope("key", caller.key, caller.limits))
+    for name in dict.fromkeys((model.partition("@")[0], model)):
+        if name in settings.model_limits:
+            found.append(Scope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
+    if surface in settings.surface_limits:
+        found.append(Scope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
+    return tuple(found)
+
+
+def account_of(settings: TenantConfig) -> Account:
+    """The ledger's words for a tenant's budgets."""
+    budgets = tuple(
+        Budget(
+            limit=each.limit_micros,
+            period=each.period,
+            endpoint=each.endpoint,
+            then=each.then,
+            allowance=each.allowance_micros,
+            alerts=each.alerts,
+        )
+        for each in settings.budgets
+    )
+    return Account(budgets, settings.fail)
+
+
+def declaring(directory: Directory, declare: Callable[[str, Account | None], object]) -> Callable[[Changes], None]:
+    """A listener for Shared that keeps the ledger's accounts true, after it has told of the configuration's.
+    `declare`: Accounts.declare."""
+    for name, settings in directory.declared_tenants.items():
+        declare(name, account_of(settings))
+    known: set[str] = set()
+
+    def take(changes: Changes) -> None:
+        told = {record.id for record in changes.records if record.kind == "tenant"}
+        for name in told | (known if changes.whole else set[str]()):
+            if name in directory.declared_tenants:
+                continue  # the configuration has the last word
+            if directory.made_tenant(name) is None:
+                known.discard(name)
+                declare(name, None)
+            else:
+                known.add(name)
+                declare(name, account_of(directory.settings_of(name)))
+
+    return take
+
+
+class CacheModes(Mapping[str, Mode]):
+    """A cache's modes by tenant, for caches.modes.Modes: those of tenants that have one of their own."""
+
+    def __init__(self, directory: Directory, cache: Literal["exact", "semantic"]) -> None:
+        self._directory = directory
+        self._cache = cache
+
+    def __getitem__(self, tenant: str) -> Mode:
+        caches = self._directory.settings_of(tenant).caches
+        mode = caches.exact if self._cache == "exact" else caches.semantic
+        if mode is None:
+            raise KeyError(tenant)
+        return mode
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._directory.tenants() if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, tenant: object) -> bool:
+        return isinstance(tenant, str) and self.get(tenant) is not None

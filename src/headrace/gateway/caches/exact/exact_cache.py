@@ -1,0 +1,344 @@
+"""The exact cache as the flow uses it: look for an answer, or generate one, share it and keep it.
+
+Owns ExactCache and Options: what is kept and for how long, what an invalidation means, and what is counted. Which
+requests are the same is key's, how entries live is stores', how generations are shared is flight's.
+
+    look      is there an entry?  ──yes──▶ Hit
+       │ no
+    generate  is one under way?   ──yes──▶ Reader, a joiner's
+       │ no
+    the source, in a flight of its own ──▶ Reader, the leader's ──▶ an entry, if it may be one
+
+All of these and Alone, for what the cache has no part in, are Answers: they are run and cancelled alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.cache_modes import NOTHING, Modes, Uses
+from headrace.gateway.caches.exact.cache_entry import Entry, is_whole, pack, say_the_same, unpack
+from headrace.gateway.caches.exact.cache_key import Wanted
+from headrace.gateway.caches.exact.entry_store import Guarded, Removals, Scope, Size
+from headrace.gateway.caches.exact.in_flight import (
+    Facts,
+    Flight,
+    Flights,
+    Role,
+    Shareable,
+    Source,
+    Take,
+    Terms,
+    taken_by,
+)
+from headrace.gateway.caches.exact.tokenized_prompts import Prompts
+from headrace.gateway.requests.text_request import Piece, Usage
+
+# What is counted, each with the tenant that it is about.
+Outcome = Literal[
+    "hit",
+    "stale",  # an entry beyond its time, where that was asked for
+    "miss",
+    "would_hit",  # in the mode record
+    "joined",
+    "would_join",
+    "same",  # in the mode record: the fresh answer says what the entry does
+    "different",
+    "skipped",  # drawn at random, without a seed
+    "corrupt",  # an entry that is damaged or belongs elsewhere; a miss
+    "unreachable",  # the store was not asked, or did not answer; a miss
+    "stored",
+    "unfinished",  # cut at its deadline, failed, or left by everybody: not stored
+    "outdated",  # invalidated while it was made: not stored
+    "too_long",  # not stored
+    "stood_in",  # another variant than the key's answered: not stored
+    "unstored",  # the store did not take it
+]
+OUTCOMES: Final[tuple[Outcome, ...]] = Outcome.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+_AT_ONCE: Final = 256  # pieces of a hit before others have a turn
+_AHEAD: Final = 60.0  # seconds that an entry may be of the future: gateways' clocks differ, and clocks are set
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def seconds_of(span: str) -> float:
+    """Of a text such as 90s, 5m, 1.5h or 7d. ValueError for any other."""
+    found = _SPAN.fullmatch(span)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"'{span}' is no time span; write 90s, 5m, 1h or 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class Answer(Protocol):
+    """What a client's answer comes from."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def source(self) -> Source | None:
+        """What generates it, whoever began it. None where nothing does."""
+        ...
+
+    async def run(self, take: Take) -> bool:
+        """Hands pieces over as they come. True once all have, or it was cancelled; False as soon as `take` wants no
+        more for now, and then this is to be called again."""
+        ...
+
+    def cancel(self) -> None:
+        """To be called once, however it ends."""
+        ...
+
+    def facts(self) -> Facts: ...
+
+
+class Alone:
+    """A generation that the cache has no part in."""
+
+    role: Role = "alone"
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    async def run(self, take: Take) -> bool:
+        return await self.source.run(take)
+
+    def cancel(self) -> None:
+        self.source.cancel()
+
+    def facts(self) -> Facts:
+        return Facts("alone", True, Usage())
+
+
+class Hit:
+    """An entry, piece by piece as it was made."""
+
+    role: Role = "hit"
+    source: None = None
+
+    def __init__(
+        self, pieces: Sequence[Piece], *, n: int, age_s: float = 0.0, stale: bool = False, machine_s: float = 0.0
+    ) -> None:
+        """`machine_s`: that it took to make."""
+        self.age_s = age_s
+        self.stale = stale
+        self._machine_s = machine_s
+        self._pieces = pieces
+        self._n = n
+        self._at = 0
+        self._gone = False
+
+    @property
+    def over(self) -> bool:
+        """All of it was handed over."""
+        return self._at == len(self._pieces)
+
+    @property
+    def finish(self) -> str:
+        return self._pieces[-1].finish or ""
+
+    @property
+    def usage(self) -> Usage:
+        """Of all choices together, as they were made; no times."""
+        usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
+        return taken_by(usages, self._n)
+
+    async def run(self, take: Take) -> bool:
+        while self._at < len(self._pieces) and not self._gone:
+            piece = self._pieces[self._at]
+            self._at += 1
+            if not take(piece):
+                return False
+            if self._at % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return True
+
+    def cancel(self) -> None:
+        self._gone = True
+
+    def facts(self) -> Facts:
+        saved = self.usage
+        saved.decode_s = self._machine_s
+        return Facts("hit", False, saved, self.age_s)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    ttl_s: float = 3600.0  # of an entry without tags
+    tag_ttls: Mapping[str, float] = {}  # seconds; of several tags the shortest
+    events: Mapping[str, tuple[str, ...]] = {}  # the tags that end then
+    repeatable_only: bool = True  # answers that are drawn at random, without a seed, are neither kept nor shared
+    joins: bool = True  # identical requests under way share one generation
+    entry_bytes: int = 1024**2  # 1 MiB
+    stale_s: float = 0.0  # that an entry stays beyond its time, for who takes a stale answer rather than none
+    secret: bytes = b""  # entries that others wrote, who can reach the store but have no secret, are none
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """What a look found, and what `generate` needs to know of it."""
+
+    wanted: Wanted | None
+    uses: Uses = NOTHING
+    hit: Hit | None = None
+    entry: Entry | None = None  # in the mode record: what would have been the hit
+    stored: bool = False  # a fresh answer is to be stored
+    ticket: Any = None  # the store's
+    mark: int = 0  # invalidations before it
+
+
+class ExactCache:
+    """`note` hears what is counted. `modes` and `options` may be replaced while it is in use."""
+
+    def __init__(
+        self,
+        store: Guarded,
+        modes: Modes,
+        *,
+        options: Options | None = None,
+        flights: Flights | None = None,
+        note: Callable[[Outcome, str], None] = lambda outcome, tenant: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.modes = modes
+        self.options = options or Options()
+        self.flights = Flights() if flights is None else flights
+        self.prompts = Prompts()
+        self._store = store
+        self._removals = Removals()
+        self._note = note
+        self._clock = clock
+
+    async def look(self, wanted: Wanted | None, *, wish: str = "on", stale: bool = False) -> Looked:
+        """Never an error, and never longer than the store's bound. `wish`: the request's `cache`. `stale`: an entry
+        beyond its time will do."""
+        if wanted is None:
+            return Looked(None)
+        tenant = wanted.tenant
+        uses = self.modes.uses(tenant, wish=wish)
+        if not uses.looks:
+            return Looked(wanted)
+        if self.options.repeatable_only and not wanted.repeatable:
+            self._note("skipped", tenant)
+            return Looked(wanted)
+        mark = self._removals.count
+        found = await self._store.get(wanted)
+        if found is None:
+            self._note("unreachable", tenant)
+            return Looked(wanted, uses, mark=mark)
+        entry = None if found.data is None else self._entry(wanted, found.data)
+        if entry is not None and self._removals.since(mark, wanted):
+            entry = None
+        age = 0.0 if entry is None else self._clock() - entry.made
+        ttl = self.ttl(wanted.tags)
+        is_fresh = age < ttl
+        if entry is None or age < -_AHEAD or age >= ttl + (self.options.stale_s if stale else 0.0):
+            self._note("miss", tenant)
+            return Looked(wanted, uses, stored=uses.stores, ticket=found.ticket, mark=mark)
+        if not uses.serves:
+            # The entry stays as it is, or none would ever come to its time in this mode.
+            self._note("would_hit", tenant)
+            return Looked(wanted, uses, entry=entry, mark=mark)
+        self._note("hit" if is_fresh else "stale", tenant)
+        hit = Hit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh, machine_s=entry.machine_s)
+        return Looked(wanted, uses, hit, mark=mark)
+
+    def _entry(self, wanted: Wanted, data: bytes) -> Entry | None:
+        entry = unpack(data, key=wanted.key, secret=self.options.secret)
+        if entry is None or not is_whole(entry.pieces, wanted.choices):
+            self._note("corrupt", wanted.tenant)
+            return None
+        return entry
+
+    def ttl(self, tags: Sequence[str]) -> float:
+        """Seconds."""
+        ttls = self.options.tag_ttls
+        return min((ttls[tag] for tag in tags if tag in ttls), default=self.options.ttl_s)
+
+    def generate(self, looked: Looked, terms: Terms, start: Callable[[], Shareable]) -> Answer:
+        """An answer where there was no hit. `start` begins a generation; it is called at once, or not at all."""
+        wanted = looked.wanted
+        if wanted is None or not looked.uses.looks:
+            return Alone(start())
+        flight = self.flights.find(wanted.key, terms) if self.options.joins else None
+        if flight is not None and not self._removals.since(flight.mark, wanted):
+            if looked.uses.serves:
+                self._note("joined", wanted.tenant)
+                return flight.join("joiner")
+            self._note("would_join", wanted.tenant)
+        ended = partial(self._ended, wanted, looked)
+        return self.flights.lead(wanted.key, terms, start(), n=wanted.n, ended=ended, mark=looked.mark)
+
+    async def _ended(self, wanted: Wanted, looked: Looked, flight: Flight) -> None:
+        """A generation is over."""
+        tenant = wanted.tenant
+        if flight.error is None and not flight.source.keeps():
+            self._note("stood_in", tenant)
+            return
+        if flight.error is not None or not (flight.whole and is_whole(flight.pieces, wanted.choices)):
+            self._note("unfinished" if flight.whole else "too_long", tenant)
+            return
+        if looked.entry is not None:
+            self._note("same" if say_the_same(flight.pieces, looked.entry.pieces) else "different", tenant)
+        if not looked.stored:
+            return
+        if self._removals.since(looked.mark, wanted):
+            self._note("outdated", tenant)
+            return
+        options = self.options
+        try:
+            data = pack(flight.pieces, key=wanted.key, made=self._clock(), secret=options.secret)
+        except ValueError:
+            self._note("unstored", tenant)
+            return
+        if len(data) > options.entry_bytes:
+            self._note("too_long", tenant)
+            return
+        kept = await self._store.put(wanted, data, self.ttl(wanted.tags) + options.stale_s, looked.ticket)
+        self._note("unstored" if kept is None else "stored" if kept else "too_long", tenant)
+
+    # What an administrator may ask for.
+
+    async def invalidate(
+        self, *, tenant: str | None = None, tag: str | None = None, key: bytes | None = None
+    ) -> int | None:
+        """How many entries are gone: those that have all of what is given, and every entry where nothing is. None where
+        the store is shared and cannot tell. ApiError where it could not be done.
+
+        What is being generated is neither stored then nor shared with who comes after."""
+        if key is not None and tenant is None:
+            raise ValueError("a key is one tenant's")
+        scope = Scope(tenant=tenant, tag=tag, key=key)
+        self._removals.add(scope)
+        return await self._store.remove(scope)
+
+    async def happened(self, event: str, *, tenant: str | None = None) -> dict[str, int | None]:
+        """How many entries an event has ended, by the tag. ApiError for an event that is not in the configuration."""
+        tags = self.options.events.get(event)
+        if tags is None:
+            there = ", ".join(sorted(self.options.events)) or "none"
+            raise ApiError(
+                f"there is no event '{event[:64]}'; there are: {there}",
+                kind="not_found_error",
+                parameter="event",
+                code="event_not_found",
+            )
+        return {tag: await self.invalidate(tenant=tenant, tag=tag) for tag in tags}
+
+    async def sweep(self) -> int:
+        """Removes what has expired, as far as one short turn goes."""
+        return await self._store.sweep()
+
+    async def size(self) -> Size | None:
+        return await self._store.size()
+
+    async def close(self) -> None:
+        await self.flights.close(ApiError("the server has ended", kind="overloaded_error", code="draining"))
+        await self._store.close()

@@ -1,0 +1,66 @@
+"""Prompts that were cut into tokens of late: a request that comes again is not rendered and tokenised again.
+
+Owns Prompts, with its bounds, and what two prompts must have in common to be one. Knows no answers. A tenant's prompts
+are its own: how quickly another's is answered would tell that it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from headrace.gateway.serving.exchange import Exchange, Prompt
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Prompts:
+    """All of it belongs to one event loop. A request is to be asked for and kept under the same name."""
+
+    def __init__(
+        self,
+        *,
+        most: int = 4096,
+        most_tokens: int = 1024**2,  # of all together: 4 MiB
+    ) -> None:
+        self._most = most
+        self._most_tokens = most_tokens
+        self._kept: OrderedDict[bytes, tuple[array[int], str]] = OrderedDict()  # the least recently used first
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def name(self, exchange: Exchange) -> bytes | None:
+        """What the prompt is kept under; None for one that is not. All that answering cuts it from is in it."""
+        asked, served = exchange.asked, exchange.served
+        if asked.messages is None or served.upstream is not None or served.tokenizer.tells_time:
+            return None
+        tools = None if asked.choosing == "none" else asked.tools
+        made_of = (exchange.caller.tenant, served.name, asked.messages, tools, asked.template, asked.think)
+        try:
+            return hashlib.blake2b(_encode(made_of), digest_size=16).digest()
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return None  # of what cannot be written down, such as half a character
+
+    def find(self, name: bytes) -> list[Prompt] | None:
+        kept = self._kept.get(name)
+        if kept is None:
+            return None
+        self._kept.move_to_end(name)
+        tokens, tail = kept
+        return [Prompt(tuple(tokens), tail)]
+
+    def keep(self, name: bytes, prompts: list[Prompt]) -> None:
+        (prompt,) = prompts
+        if name in self._kept or len(prompt.tokens) > self._most_tokens // 16:
+            return
+        self._kept[name] = array("I", prompt.tokens), prompt.tail
+        self.tokens += len(prompt.tokens)
+        while len(self._kept) > self._most or self.tokens > self._most_tokens:
+            _, (gone, _) = self._kept.popitem(last=False)
+            self.tokens -= len(gone)

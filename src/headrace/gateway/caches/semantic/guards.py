@@ -1,0 +1,277 @@
+"""What speaks against sharing an answer between two questions, however near their embeddings are.
+
+Owns the guards: pure functions of two questions that name a reason or say nothing. A guard never says that two
+questions are the same; it refuses where something that changes the answer is on one side only. The words are the
+lexicon's.
+
+    question, candidate ──each guard in turn──▶ the first reason, or None: then the verifier has the word
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from headrace.gateway.caches.semantic.guarded_question import Question, read
+from headrace.gateway.caches.semantic.word_forms import ALTERNATIVE, OPPOSED, key_of, negated_form
+
+Guard = Callable[[Question, Question], str | None]
+
+
+def language(question: Question, candidate: Question) -> str | None:
+    """Another script, or small words of another language."""
+    if question.script and candidate.script and question.script != candidate.script:
+        return "language"
+    differs = question.language and candidate.language and question.language != candidate.language
+    return "language" if differs else None
+
+
+def numbers(question: Question, candidate: Question) -> str | None:
+    """Other numbers, or the same in other units."""
+    return "number" if Counter(question.numbers) != Counter(candidate.numbers) else None
+
+
+def dates(question: Question, candidate: Question) -> str | None:
+    """Other dates, times, weekdays, relative days or seasons."""
+    return "date" if set(question.dates) != set(candidate.dates) else None
+
+
+def identifiers(question: Question, candidate: Question) -> str | None:
+    """Code, flags, paths, versions and quoted texts must be the same."""
+    there = candidate.identifiers | candidate.plain
+    back = question.identifiers | question.plain
+    same = question.identifiers <= there and candidate.identifiers <= back
+    return None if same else "identifier"
+
+
+def names(question: Question, candidate: Question) -> str | None:
+    """What is written with a capital on one side must be there on the other, in any writing."""
+    for one, other in ((question, candidate), (candidate, question)):
+        for name in one.names:
+            if name not in other.plain and not any(part in other.plain for part in read(name).plain):
+                return "name"
+    return None
+
+
+def negation(question: Question, candidate: Question) -> str | None:
+    """Denied here and not there, unless the other says the same with an opposite: not active, inactive."""
+    one, other = question.denied, candidate.denied
+    if not one and not other:
+        return None
+    if one and other:
+        swapped = any(key in candidate.affirmed for key in set(one) - set(other)) and any(
+            key in question.affirmed for key in set(other) - set(one)
+        )
+        return "negation" if swapped or (len(one) % 2 != len(other) % 2 and set(one) & set(other)) else None
+    denying, plain = (question, candidate) if one else (candidate, question)
+    return None if all(_explained(key, plain, denying) for key in denying.denied) else "negation"
+
+
+def _explained(key: str, plain: Question, denying: Question) -> bool:
+    """Whether what is denied on one side is on the other said by a word against it, which is not on the first too."""
+    against = [each for each in OPPOSED.get(key, ()) if each in plain.affirmed and each not in denying.affirmed]
+    return bool(against) or any(
+        len(word.lemma) > len(key) and negated_form(word.lemma, key) for word in plain.words if key
+    )
+
+
+def polarity(question: Question, candidate: Question) -> str | None:
+    """A word on one side and its opposite on the other: enable and disable, inbound and outbound."""
+    one, other = set(question.affirmed), set(candidate.affirmed)
+    denied = set(question.denied) - set(candidate.denied)
+    one |= {against for key in denied for against in OPPOSED.get(key, ())} - other
+    for key in one - other:
+        if any(against in other and against not in one for against in OPPOSED.get(key, ())):
+            return "polarity"
+    # Both have both: then they must come in the same order.
+    for key in set(question.affirmed) & set(candidate.affirmed):
+        for against in OPPOSED.get(key, ()):
+            if against in question.affirmed and against in candidate.affirmed:
+                here = question.affirmed.index(key) < question.affirmed.index(against)
+                there = candidate.affirmed.index(key) < candidate.affirmed.index(against)
+                if here != there and not _either(question, key, against):
+                    return "order"
+    lemmas, others = {word.lemma for word in question.words}, {word.lemma for word in candidate.words}
+    for lemma in lemmas - others:
+        if any(negated_form(lemma, each) for each in others - lemmas) and not (question.denied or candidate.denied):
+            return "polarity"
+    return None
+
+
+def _either(question: Question, key: str, against: str) -> bool:
+    """Whether both are offered as a choice, in which the order says nothing."""
+    found = [word.key if word.key in (key, against) else word.text for word in question.words]
+    first, last = sorted((found.index(key), found.index(against)))
+    return bool({"or", "vs", "versus"} & set(found[first:last])) or _symmetric(question)
+
+
+def alternatives(question: Question, candidate: Question) -> str | None:
+    """One of several things that exclude each other here, another one there: staging and production."""
+    one, other = set(question.affirmed), set(candidate.affirmed)
+    for key in one - other:
+        if any(each in other and each not in one for each in ALTERNATIVE.get(key, ())):
+            return "alternative"
+    return None
+
+
+# Kinds that may ask for the same; each with itself, and "" with all.
+_ALIKE: Final = (
+    {"how", "can"},
+    {"how", "what"},
+    {"whether", "can"},
+    {"when", "what"},
+    {"who", "what"},
+    {"where", "what"},
+    {"where", "how"},
+    {"what", "definition"},
+    {"how much", "what"},
+    {"how long", "what"},
+    {"how often", "what"},
+    {"how many", "what"},
+    {"can", "should"},
+    {"should", "how"},
+    {"should", "what"},
+    {"whether", "should"},
+)
+
+
+def kind(question: Question, candidate: Question) -> str | None:
+    """Who against when, why against how, whether against where."""
+    one, other = question.kind, candidate.kind
+    if not one or not other or one == other or {one, other} in _ALIKE:
+        return None
+    return None if _symmetric(question) and _symmetric(candidate) else "kind of question"
+
+
+def extent(question: Question, candidate: Question) -> str | None:
+    """All of it against one of it."""
+    return "extent" if {question.extent, candidate.extent} == {"all", "one"} else None
+
+
+def superlatives(question: Question, candidate: Question) -> str | None:
+    """The most of something against none, or against another."""
+    one, other = question.superlatives, candidate.superlatives
+    if one == other:
+        return None
+    # "Which is better" may ask the same as "which is best".
+    if one and other:
+        return "superlative"
+    plain = candidate if one else question
+    compared = {word.key for word in plain.words if word.grade == "er"}
+    return None if (one or other) <= compared else "superlative"
+
+
+def direction(question: Question, candidate: Question) -> str | None:
+    """The same words with their parts exchanged: from A to B, from B to A; who does it, and to whom."""
+    if (
+        question.passive == candidate.passive
+        and question.fronted == candidate.fronted
+        and _exchanged(question.content, candidate.content)
+    ):
+        return None if _symmetric(question) and _symmetric(candidate) else "direction"
+    for role in {role for role, _ in question.roles} & {role for role, _ in candidate.roles}:
+        here = {key for name, keys in question.roles if name == role for key in keys}
+        there = {key for name, keys in candidate.roles if name == role for key in keys}
+        gone, come = here - there, there - here
+        if gone & set(candidate.affirmed) and come & set(question.affirmed) and not _symmetric(question):
+            return "direction"
+    same = Counter(question.numbers) == Counter(candidate.numbers) and question.numbers != candidate.numbers
+    return "direction" if same and {"to", "from", "by", "over", "than", "minus"} & question.plain else None
+
+
+def _exchanged(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether the two differ in two places, whose words are exchanged."""
+    if len(one) != len(other) or len(one) < 3:
+        return False
+    places = [place for place, (here, there) in enumerate(zip(one, other, strict=True)) if here != there]
+    if len(places) != 2:
+        return False
+    first, second = places
+    if second == first + 1:
+        return False  # a verb and its object change places in good English
+    return one[first] == other[second] and one[second] == other[first]
+
+
+def _symmetric(question: Question) -> bool:
+    """A question about both alike: the difference between A and B, A or B."""
+    texts = {word.text for word in question.words}
+    return bool({"or", "between", "versus", "vs", "differ", "compare", "both"} & texts) or "differenc" in question.plain
+
+
+_SMALL_CHANGE: Final = 2  # words that may differ on each side for it to count as a change of words
+
+
+def condition(question: Question, candidate: Question) -> str | None:
+    """A restriction on one side that the other, which says all the rest, has not: ... for gift cards."""
+    for one, other in ((question, candidate), (candidate, question)):
+        extra = set(one.content) - set(other.content)
+        missing = set(other.content) - set(one.content)
+        if not missing and (extra - _UNSAID) & one.conditions and other.content:
+            return "condition"
+    return None
+
+
+# Where the thing is that is spoken of anyway.
+_UNSAID: Final = frozenset(map(key_of, "account application product website tool system software company".split()))
+
+
+def substitution(question: Question, candidate: Question) -> str | None:
+    """The same sentence but for a word, which is no synonym that we know: reset my PIN, reset my router."""
+    one, other = Counter(question.content), Counter(candidate.content)
+    gone, come = list((one - other).elements()), list((other - one).elements())
+    if not gone or not come or len(gone) > _SMALL_CHANGE or len(come) > _SMALL_CHANGE:
+        return None
+    if question.denied != candidate.denied:
+        return None  # "fails to start", "does not start": the word that differs may be the one that denies
+    if any(not any(_derived(here, there) for there in come) for here in gone) and _same_frame(question, candidate):
+        return "another word"
+    return None
+
+
+_ENDINGS: Final = frozenset(
+    """al ally anc ant abl at ator enc ent er ful ibl ic ical ion ism ist iti ity iv less ly ment ness or ous s ship t
+    tion ur y""".split()
+) | {""}
+
+
+def _derived(one: str, other: str) -> bool:
+    """Of the same root, with other endings: secure and security, translate and translator."""
+    root = 0
+    while root < min(len(one), len(other)) and one[root] == other[root]:
+        root += 1
+    return root >= 5 and one[root:] in _ENDINGS and other[root:] in _ENDINGS
+
+
+def _same_frame(question: Question, candidate: Question) -> bool:
+    """Whether all but the changed words are the same, small words too, and in the same order."""
+    one = [word.key for word in question.words]
+    other = [word.key for word in candidate.words]
+    shared = set(one) & set(other)
+    if len(shared) < 3:
+        return False
+    return [key for key in one if key in shared] == [key for key in other if key in shared]
+
+
+GUARDS: Final[tuple[Guard, ...]] = (
+    language,
+    numbers,
+    dates,
+    identifiers,
+    names,
+    polarity,
+    negation,
+    alternatives,
+    kind,
+    extent,
+    superlatives,
+    direction,
+    condition,
+    substitution,
+)
+
+
+def refused(question: str, candidate: str, guards: Sequence[Guard] = GUARDS) -> str | None:
+    """Why the candidate's answer must not be given to the question; None where no guard says so."""
+    one, other = read(question), read(candidate)
+    return next((reason for guard in guards if (reason := guard(one, other)) is not None), None)

@@ -1,0 +1,162 @@
+"""What the semantic cache keeps, and which requests it may answer at all.
+
+Owns Entry and Answer, and the reading of a request into a Subject: the text that is looked for, and a digest of all
+else that must be equal. Whatever could change an answer is in the digest or makes the request none of the cache's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.thresholds import Evidence
+from headrace.gateway.requests.text_request import Asked, Choice, Piece, Usage
+
+_encode: Final = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was answered; it had come to its own end."""
+
+    content: str
+    reasoning: str = ""
+    output_tokens: int = 0
+    reasoning_tokens: int = 0  # of these
+    machine_s: float = 0.0  # that it took to make
+
+    def pieces(self, *, prompt_tokens: int = 0) -> list[Piece]:
+        """As one choice of an answer. `prompt_tokens`: of the request that gets it."""
+        usage = Usage(prompt_tokens, self.output_tokens, reasoning_tokens=self.reasoning_tokens)
+        return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=usage)]
+
+
+class Entry(msgspec.Struct):
+    id: int
+    digest: bytes
+    question: str
+    answer: Answer
+    tags: frozenset[str]
+    created: float  # seconds since 1970
+    expires: float
+    hits: int = 0
+    evidence: Evidence = msgspec.field(default_factory=Evidence)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its texts; its vector comes on top."""
+        return len(self.question.encode()) + len(self.answer.content.encode()) + len(self.answer.reasoning.encode())
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """A request as the cache sees it."""
+
+    question: str  # the last turn of the user
+    digest: bytes  # of all else
+    tags: tuple[str, ...] = ()
+
+
+def subject_of(
+    asked: Asked,
+    *,
+    variant: str,
+    policy: str = "",
+    sampled: bool = False,
+    tools: bool = False,
+    surfaces: Sequence[str] = (),
+    surface: str = "",
+    longest: int = 1000,
+    tags: tuple[str, ...] = (),
+) -> Subject | str:
+    """The subject, or why there is none.
+
+    `variant`: its name and fingerprint. `policy`: a version that an operator raises to leave old answers behind.
+    `sampled`: requests with a temperature too. `tools`: requests with tools, and turns after a tool's, too. `surfaces`:
+    those that take part, all where none is named. `longest`: characters of a question; encoders read little more.
+    `tags`: that the request gives its answer.
+    """
+    if surfaces and surface not in surfaces:
+        return "surface"
+    if surface == "agent" and not tools and "agent" not in surfaces:
+        return "agent"
+    if asked.messages is None or not asked.messages:
+        return "no chat"
+    if asked.cache != "on":
+        return "off by request"
+    last = asked.messages[-1]
+    question = last.get("content")
+    if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
+        return "no question"
+    if len(question) > longest:
+        return "long"
+    if not tools and (asked.tools or _has_tools(asked.messages)):
+        return "tools"
+    sampling = asked.sampling
+    if asked.n != 1 or sampling.logprobs is not None or asked.prompt_logprobs is not None or asked.echo:
+        return "shape"
+    if sampling.temperature > 0.0 and not sampled:
+        return "sampled"
+    return Subject(question, _digest(asked, variant, policy, read(question).script, tags), tags)
+
+
+def _has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message.get("role") in ("tool", "function") or message.get("tool_calls") for message in messages)
+
+
+def _digest(asked: Asked, variant: str, policy: str, script: str, tags: tuple[str, ...]) -> bytes:
+    assert asked.messages is not None
+    last = {name: value for name, value in asked.messages[-1].items() if name != "content"}
+    sampling = msgspec.structs.asdict(asked.sampling)
+    if asked.sampling.temperature == 0.0:
+        for unused in ("seed", "top_k", "top_p", "min_p"):  # the likeliest token is taken whatever they say
+            sampling.pop(unused)
+    parts = {
+        "variant": variant,
+        "policy": policy,
+        "script": script,
+        "before": asked.messages[:-1],
+        "last": last,
+        "tools": repr((asked.tools, asked.choosing, asked.only_tool, asked.parallel_calls)),
+        "grammar": repr(asked.grammar),
+        "template": sorted((name, repr(value)) for name, value in asked.template.items()),
+        "think": asked.think,
+        "sampling": sorted((name, repr(value)) for name, value in sampling.items()),
+        "limits": [asked.max_tokens, asked.min_tokens, asked.stop, sorted(asked.stop_ids), asked.ignore_eos],
+        "profile": asked.profile,
+        "tags": tags,  # an entry without one would live too long for a request that has it
+    }
+    return hashlib.blake2b(_encode_any(parts), digest_size=16).digest()
+
+
+def _encode_any(value: Any) -> bytes:
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:  # lone surrogates, which some clients send
+        return repr(value).encode("utf-8", "surrogatepass")
+
+
+def answer_of(choices: Sequence[Choice]) -> Answer | None:
+    """What may be kept of an answer; nothing where it was cut, calls tools, or is empty."""
+    if len(choices) != 1:
+        return None
+    choice = choices[0]
+    if choice.finish != "stop" or choice.calls or not choice.content.strip():
+        return None
+    used = choice.usage
+    return Answer(
+        choice.content,
+        choice.reasoning,
+        used.output_tokens,
+        used.reasoning_tokens,
+        round(used.prefill_s + used.decode_s, 6),
+    )
+
+
+def primed(asked: Asked, entry: Entry) -> Asked:
+    """The request with the kept question and its answer as a turn before the user's own: an example for the model."""
+    assert asked.messages is not None
+    example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]
+    return asked.but(messages=[*asked.messages[:-1], *example, asked.messages[-1]])

@@ -1,0 +1,376 @@
+"""The server's durable state: one sqlite file, used by one thread.
+
+Owns the file `headrace.sqlite` in the storage folder, its schema with the steps from one version to the next, the lock
+that keeps a second server out of the folder, and the thread that runs statements, so that the event loop never waits
+for a disk. The stores (files, batches, responses) own the statements; Database knows none of their meaning.
+
+    event loop ──run(function)──▶ queue, bounded ──▶ thread: BEGIN, function(connection), COMMIT ──▶ result, or ApiError
+
+A full disk, a broken file and a folder that is not there are ApiErrors of the statements that met them. The next
+statement tries again: what has been mended works without a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError, invalid
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+Order = Literal["asc", "desc"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# Each step leads from the version that is its place to the next. A step that has been released never changes.
+_STEPS = (
+    """
+    CREATE TABLE files (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        filename TEXT NOT NULL,
+        purpose TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER,
+        holds INTEGER NOT NULL DEFAULT 0  -- unfinished batches that read it
+    );
+    CREATE INDEX files_of_tenant ON files (tenant, seq);
+    CREATE INDEX files_that_expire ON files (expires_at) WHERE expires_at IS NOT NULL;
+
+    CREATE TABLE batches (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        input_file_id TEXT NOT NULL,
+        completion_window TEXT NOT NULL,
+        status TEXT NOT NULL,
+        ending TEXT,  -- what it becomes when its results are written
+        errors TEXT,  -- JSON
+        metadata TEXT,  -- JSON
+        output_seconds INTEGER NOT NULL,  -- that its output files are kept
+        output_file_id TEXT,
+        error_file_id TEXT,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER NOT NULL,
+        in_progress_at INTEGER,
+        finalizing_at INTEGER,
+        completed_at INTEGER,
+        failed_at INTEGER,
+        expired_at INTEGER,
+        cancelling_at INTEGER,
+        cancelled_at INTEGER,
+        total INTEGER NOT NULL DEFAULT 0,
+        completed INTEGER NOT NULL DEFAULT 0,
+        failed INTEGER NOT NULL DEFAULT 0
+    );
+    CREATE INDEX batches_of_tenant ON batches (tenant, seq);
+    CREATE INDEX batches_by_status ON batches (status, seq);
+
+    -- The requests of unfinished batches; a finished one's results are in its files.
+    CREATE TABLE batch_requests (
+        batch INTEGER NOT NULL REFERENCES batches (seq) ON DELETE CASCADE,
+        line INTEGER NOT NULL,
+        custom_id TEXT NOT NULL,
+        start INTEGER NOT NULL,  -- of its line in the input file
+        length INTEGER NOT NULL,
+        status INTEGER,  -- HTTP's; NULL: no result yet; 0: will never be run
+        answer BLOB,  -- its line of the output or the error file
+        PRIMARY KEY (batch, line)
+    );
+
+    CREATE TABLE responses (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,  -- of items and body
+        items BLOB NOT NULL,  -- JSON
+        body BLOB NOT NULL,  -- JSON
+        UNIQUE (tenant, id)
+    );
+    CREATE INDEX responses_of_tenant ON responses (tenant, seq, bytes);
+    CREATE INDEX responses_that_expire ON responses (expires_at);
+    """,
+    "ALTER TABLE batches ADD COLUMN key TEXT NOT NULL DEFAULT ''",  # that asked for it
+)
+
+
+class InUseError(Exception):
+    """Another server owns the folder."""
+
+
+class NewerSchemaError(Exception):
+    """The file was written by a newer Headrace."""
+
+
+class Database:
+    """The sqlite file of a storage folder. `run` never blocks the event loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        waiting: int = 4096,  # statements, the running one among them; more are refused
+        busy_s: float = 5.0,  # that a statement waits for another program that holds the file
+        limit_bytes: int = 16 * 1024**3,  # 16 GiB, of the file
+    ) -> None:
+        self.folder = folder.expanduser()
+        self.waiting = 0
+        self._waiting_limit = waiting
+        self._busy_s = busy_s
+        self._limit_bytes = limit_bytes
+        self._mutex = threading.Lock()  # of `waiting` and `_closed`
+        self._closed = False
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Used by the thread alone.
+        self._connection: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        # A daemon: a server that dies without `close` must not wait for it. Commits are whole or not at all anyway.
+        self._thread = threading.Thread(target=self._serve, name="headrace-database", daemon=True)
+        self._thread.start()
+
+    async def run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        """`function`'s result; its statements are one transaction, which an exception takes back.
+
+        It runs even when the caller is cancelled meanwhile: what was asked to be saved is saved.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def job() -> None:
+            try:
+                settle = partial(_set_result, future, self._transaction(function))
+            except BaseException as error:
+                settle = partial(_set_exception, future, _as_storage_error(error))
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        with self._mutex:
+            if self._closed:
+                raise unavailable("the server is ending")
+            if self.waiting >= self._waiting_limit:
+                raise unavailable("the server's storage is too busy; try again", retry_after=1.0)
+            self.waiting += 1
+            self._jobs.put(job)
+        return await future
+
+    async def close(self) -> None:
+        """After the statements that are waiting; further ones are refused."""
+        with self._mutex:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # In the thread.
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._mutex:
+                self.waiting -= 1
+        self._disconnect()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _transaction(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        try:
+            connection = self._connected()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = function(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                # sqlite itself takes a transaction back when the disk is full.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        except (sqlite3.Error, OSError, InUseError, NewerSchemaError) as error:
+            if not _is_mistake(error):
+                log.error("storage in %s is unavailable: %s", self.folder, error)
+                self._disconnect()
+            raise
+        return result
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            if not self.folder.exists():
+                self.folder.parent.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._own_folder()
+            path = self.folder / "headrace.sqlite"
+            # sqlite would make it readable as the umask says; its other files take this one's mode.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            connection = sqlite3.connect(path, timeout=self._busy_s, isolation_level=None)
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _own_folder(self) -> None:
+        """Two servers on one folder would run every batch twice."""
+        if self._lock is None:
+            lock = os.open(self.folder / "headrace.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # Not flock: a forked child would go on holding it after the server's death.
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(lock)
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise InUseError("another Headrace server uses it; give each its own storage.folder") from None
+                raise
+            self._lock = lock
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA journal_size_limit = 67108864")  # 64 MiB
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {max(1, self._limit_bytes // page_bytes)}")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > len(_STEPS):
+            raise NewerSchemaError(f"its schema is version {version}; this Headrace knows up to {len(_STEPS)}")
+        for number, step in enumerate(_STEPS[version:], start=version + 1):
+            connection.executescript(f"BEGIN IMMEDIATE; {step}; PRAGMA user_version = {number}; COMMIT;")
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def unavailable(message: str, *, status: int = 503, retry_after: float | None = None) -> ApiError:
+    return ApiError(message, kind="server_error", code="storage_unavailable", status=status, retry_after=retry_after)
+
+
+def full(message: str = "the server's storage is full") -> ApiError:
+    return unavailable(message, status=507)
+
+
+def _code(error: BaseException) -> int | None:
+    extended: int | None = getattr(error, "sqlite_errorcode", None)
+    return None if extended is None else extended & 0xFF
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Of a statement of ours, not of the disk."""
+    return isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) or _code(error) == sqlite3.SQLITE_ERROR
+
+
+def _as_storage_error(error: BaseException) -> BaseException:
+    """What a client is told of it. The log has the path and the reason."""
+    match error:
+        case sqlite3.Error() if _is_mistake(error):
+            return error
+        case sqlite3.Error() if _code(error) == sqlite3.SQLITE_FULL:
+            return full()
+        case sqlite3.Error():
+            return unavailable("the server's storage cannot be used")
+        case OSError():
+            return storage_error(error)
+        case InUseError() | NewerSchemaError():
+            return unavailable("the server's storage cannot be used")
+        case _:
+            return error
+
+
+def storage_error(error: OSError) -> ApiError:
+    """The disk's errors in a client's words."""
+    if error.errno in _FULL:
+        return full()
+    return unavailable("the server's storage cannot be used")
+
+
+class Page(msgspec.Struct, Generic[Item], frozen=True):
+    """A part of a list, with whether more follows."""
+
+    data: list[Item]
+    has_more: bool
+
+    def as_json(self, item: Callable[[Item], dict[str, Any]]) -> dict[str, Any]:
+        data = [item(each) for each in self.data]
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0].get("id") if data else None,
+            "last_id": data[-1].get("id") if data else None,
+            "has_more": self.has_more,
+        }
+
+
+def select_page(
+    connection: sqlite3.Connection,
+    table: str,
+    tenant: str,
+    *,
+    after: str | None,
+    limit: int,
+    order: Order,
+    where: str = "TRUE",
+    values: tuple[Any, ...] = (),
+) -> Page[sqlite3.Row]:
+    """The tenant's rows by age, from the one with the id `after` on. `table` and `where` are ours, never a client's."""
+    sign, start = (">", 0) if order == "asc" else ("<", 2**62)
+    if after is not None:
+        row = connection.execute(f"SELECT seq FROM {table} WHERE tenant = ? AND id = ?", (tenant, after)).fetchone()
+        if row is None:
+            raise invalid("there is nothing with this id to list from", "after")
+        start = row[0]
+    rows = rows_of(
+        connection,
+        f"SELECT * FROM {table} WHERE tenant = ? AND seq {sign} ? AND {where} ORDER BY seq {order} LIMIT ?",
+        (tenant, start, *values, limit + 1),
+    )
+    return Page(rows[:limit], len(rows) > limit)
+
+
+def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
+    """Rows whose columns have names."""
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor.execute(statement, values).fetchall()
+
+
+def check_listing(*, limit: int, most: int, order: str) -> Order:
+    """What a client may ask of a list."""
+    if not 1 <= limit <= most:
+        raise invalid(f"limit must be from 1 to {most}", "limit")
+    if order == "asc" or order == "desc":
+        return order
+    raise invalid("order must be asc or desc", "order")

@@ -1,0 +1,103 @@
+"""Admit: limits and budgets, reserved before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.flow.course import Course
+from headrace.gateway.flow.prepare import measure
+from headrace.gateway.ledger.budgets import Fallback, Refuse
+from headrace.gateway.ledger.ledger_records import Entry
+from headrace.gateway.limits.limit_set import Scope
+from headrace.gateway.routing.composition import count_of
+from headrace.gateway.routing.router import Plan
+
+
+async def admit(course: Course) -> None:
+    """Limits first: a budget is not held for what is refused anyway."""
+    exchange, parts = course.exchange, course.parts
+    caller = exchange.caller
+    scopes = parts.scopes(caller, exchange.served.name, exchange.surface)
+    if not scopes and parts.ledger is None:
+        return
+    most = await _limit(course, scopes)
+    if parts.ledger is not None:
+        await _budget(course, most, scopes)
+
+
+async def _limit(course: Course, scopes: Sequence[Scope]) -> int:
+    """How many tokens all answers together may have, once the limits have let it in."""
+    exchange, parts = course.exchange, course.parts
+    caller = exchange.caller
+    count = count_of(exchange.asked)
+    most = _most_tokens(course) * count
+    if not scopes:
+        return most
+    course.reservation = await parts.limiter.reserve(
+        scopes,
+        input_tokens=exchange.prompt_tokens,
+        most_output=most,
+        tenant=caller.tenant,
+        surface=exchange.surface,
+        closed=parts.settings_of(caller).fail == "closed",
+    )
+    exchange.headers |= course.reservation.headers()
+    if course.reservation.most_output < most:
+        most = max(count, course.reservation.most_output)
+        exchange.asked = exchange.asked.but(max_tokens=most // count)
+    return most
+
+
+def _most_tokens(course: Course) -> int:
+    """Of one answer."""
+    exchange = course.exchange
+    prompts = exchange.prompts.get(exchange.served.name)
+    longest = max(len(prompt.tokens) for prompt in prompts) if prompts else exchange.prompt_tokens
+    room = max(1, exchange.served.context - longest)
+    asked = exchange.asked.max_tokens
+    most = asked if asked is not None else exchange.served.max_tokens
+    return room if most is None else min(most, room)
+
+
+async def _budget(course: Course, most: int, scopes: Sequence[Scope]) -> None:
+    """`scopes`: of the limits that have let it in."""
+    exchange, parts = course.exchange, course.parts
+    assert parts.ledger is not None
+    caller = exchange.caller
+    likely = parts.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
+    verdict = await parts.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
+    if isinstance(verdict, Fallback):
+        course.shaped.append(Shaped("budget", exchange.served.name, verdict.variant))
+        exchange.served = parts.fleet.served[verdict.variant]
+        course.plan = Plan(verdict.variant, decisions=course.plan.decisions)
+        course.looked = course.recall = None  # they were of the other variant
+        await measure(course)
+        others = parts.scopes(caller, exchange.served.name, exchange.surface)
+        if others != scopes:  # the other variant has limits of its own
+            if course.reservation is not None:
+                course.reservation.release_soon()
+                course.reservation = None
+            most = await _limit(course, others)
+        else:
+            most = min(most, _most_tokens(course) * count_of(exchange.asked))
+        entry = entry_of(course)
+        verdict = await parts.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
+    if isinstance(verdict, Refuse):
+        raise verdict.error()
+    course.charged = True
+
+
+def entry_of(course: Course, *, id: str = "", variant: str = "", counted: bool = True) -> Entry:
+    exchange, caller = course.exchange, course.exchange.caller
+    return Entry(
+        id=id or exchange.id,
+        tenant=caller.tenant,
+        endpoint=exchange.endpoint or "-",
+        model=exchange.asked.model or course.named,
+        variant=variant or exchange.served.name,
+        key=caller.key,
+        surface=exchange.surface,
+        prompt_tokens=exchange.prompt_tokens,
+        counted=counted,
+    )

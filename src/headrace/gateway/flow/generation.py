@@ -1,0 +1,38 @@
+"""Generate: one of an engine, an upstream, or several of them, for one client or for all who ask the same."""
+
+from __future__ import annotations
+
+from headrace.gateway.caches.exact.exact_cache import Alone
+from headrace.gateway.caches.exact.in_flight import Terms
+from headrace.gateway.flow.course import Course
+from headrace.gateway.flow.shared_generation import Shared
+from headrace.gateway.routing.composition import part_of
+
+
+async def generate(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    looked = course.looked
+    if parts.exact is not None and looked is not None and looked.uses.looks:
+        shared, plan = part_of(exchange, exchange.served, exchange.asked), course.plan
+        # What may begin anew, unheard, is not for those who hear it as it comes.
+        whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
+        terms = Terms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
+        course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
+        course.follows = True
+        if course.answer.role == "joiner":
+            exchange.by = "shared"
+            exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "shared"
+    else:
+        course.own = parts.answers(exchange, course.plan)
+        await course.own.begin()
+        course.answer = Alone(course.own)
+    if parts.degrades(exchange.surface):
+        course.wait = parts.pressure.wait(exchange.served.name, exchange.caller.tenant)
+
+
+def _deadline(course: Course) -> float | None:
+    exchange = course.exchange
+    seconds = exchange.asked.deadline_s
+    if seconds is None:
+        seconds = exchange.served.deadlines.get(exchange.surface)
+    return None if seconds is None else exchange.arrival + seconds

@@ -1,0 +1,156 @@
+"""Before anything is reserved: identify, route, degrade, shape.
+
+Owns what a request becomes before it is let in: whose it is and on which surface, the variant that is to answer, and
+the prompt that it will see.
+"""
+
+from __future__ import annotations
+
+import time
+
+from headrace.gateway.accounts.access import allows_model, surface_of
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.semantic.semantic_entry import primed
+from headrace.gateway.degradation.ladder import ladder_steps as ladder
+from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.shaping.fast_profile import fast, shortened
+from headrace.gateway.degradation.shaping.message_fitting import fitted, numbered
+from headrace.gateway.flow.course import Course
+from headrace.gateway.flow.recall import exact
+from headrace.gateway.routing.composition import part_of
+from headrace.gateway.routing.router import Plan
+from headrace.gateway.serving.engine_answering import prompts_of
+
+
+def identify(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    asked = exchange.asked
+    surface = surface_of(exchange.caller, asked.surface, exchange.served.surface)
+    exchange.surface = surface
+    if asked.surface != surface:
+        exchange.asked = asked = asked.but(surface=surface)
+    if asked.profile == "fast":
+        exchange.asked, shaped = fast(asked, parts.fast_options, reasons=exchange.served.reasoning is not None)
+        course.shaped += shaped
+    switch = parts.switches.fast(exchange.caller.tenant, exchange.served.name)
+    if switch is None:
+        return
+    exchange.headers["x-headrace-fast"] = "on"
+    if switch.variant is not None:
+        exchange.served = parts.fleet.served[switch.variant]
+    asked = exchange.asked
+    if switch.slow_tools and asked.tools and asked.choosing == "auto":
+        left = tuple(tool for tool in asked.tools if tool.name not in switch.slow_tools)
+        if len(left) < len(asked.tools):
+            course.shaped.append(Shaped("tools", len(asked.tools), len(left)))
+            exchange.asked = asked.but(tools=left)
+    if switch.max_tokens is not None:  # after the tools: an answer that may be a call is not cut
+        exchange.asked, shaped = shortened(exchange.asked, switch.max_tokens)
+        course.shaped += shaped
+    course.most_prompt = switch.prompt_tokens
+
+
+def route(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    if parts.router.idle:
+        course.plan = Plan(exchange.served.name)
+    else:
+        course.plan = plan = parts.router.route(exchange)
+        exchange.served = parts.fleet.served[plan.variant]
+    if exchange.served.kind != "decoder":
+        raise ApiError(f"'{exchange.served.name}' makes embeddings, not text", parameter="model")
+
+
+def degrade(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    if not parts.degrades(exchange.surface):
+        return
+    asked, served, tenant = exchange.asked, exchange.served, exchange.caller.tenant
+    settings = parts.settings_of(exchange.caller)
+    deadline = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(exchange.surface)
+    course.signals = parts.pressure.signals(
+        served.name,
+        tenant,
+        surface=exchange.surface,
+        deadline_s=None if deadline is None else deadline - (time.monotonic() - exchange.arrival),
+        max_tokens=asked.max_tokens,
+        budget_left=parts.budget_left(tenant, exchange.endpoint),
+    )
+    course.standing = f"{served.name}\n{tenant}"
+    level = parts.ladder.decide(exchange.surface, course.signals, of=course.standing)
+    if not level.number:
+        return
+    allowed = ladder.Allowed.of(asked.degrade, None if settings.ladder else "off")
+    course.degraded = degraded = ladder.apply(level, asked, allowed)
+    course.whole = part_of(exchange, served, asked)
+    smaller = ladder.smaller(served.name, degraded.variants, parts.fleet.served)
+    if smaller is not None and not allows_model(exchange.caller, smaller):
+        smaller = None
+    if smaller is not None and not course.plan.steps and course.plan.cascade is None:
+        exchange.served = parts.fleet.served[smaller]
+        course.plan = Plan(smaller, decisions=course.plan.decisions)
+        course.telling.took("variant", Shaped("variant", served.name, smaller))
+    exchange.asked, shaped = ladder.cut(asked, degraded)
+    course.telling.took("max_tokens", *shaped)
+
+
+async def shape(course: Course) -> None:
+    exchange, parts = course.exchange, course.parts
+    asked, degraded = exchange.asked, course.degraded
+    if asked.messages is not None:
+        most = None if degraded is None else degraded.sources_tokens
+        exchange.asked, course.selected, shaped = numbered(asked, exchange.served, parts.sources_options(most))
+        budget, history = course.most_prompt, None if degraded is None else degraded.history_tokens
+        if history is not None:
+            own = history + (0 if course.selected is None else course.selected.tokens)
+            budget = own if budget is None else min(budget, own)
+        # Under pressure nobody is asked for a summary.
+        summariser = parts.summariser(exchange) if degraded is None else None
+        changed = await fitted(exchange.asked, exchange.served, parts.shaping, budget, summariser)
+        exchange.asked = changed.asked
+        if history is not None:
+            course.telling.took("trim", *(each for each in shaped if each.step == "sources"), *changed.shaped)
+            course.shaped += (each for each in shaped if each.step != "sources")
+        else:
+            course.shaped += (*shaped, *changed.shaped)
+    await measure(course)
+
+
+async def measure(course: Course) -> None:
+    """How long the prompt is."""
+    exchange, parts = course.exchange, course.parts
+    if exchange.served.upstream is not None:
+        exchange.prompt_tokens = await parts.prompt_tokens(exchange)
+        return
+    exact = parts.exact
+    if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
+        await prompts_of(exchange)
+        return
+    name = exact.prompts.name(exchange)  # what is answered at once is not to be rendered first
+    if name is not None and (known := exact.prompts.find(name)) is not None:
+        exchange.prompts[exchange.served.name] = known
+    found = await prompts_of(exchange)
+    if name is not None:
+        exact.prompts.keep(name, found)
+
+
+async def prime(course: Course) -> None:
+    """An example is a part of the prompt: it is looked for before the prompt is paid for, where the exact cache has
+    no answer, and left out where there is no room for it."""
+    exchange, parts = course.exchange, course.parts
+    if parts.semantic is None or parts.semantic.options.serve != "prime" or course.degraded is not None:
+        return
+    uses = parts.semantic.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache)
+    if uses.looks and await exact(course, stale=False) is None:
+        recall = course.recall = await parts.recall(exchange, course.plan)
+        if recall.entry is None or recall.outcome != "hit":
+            return
+        asked, prompts, length = exchange.asked, exchange.prompts, exchange.prompt_tokens
+        exchange.asked, exchange.prompts = primed(asked, recall.entry), {}
+        try:
+            await measure(course)
+        except ApiError:
+            exchange.asked, exchange.prompts, exchange.prompt_tokens = asked, prompts, length
+            return
+        course.looked = None  # what is answered now is neither kept as the answer to this very request nor shared
+        exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "primed"

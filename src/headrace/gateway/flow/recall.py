@@ -1,0 +1,163 @@
+"""Recall: an answer that is there already, exact, semantic or from the request's own sources; or the ladder's end."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.exact.cache_key import wanted_of
+from headrace.gateway.caches.exact.exact_cache import Hit
+from headrace.gateway.degradation.ladder import ladder_steps as ladder
+from headrace.gateway.degradation.ladder.extractive_answer import asked_of, extract
+from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.shaping.message_fitting import fitted, numbered
+from headrace.gateway.flow.course import Course
+from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.serving.engine_answering import prompts_of
+from headrace.gateway.serving.exchange import Exchange
+from headrace.observe import metrics
+
+_REFUSED = frozenset(  # by who was to answer, for want of room or time
+    {
+        "overloaded",
+        "deadline_unreachable",
+        "upstream_unavailable",
+        "upstream_busy",
+        "upstream_overloaded",
+        "upstream_unreachable",
+        "upstream_rate_limit",
+        "engine_lost",
+        "variant_unavailable",
+        "too_late",
+    }
+)
+
+
+async def recalled(course: Course) -> bool:
+    """Whether there is an answer that nobody needs to generate."""
+    exchange, parts, degraded = course.exchange, course.parts, course.degraded
+    stale = degraded is not None and degraded.stale_s is not None
+    if course.recall is None and (hit := await exact(course, stale=stale)) is not None:
+        _hit(course, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
+        if hit.stale:
+            course.telling.took("stale", Shaped("age_s", None, round(hit.age_s)))
+        return True
+    if parts.semantic is not None and course.recall is None:
+        recall = course.recall = await parts.recall(exchange, course.plan)
+        served = recall.outcome == "hit" and parts.semantic.options.serve == "answer"
+        if served and recall.entry is not None:
+            answer = recall.entry.answer
+            pieces = answer.pieces(prompt_tokens=exchange.prompt_tokens)
+            _hit(course, Hit(pieces, n=1, machine_s=answer.machine_s), "semantic", "")
+            if recall.check:
+                parts.check_later(exchange, recall)
+            return True
+    if degraded is None:
+        return False
+    if degraded.extract and _extracted(course):
+        return True
+    if degraded.refuse:
+        refused_by_ladder(course)
+        raise ladder.refusal(degraded.level, course.signals)
+    return False
+
+
+async def exact(course: Course, *, stale: bool) -> Hit | None:
+    """The exact cache's, which is asked once."""
+    exchange, exact = course.exchange, course.parts.exact
+    if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
+        return None
+    return await _hit_of(course, stale=stale) if course.looked is None else course.looked.hit
+
+
+async def _hit_of(course: Course, *, stale: bool) -> Hit | None:
+    """What was kept of this very request: first of what was asked, then of what has become of it."""
+    if course.whole is not None and course.whole.served.upstream is None:
+        whole = course.whole
+        if whole.asked is not course.exchange.asked or whole.served is not course.exchange.served:
+            whole.prompts = {}
+            with suppress(ApiError):  # what was too long before it was trimmed was never kept
+                whole.asked = numbered(whole.asked, whole.served, course.parts.sources_options(None))[0]
+                whole.asked = (await fitted(whole.asked, whole.served, course.parts.shaping, None, None)).asked
+                await prompts_of(whole)
+                if (hit := await _look(course, whole, stale=stale)) is not None:
+                    course.exchange.served = whole.served
+                    course.telling.clear()  # nothing was made less of it
+                    return hit
+    return await _look(course, course.exchange, stale=stale)
+
+
+async def _look(course: Course, exchange: Exchange, *, stale: bool) -> Hit | None:
+    parts, plan = course.parts, course.plan
+    assert parts.exact is not None
+    prompts = exchange.prompts.get(exchange.served.name)
+    wanted = wanted_of(
+        tenant=exchange.caller.tenant,
+        served=exchange.served,
+        asked=exchange.asked,
+        prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
+        seeded=exchange.asked.seeded,
+        policy=f"{parts.config.cache.exact.policy}\n{plan.small or ''}",
+    )
+    course.looked = looked = await parts.exact.look(wanted, wish=exchange.asked.cache, stale=stale)
+    hit, degraded = looked.hit, course.degraded
+    if hit is not None and hit.stale and wanted is not None and degraded is not None:
+        expired = hit.age_s - parts.exact.ttl(wanted.tags)
+        return hit if expired <= (degraded.stale_s or 0.0) else None
+    return hit
+
+
+def _hit(course: Course, answer: Hit, by: str, what: str) -> None:
+    course.answer, course.follows = answer, True
+    course.exchange.by = by
+    course.exchange.headers["x-headrace-cache"] = f"{by}; {what}" if what else by
+    course.exchange.notes["cache"] = by
+
+
+def _extracted(course: Course) -> bool:
+    """From the request's own sources, where it has any."""
+    exchange = course.exchange
+    given = () if course.selected is None else course.selected.sources
+    question, before, sources = asked_of(exchange.asked.messages or (), given)
+    if not sources or not question:
+        return False
+    found = extract(question, sources, before=before)
+    exchange.notes |= {
+        "extracted": True,
+        "confidence": round(found.confidence, 4),
+        "citations": [
+            {"number": each.number, "id": each.id, "start": each.start, "end": each.end} for each in found.quotes
+        ],
+    }
+    course.selected = None
+    course.telling.clear("max_tokens", "variant")  # which nothing came of
+    course.telling.took("extract", Shaped("quotes", None, len(found.quotes)))
+    pieces = [Piece(0, content=found.text), Piece(0, finish="stop", usage=Usage())]
+    course.answer, course.follows = Hit(pieces, n=1), True
+    exchange.by = "extract"
+    return True
+
+
+def instead(course: Course, error: ApiError) -> bool:
+    """Where who answers refuses, or is not there: what the end of the surface's ladder has, before the client hears
+    of it."""
+    exchange, parts = course.exchange, course.parts
+    if error.code not in _REFUSED or not parts.degrades(exchange.surface):
+        return False
+    before = course.answer
+    allowed = ladder.Allowed.of(exchange.asked.degrade, None if parts.settings_of(exchange.caller).ladder else "off")
+    degraded = ladder.apply(parts.ladder.bottom(exchange.surface), exchange.asked, allowed)
+    if not (degraded.extract and _extracted(course)):
+        return False
+    if before is not None:
+        before.cancel()
+    if course.wait is not None:
+        course.wait.over()  # it has had no first token
+        course.wait = None
+    course.looks = True
+    return True
+
+
+def refused_by_ladder(course: Course) -> None:
+    course.telling.clear()
+    metrics.of(metrics.degraded, course.exchange.surface, "refuse").inc()

@@ -1,0 +1,175 @@
+"""Brings charges from memory to the store, in batches, behind the exchanges' backs.
+
+Owns what waits for the store, the order in which it goes, and what happens when the store does not take it: it is kept
+and tried again, and whoever asks is told how far behind the store is. Bounded by the exchanges that the ledger lets in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from headrace.gateway.ledger.budget_alerts import Courier
+from headrace.gateway.ledger.holds import Open
+from headrace.gateway.ledger.ledger_bounds import Bounds, Count
+from headrace.gateway.ledger.ledger_records import Charge
+from headrace.gateway.ledger.ledger_store import Alert, Batch, Moved, Store, Watch
+
+log: Final = logging.getLogger(__name__)
+
+_BATCH: Final = 500  # charges in one transaction
+_LONGEST_PAUSE: Final = 5.0  # seconds, between two tries
+
+
+class Writer:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        watch: Watch,
+        running: Mapping[str, Open],
+        written: Callable[[Open, bool], None],  # hears of each charge that the store has, and whether it had it before
+        lock: asyncio.Lock,
+        bounds: Bounds,
+        courier: Courier | None,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+        count: Count,
+    ) -> None:
+        self._store = store
+        self._watch = watch
+        self._running = running
+        self._written = written
+        self._lock = lock
+        self._bounds = bounds
+        self._courier = courier
+        self._clock = clock
+        self._monotonic = monotonic
+        self._count = count
+        self.waiting: dict[str, Open] = {}  # settled, the oldest first
+        self._alerts: list[Alert] = []
+        # For shared stores alone.
+        self._opened: dict[str, Open] = {}  # to be made known
+        self._released: dict[str, None] = {}  # to be forgotten
+        self._moved: list[Moved] = []
+        self._found: list[Charge] = []  # of other servers that died
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def charge(self, open: Open) -> None:
+        open.since = self._monotonic()
+        self.waiting[open.id] = open
+        self._opened.pop(open.id, None)
+        self._stir()
+
+    def open(self, open: Open) -> None:
+        self._opened[open.id] = open
+        self._stir()
+
+    def release(self, id: str) -> None:
+        """Nothing is held for it any more."""
+        self._released[id] = None
+        self._stir()
+
+    def drop(self, open: Open) -> None:
+        """It never was."""
+        self._opened.pop(open.id, None)
+
+    def alert(self, alert: Alert) -> None:
+        self._alerts.append(alert)
+        self._stir()
+
+    def move(self, moved: list[Moved]) -> None:
+        """How far exchanges have come by now."""
+        self._moved = moved
+        self._stir()
+
+    def take_over(self, charges: list[Charge]) -> None:
+        self._found += charges
+        self._stir()
+
+    @property
+    def behind_s(self) -> float:
+        """How long the oldest charge has waited."""
+        return self._monotonic() - next(iter(self.waiting.values())).since if self.waiting else 0.0
+
+    @property
+    def behind(self) -> bool:
+        """The store is slow or gone."""
+        return self.behind_s > self._bounds.wait_s + self._bounds.gather_s
+
+    async def flush(self) -> None:
+        """Returns when the store has everything."""
+        await self._idle.wait()
+
+    def _stir(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        pause = self._bounds.wait_s
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(self._bounds.gather_s)
+            self._wake.clear()
+            try:
+                while await self._write_some():
+                    pause = self._bounds.wait_s
+                self._idle.set()
+            except Exception as error:
+                self._count("write_failed", 1)
+                log.error("the ledger cannot be written, and is kept for later: %s", str(error) or type(error).__name__)
+                self._wake.set()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _write_some(self) -> bool:
+        """False where nothing waits. What comes while it writes goes with the next batch."""
+        async with self._lock:
+            settled = list(islice(self.waiting.values(), _BATCH))
+            opened = list(islice(self._opened.values(), _BATCH))
+            found, moved = self._found[:_BATCH], self._moved
+            batch = Batch(
+                charges=[Charge(open.reserved, open.settled) for open in settled if open.settled is not None],
+                alerts=self._alerts[:_BATCH],
+                opened=[open.reserved for open in opened],
+                moved=moved[:_BATCH],
+                released=list(islice(self._released, _BATCH)),
+            )
+            batch.charges += found
+            if not (batch.charges or batch.alerts or batch.opened or batch.moved or batch.released):
+                return False
+            written = await self._store.write(batch, self._watch, self._clock())
+            for open in settled:
+                del self.waiting[open.id]
+                self._written(open, open.id in written.known)
+            for open in opened:
+                open.stored = True
+                self._opened.pop(open.id, None)
+                if self._running.get(open.id) is not open:  # it was dropped meanwhile
+                    self._released[open.id] = None
+            for each in batch.moved:
+                if (open := self._running.get(each.id)) is not None:
+                    open.told = each.output_tokens
+            if self._moved is moved:  # nobody knows better by now
+                self._moved = moved[_BATCH:]
+            for id in batch.released:
+                self._released.pop(id, None)
+            del self._found[: len(found)], self._alerts[: len(batch.alerts)]
+        self._announce(written.alerts)
+        return True
+
+    def _announce(self, alerts: list[Alert]) -> None:
+        for alert in alerts:
+            log.warning("budget: %s", msgspec.json.encode(alert.as_json()).decode())
+        if alerts:
+            self._count("alerts", len(alerts))
+            if self._courier is not None:
+                self._courier.wake()

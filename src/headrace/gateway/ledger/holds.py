@@ -1,0 +1,394 @@
+"""What running exchanges hold of budgets: in this process, or in a database that several gateways share.
+
+Owns Open (an exchange under way, as the ledger knows it), LocalHolds and SharedHolds. Both answer one question, whether
+an exchange may be served, and both say no rather than let a budget be passed.
+
+LocalHolds keeps exact sums in memory: one process writes the ledger, so what the store has, plus what waits to be
+written, plus what is held is all there is. A sum is read from the store once, when its period is first touched.
+SharedHolds asks the database, in one statement with a bounded wait, and keeps away from one that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+import msgspec
+
+from headrace.gateway.ledger.budgets import (
+    HELD,
+    UNAVAILABLE,
+    Accounts,
+    Admit,
+    Budget,
+    Standing,
+    Verdict,
+    decide,
+)
+from headrace.gateway.ledger.ledger_records import Reserved, Scope, ScopeSums, Settled, scopes_of
+from headrace.gateway.ledger.ledger_store import BusyError, SharedStore
+from headrace.gateway.ledger.periods import Calendar, month_of
+
+log: Final = logging.getLogger(__name__)
+
+_LONGEST_PAUSE: Final = 30.0  # seconds, of a store that does not answer
+
+
+class Open(msgspec.Struct):
+    """An exchange from its reservation until the store has its charge."""
+
+    reserved: Reserved
+    most: int | None = None  # output tokens that it can have
+    slot: int | None = None  # of the journal
+    held: int = 0  # micros
+    scopes: tuple[Scope, ...] = ()  # that it counts in; of budgets alone
+    output_tokens: int = 0
+    machine_us: int = 0
+    settled: Settled | None = None
+    since: float = 0.0  # that it waits to be written
+    denied: bool = False  # there was no room for more
+    extending: asyncio.Task[None] | None = None
+    asked: bool = False  # a shared store may hold something for it
+    stored: bool = False  # a shared store knows that it runs
+    told: int = 0  # output tokens that a shared store knows of
+
+    @property
+    def id(self) -> str:
+        return self.reserved.entry.id
+
+
+Estimate = Callable[[str], int]  # variant → micros
+Ended = Callable[[Standing, Scope], None]
+
+
+class Holds(Protocol):
+    early: bool  # an extension takes a while, and has to be asked for before it is needed
+
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict: ...
+
+    def extend(self, open: Open, need: int, more: int) -> bool:
+        """Whether it may go on: it is to hold what it needs now, and as much up to `more` as there is."""
+        ...
+
+    def release(self, open: Open) -> None: ...
+    def settle(self, open: Open, micros: int) -> None: ...
+    def written(self, open: Open, micros: int, *, counted: bool) -> None: ...
+    def declared(self, tenant: str, running: Iterable[Open]) -> None: ...
+    def forget(self, now: float) -> None: ...
+
+
+class Pause:
+    """Of a store that did not answer: nobody waits for it again until a while later."""
+
+    def __init__(self, monotonic: Callable[[], float], *, first_s: float = 1.0) -> None:
+        self._monotonic = monotonic
+        self._first = self._length = first_s
+        self._until = 0.0
+
+    @property
+    def on(self) -> bool:
+        return self._monotonic() < self._until
+
+    def failed(self) -> bool:
+        """False where somebody who waited at the same time has said so."""
+        if self.on:
+            return False
+        self._until = self._monotonic() + self._length
+        self._length = min(self._length * 2, _LONGEST_PAUSE)
+        return True
+
+    def answered(self) -> None:
+        self._length = self._first
+        self._until = 0.0
+
+
+class _Sum(msgspec.Struct):
+    stored: int | None = None  # None: not read yet
+    waiting: int = 0  # charged, and not in the store yet
+    held: int = 0
+
+    @property
+    def spent(self) -> int:
+        return (self.stored or 0) + self.waiting
+
+    def fits(self, budget: Budget, micros: int, variant: str) -> bool:
+        return self.spent + self.held + micros <= budget.limit_for(variant)
+
+
+class LocalHolds:
+    early = False
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        calendar: Calendar,
+        read: Callable[[Sequence[Scope]], Awaitable[ScopeSums]],
+        writing: asyncio.Lock,  # whoever has it knows that what the store has and what waits fit together
+        *,
+        wait_s: float,
+        monotonic: Callable[[], float],
+        ended: Ended,
+    ) -> None:
+        self._accounts = accounts
+        self._calendar = calendar
+        self._read = read
+        self._writing = writing
+        self._wait = wait_s
+        self._ended = ended
+        self._pause = Pause(monotonic)
+        self._sums: dict[Scope, _Sum] = {}
+        self._reading: dict[Scope, asyncio.Task[None]] = {}
+
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
+        entry = open.reserved.entry
+        budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
+        if not budgets:
+            return Admit(estimate(entry.variant))
+        scopes = _scopes(open, budgets)
+        sums = [self._sum(scope) for scope in scopes]
+        if not _known(sums):
+            await self._learn(scopes)
+            # Meanwhile other budgets may have been declared, and sums have been made anew.
+            budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
+            scopes = _scopes(open, budgets)
+            sums = [self._sum(scope) for scope in scopes]
+        variant, checked = entry.variant, _known(sums)
+        micros = estimate(variant)
+        if not checked:
+            if self._accounts.of(entry.tenant).when_down == "closed":
+                return UNAVAILABLE
+        elif not all(each.fits(budget, micros, variant) for each, budget in zip(sums, budgets, strict=True)):
+            standings = [self._standing(*each) for each in zip(budgets, scopes, strict=True)]
+            for standing, scope in zip(standings, scopes, strict=True):
+                if standing.over(micros, variant):
+                    self._ended(standing, scope)
+            return decide(standings, variant, estimate, self._calendar, now, falls=falls)
+        open.scopes, open.held = scopes, micros
+        for sum in sums:
+            sum.held += micros
+        return Admit(micros, checked)
+
+    def extend(self, open: Open, need: int, more: int) -> bool:
+        entry = open.reserved.entry
+        target = more
+        for scope in open.scopes:
+            budget = self._accounts.budget(*scope)
+            if budget is not None:
+                sum = self._sum(scope)
+                target = min(target, budget.limit_for(entry.variant) - sum.spent - sum.held + open.held)
+        if target < need:
+            return False
+        for scope in open.scopes:
+            self._sum(scope).held += target - open.held
+        open.held = target
+        return True
+
+    def release(self, open: Open) -> None:
+        for scope in open.scopes:
+            self._sum(scope).held -= open.held
+        open.held = 0
+
+    def settle(self, open: Open, micros: int) -> None:
+        entry = open.reserved.entry
+        self.release(open)
+        open.scopes = _scopes(open, self._accounts.of(entry.tenant).applying(entry.endpoint))
+        for scope in open.scopes:
+            self._sum(scope).waiting += micros
+
+    def written(self, open: Open, micros: int, *, counted: bool) -> None:
+        for scope in open.scopes:
+            sum = self._sum(scope)
+            sum.waiting -= micros
+            if counted and sum.stored is not None:
+                sum.stored += micros
+
+    def declared(self, tenant: str, running: Iterable[Open]) -> None:
+        """Another account is in force: what runs counts in its budgets from now on."""
+        for scope in [scope for scope in self._sums if scope.tenant == tenant]:
+            if self._accounts.budget(*scope) is None:
+                del self._sums[scope]  # from now on it is not kept true
+            else:
+                self._sums[scope].held = self._sums[scope].waiting = 0
+        for open in running:
+            entry = open.reserved.entry
+            if entry.tenant == tenant:
+                open.scopes = _scopes(open, self._accounts.of(tenant).applying(entry.endpoint))
+                for scope in open.scopes:
+                    sum = self._sum(scope)
+                    sum.held += open.held
+                    sum.waiting += 0 if open.settled is None else open.settled.micros
+
+    def forget(self, now: float) -> None:
+        """Sums of periods that are over. Should the clock come back to one, it is read again."""
+        day = self._calendar.day(now)
+        for scope, sum in list(self._sums.items()):
+            if scope.period not in (day, month_of(day)) and not sum.held and not sum.waiting:
+                del self._sums[scope]
+
+    def standings(self, tenant: str, day: str) -> list[Standing]:
+        """Of budgets whose sums are known."""
+        budgets = self._accounts.of(tenant).budgets
+        scopes = [Scope(tenant, budget.endpoint, budget.label(day)) for budget in budgets]
+        return [self._standing(*each) for each in zip(budgets, scopes, strict=True) if _known([self._sum(each[1])])]
+
+    def _standing(self, budget: Budget, scope: Scope) -> Standing:
+        sum = self._sum(scope)
+        return Standing(budget, scope.period, sum.spent, sum.held)
+
+    def _sum(self, scope: Scope) -> _Sum:
+        found = self._sums.get(scope)
+        if found is None:
+            found = self._sums[scope] = _Sum()
+        return found
+
+    async def _learn(self, scopes: Sequence[Scope]) -> None:
+        """Reads what is not known; returns when that is done, or did not come in time."""
+        wanted = [scope for scope in scopes if self._sum(scope).stored is None]
+        new = [scope for scope in wanted if scope not in self._reading]
+        if new and not self._pause.on:
+            task = asyncio.create_task(self._read_sums(new))
+            for scope in new:
+                self._reading[scope] = task
+        waiting = {self._reading[scope] for scope in wanted if scope in self._reading}
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=self._wait)
+            if late:
+                self._pause.failed()
+
+    async def _read_sums(self, scopes: Sequence[Scope]) -> None:
+        try:
+            async with self._writing:
+                found = await self._read(scopes)
+                for scope in scopes:
+                    sum = self._sums.get(scope)  # none where no budget counts it any more
+                    if sum is not None and sum.stored is None:
+                        sum.stored = found.get(scope, 0)
+            self._pause.answered()
+        except Exception as error:
+            if self._pause.failed():
+                log.error("what is spent cannot be read: %s", error)
+        finally:
+            for scope in scopes:
+                self._reading.pop(scope, None)
+
+
+class SharedHolds:
+    early = True
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        calendar: Calendar,
+        store: SharedStore,
+        *,
+        monotonic: Callable[[], float],
+        ended: Ended,
+        let_go: Callable[[str], None],  # hears of exchanges that may still hold something in the database
+    ) -> None:
+        self._accounts = accounts
+        self._calendar = calendar
+        self._store = store
+        self._ended = ended
+        self._let_go = let_go
+        self._pause = Pause(monotonic)
+
+    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
+        entry = open.reserved.entry
+        account = self._accounts.of(entry.tenant)
+        budgets = account.applying(entry.endpoint)
+        micros = estimate(entry.variant)
+        if not budgets:
+            return Admit(micros)
+        open.scopes = _scopes(open, budgets)
+        standings = await self._ask(open, budgets, micros)
+        if standings is None:
+            return UNAVAILABLE if account.when_down == "closed" else Admit(micros, checked=False)
+        if not standings:
+            return Admit(micros)
+        for standing, scope in zip(standings, open.scopes, strict=True):
+            if standing.over(micros, entry.variant):
+                self._ended(standing, scope)
+        verdict = decide(standings, entry.variant, estimate, self._calendar, now, falls=falls)
+        # The database judges by the same sums, so it is not admitted here.
+        return HELD if isinstance(verdict, Admit) else verdict
+
+    async def _ask(self, open: Open, budgets: Sequence[Budget], micros: int) -> list[Standing] | None:
+        """Why not; nothing where it is held; None where the database does not say."""
+        if self._pause.on:
+            return None
+        entry, day = open.reserved.entry, open.reserved.day
+        by_scope = dict(zip(_scopes(open, budgets), budgets, strict=True))
+        scopes = scopes_of(entry.tenant, entry.endpoint, day)
+        limits = [by_scope[scope].limit_for(entry.variant) if scope in by_scope else None for scope in scopes]
+        open.asked = True
+        try:
+            held, sums = await self._store.hold(open.reserved, micros, limits)
+        except BusyError:
+            return None
+        except Exception as error:
+            if self._pause.failed():
+                log.error("the ledger's database does not answer: %s", str(error) or type(error).__name__)
+            return None
+        self._pause.answered()
+        if held:
+            open.held, open.stored = micros, True
+            return []
+        open.asked = open.stored
+        found = dict(zip(scopes, sums, strict=True))
+        return [Standing(budget, scope.period, *found[scope]) for scope, budget in by_scope.items()]
+
+    def extend(self, open: Open, need: int, more: int) -> bool:
+        """Asks, and lets the exchange go on meanwhile."""
+        if open.extending is None and not open.denied:
+            open.extending = asyncio.create_task(self._extend(open, more))
+            open.extending.add_done_callback(partial(_extended, open))
+        return need <= open.held or not open.denied
+
+    async def _extend(self, open: Open, more: int) -> None:
+        entry = open.reserved.entry
+        account = self._accounts.of(entry.tenant)
+        budgets = account.applying(entry.endpoint)
+        if not budgets or open.settled is not None:
+            return
+        standings = await self._ask(open, budgets, more)
+        if standings:
+            open.denied = True
+            room = min(each.budget.limit_for(entry.variant) - each.spent - each.held for each in standings)
+            if open.held < room < more and open.settled is None:
+                await self._ask(open, budgets, room)
+        elif standings is None:
+            open.denied = account.when_down == "closed"
+        if open.settled is not None:  # meanwhile; what it holds since then nobody else would give back
+            self._let_go(open.id)
+
+    def release(self, open: Open) -> None:
+        if open.asked or open.stored:
+            self._let_go(open.id)
+        open.held = 0
+
+    def settle(self, open: Open, micros: int) -> None:
+        """The store takes back what was held when it writes the charge."""
+
+    def written(self, open: Open, micros: int, *, counted: bool) -> None: ...
+
+    def declared(self, tenant: str, running: Iterable[Open]) -> None: ...
+
+    def forget(self, now: float) -> None: ...
+
+
+def _known(sums: Iterable[_Sum]) -> bool:
+    return all(sum.stored is not None for sum in sums)
+
+
+def _scopes(open: Open, budgets: Iterable[Budget]) -> tuple[Scope, ...]:
+    entry, day = open.reserved.entry, open.reserved.day
+    return tuple(Scope(entry.tenant, budget.endpoint, budget.label(day)) for budget in budgets)
+
+
+def _extended(open: Open, task: asyncio.Task[None]) -> None:
+    open.extending = None
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a reservation could not be extended", exc_info=task.exception())

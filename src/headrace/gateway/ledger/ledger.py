@@ -1,0 +1,513 @@
+"""The ledger: what every exchange may cost before it is served, and what it did cost afterwards, exactly once.
+
+Owns the life of an exchange as money sees it, and the journal that outlives the process. Knows no HTTP and no engine.
+
+    reserve ──▶ budgets (holds.py) ──▶ journal ──▶ served ──progress──▶ journal ──settle──▶ journal ──▶ done
+                                                                       a few ms later, in batches (writer.py) ──▶ store
+
+What must be safe before the first byte goes out: that the exchange runs, and for whom. What must be safe before each
+piece: how far it came. Before the last byte: its charge. The journal has all three within microseconds, and they
+outlive the process; the store, which has a charge when its transaction is on the disk, is not waited for. A charge
+leaves the journal when the store has it, and the store knows it by its exchange's id: so none is lost and none counts
+twice, whenever the process is killed. docs/ledger.md has the guarantee word by word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.gateway.ledger.budget_alerts import Courier
+from headrace.gateway.ledger.budgets import (
+    FULL,
+    UNAVAILABLE,
+    Account,
+    Accounts,
+    Admit,
+    Fallback,
+    Refuse,
+    Standing,
+    Verdict,
+    Why,
+)
+from headrace.gateway.ledger.charge_writer import Writer
+from headrace.gateway.ledger.charges import Charging, crashed
+from headrace.gateway.ledger.holds import Holds, LocalHolds, Open, SharedHolds
+from headrace.gateway.ledger.journal import Found, Journal, JournalError
+from headrace.gateway.ledger.ledger_bounds import Bounds, Count, Event, Statistics
+from headrace.gateway.ledger.ledger_records import Entry, Reserved, Scope, Settled
+from headrace.gateway.ledger.ledger_store import Alert, Moved, SharedStore, Store
+from headrace.gateway.ledger.periods import Calendar
+from headrace.gateway.ledger.prices import PriceBook
+from headrace.gateway.requests.text_request import Usage
+
+log: Final = logging.getLogger(__name__)
+
+_REFUSED: Final[dict[Why, Event]] = {
+    "budget": "refused_budget",
+    "held": "refused_held",
+    "store": "refused_store",
+    "full": "refused_full",
+}
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_reserved: Final = msgspec.msgpack.Decoder(Reserved).decode
+_decode_settled: Final = msgspec.msgpack.Decoder(Settled).decode
+
+_TEND_S: Final = 5.0  # between two rounds of the store's own work
+_COMPLAINT_S: Final = 10.0  # between two lines in the log about one disk
+_PRUNE_S: Final = 3600.0  # between two looks at what is too old
+
+
+class LedgerError(HeadraceError):
+    """The ledger was asked for what makes no sense."""
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What an exchange is charged, and what it would have been charged more without caches and routes, in micros."""
+
+    micros: int
+    saved: dict[str, int]
+
+
+def _ignore(event: Event, number: int) -> None: ...
+
+
+class Ledger:
+    """All of it belongs to one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        prices: PriceBook | None = None,
+        accounts: Accounts | None = None,
+        calendar: Calendar | None = None,
+        journal: Path | None = None,  # without one, a killed process takes along what it had not written yet
+        bounds: Bounds | None = None,
+        courier: Courier | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        count: Count = _ignore,
+    ) -> None:
+        self.store = store
+        self._accounts = Accounts() if accounts is None else accounts
+        self._calendar = Calendar() if calendar is None else calendar
+        self._charging = Charging(PriceBook() if prices is None else prices)
+        self._bounds = Bounds() if bounds is None else bounds
+        self._courier = courier
+        self._clock = clock
+        self._monotonic = monotonic
+        self._count = count
+        self._run = secrets.token_hex(16)
+        self._journal_path = journal
+        self._journal: Journal | None = None
+        self._complain_at = 0.0  # of the journal again
+        self._open: dict[str, Open] = {}  # running, or not in the store yet
+        self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # the last ones
+        self._ended: set[Scope] = set()  # budgets that have refused something
+        self._tasks: list[asyncio.Task[None]] = []
+        lock = asyncio.Lock()  # who has it knows that what the store has, and what waits for it, fit together
+        self._lock = lock
+        self._writer = Writer(
+            store,
+            watch=self._accounts.budget,
+            running=self._open,
+            written=self._written,
+            lock=lock,
+            bounds=self._bounds,
+            courier=courier,
+            clock=clock,
+            monotonic=monotonic,
+            count=count,
+        )
+        self._shared = isinstance(store, SharedStore)
+        self._holds: Holds
+        if isinstance(store, SharedStore):
+            self._holds = SharedHolds(
+                self._accounts,
+                self._calendar,
+                store,
+                monotonic=monotonic,
+                ended=self._budget_ended,
+                let_go=self._writer.release,
+            )
+        else:
+            self._holds = LocalHolds(
+                self._accounts,
+                self._calendar,
+                store.spent,
+                lock,
+                wait_s=self._bounds.wait_s,
+                monotonic=monotonic,
+                ended=self._budget_ended,
+            )
+
+    async def open(self) -> None:
+        """Finds what an earlier run left, and charges it. JournalError where the journal is another's."""
+        previous = self._open_journal()
+        await self.store.open(self._run, previous)
+        work = [self._writer.run(), self._sync(), self._tend()]
+        if self._courier is not None:
+            work.append(self._courier.run())
+        self._tasks = [asyncio.create_task(each) for each in work]
+        with contextlib.suppress(TimeoutError):  # then it goes on behind
+            async with asyncio.timeout(self._bounds.drain_s):
+                await self.flush()
+
+    async def close(self) -> None:
+        """Writes what waits, within its time. What cannot be written stays in the journal, for the next start."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._bounds.drain_s):
+                await self.flush()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for open in self._writer.waiting.values():
+            if open.slot is None:
+                self._lose(open)
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.sync)
+            self._journal.close()
+            self._journal = None
+        await self.store.close()
+
+    async def flush(self) -> None:
+        """Returns when the store has everything that was settled."""
+        await self._writer.flush()
+
+    # The way of an exchange
+
+    async def reserve(
+        self,
+        entry: Entry,
+        *,
+        output_tokens: int,  # that it is expected to have
+        most_tokens: int | None = None,  # that it can have
+        machine_s: float = 0.0,  # that it is expected to take; as others of its variant did by default
+        falls: bool = True,  # another variant may answer in its place
+    ) -> Verdict:
+        """Whether it may be served. Admit: it is to be settled, or released. Everything else leaves nothing behind."""
+        if entry.id in self._receipts:
+            raise LedgerError("this exchange is settled already")
+        earlier = self._open.get(entry.id)
+        if earlier is not None:
+            if earlier.reserved.entry.variant == entry.variant:
+                return Admit(earlier.held)
+            self.release(entry.id)
+        if self._accounts.of(entry.tenant).when_down == "closed" and self._writer.behind:
+            return self._counted(UNAVAILABLE)
+        if len(self._open) >= self._bounds.exchanges:
+            return self._counted(FULL)
+        _check(entry)
+        open = self._begun(entry, most_tokens)
+
+        def estimate(variant: str) -> int:
+            return self._charging.estimate(entry, variant, output_tokens, machine_s)
+
+        verdict: Verdict = UNAVAILABLE
+        try:
+            verdict = await self._holds.hold(open, estimate, self._clock(), falls=falls)
+            if isinstance(verdict, Admit):
+                verdict = self._note(open, verdict)
+        finally:
+            if not isinstance(verdict, Admit):
+                self._drop(open)
+        return self._counted(verdict)
+
+    def progress(self, id: str, output_tokens: int, *, machine_s: float = 0.0) -> bool:
+        """To be called before a piece is sent. False: no budget has room for more, and the answer has to end here."""
+        open = self._open.get(id)
+        if open is None or open.settled is not None:
+            return True
+        self._charging.advance(open, output_tokens, machine_s)
+        tokens = open.output_tokens
+        if open.slot is not None and self._journal is not None:
+            try:
+                self._journal.progress(open.slot, tokens, open.machine_us)
+            except OSError as error:
+                self._journal_failed(error)
+        if not open.scopes:
+            return True
+        ahead, chunk = tokens + self._bounds.ahead_tokens, self._bounds.extension_tokens
+        need = self._worth(open, ahead)
+        if (self._worth(open, ahead + chunk // 2) if self._holds.early else need) <= open.held:
+            return True
+        if self._holds.extend(open, need, self._worth(open, ahead + chunk)):
+            return True
+        self._count("stopped", 1)
+        return False
+
+    def _worth(self, open: Open, tokens: int) -> int:
+        return self._charging.worth(open, tokens if open.most is None else min(tokens, open.most))
+
+    def settle(
+        self,
+        id: str,
+        usage: Usage,
+        *,
+        ended: str = "finished",
+        variant: str = "",  # that answered; the reserved one by default
+        hit: str = "",  # the cache that answered: then `usage` is what the answer took when it was made
+        instead_of: str = "",  # the variant that would have answered, had it not been routed
+        route: str = "route",  # the name by which this is told
+        entry: Entry | None = None,  # of an exchange that was not reserved
+    ) -> Receipt:
+        """Charges it, once: every further time returns the same receipt. Never waits."""
+        known = self._receipts.get(id)
+        if known is not None:
+            return known
+        open = self._open.get(id)
+        if open is None:
+            if entry is None:
+                raise LedgerError("this exchange was not reserved")
+            _check(entry)
+            open = self._unreserved(entry)
+        settled = self._charging.judge(
+            open.reserved, usage, ended, variant=variant, hit=hit, instead_of=instead_of, route=route
+        )
+        open.settled = settled
+        receipt = self._receipts[id] = Receipt(settled.micros, settled.saved)
+        if len(self._receipts) > self._bounds.exchanges:
+            self._receipts.popitem(last=False)
+        if len(self._open) > 2 * self._bounds.exchanges:  # nobody asked whether there is room
+            del self._open[id]
+            self._lose(open)
+            return receipt
+        self._holds.settle(open, settled.micros)
+        if open.slot is not None and self._journal is not None:
+            try:
+                self._journal.settle(open.slot, _encode(settled))
+            except (OSError, JournalError) as error:
+                self._journal_failed(error)
+        self._writer.charge(open)
+        self._count("settled", 1)
+        return receipt
+
+    def release(self, id: str) -> None:
+        """It was admitted, and is not served after all: nothing is charged, and nothing was."""
+        open = self._open.get(id)
+        if open is not None and open.settled is None:
+            self._drop(open)
+
+    def _begun(self, entry: Entry, most: int | None = None) -> Open:
+        now = self._clock()
+        price = self._charging.prices.of(entry.variant)
+        open = Open(Reserved(entry, self._calendar.day(now), int(now), price), most=most)
+        self._open[entry.id] = open
+        return open
+
+    def _unreserved(self, entry: Entry) -> Open:
+        open = self._begun(entry)
+        if self._journal is not None and (slot := self._journal.take()) is not None:
+            open.slot = slot
+            try:
+                self._journal.reserve(slot, _encode(open.reserved))
+            except (OSError, JournalError) as error:
+                self._journal_failed(error)
+        return open
+
+    def _drop(self, open: Open) -> None:
+        """As if it had never been."""
+        self._open.pop(open.id, None)
+        self._writer.drop(open)
+        self._holds.release(open)
+        self._free(open)
+
+    def _written(self, open: Open, known: bool) -> None:
+        """The store has its charge."""
+        assert open.settled is not None
+        self._holds.written(open, open.settled.micros, counted=not known)
+        if known:
+            self._count("known", 1)
+        self._open.pop(open.id, None)
+        self._free(open)
+
+    def _counted(self, verdict: Verdict) -> Verdict:
+        match verdict:
+            case Admit():
+                self._count("admitted", 1)
+            case Fallback():
+                self._count("fallback", 1)
+            case Refuse():
+                self._count(_REFUSED[verdict.why], 1)
+        return verdict
+
+    # Budgets
+
+    def declare(self, tenant: str, account: Account | None) -> None:
+        """From now on; None: the default account."""
+        if self._accounts.declare(tenant, account):
+            self._holds.declared(tenant, self._open.values())
+
+    def standings(self, tenant: str) -> list[Standing]:
+        """Of this process's own budgets, as far as they were used; a shared database has its own."""
+        if isinstance(self._holds, LocalHolds):
+            return self._holds.standings(tenant, self._calendar.day(self._clock()))
+        return []
+
+    def statistics(self) -> Statistics:
+        waiting = len(self._writer.waiting)
+        journal = self._journal is not None or self._journal_path is None
+        return Statistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal)
+
+    def _budget_ended(self, standing: Standing, scope: Scope) -> None:
+        if standing.budget.alerts and scope not in self._ended:
+            self._ended.add(scope)
+            self._writer.alert(Alert(scope, 0, standing.budget.limit, standing.spent, int(self._clock())))
+
+    # The journal
+
+    def _open_journal(self) -> str:
+        """Its previous run's name. What cannot be opened for want of a disk is tried again later."""
+        if self._journal_path is None:
+            return ""
+        try:
+            journal, found = Journal.open(self._journal_path, slots=self._bounds.exchanges, run=self._run)
+        except OSError as error:
+            self._journal_failed(error)
+            return ""
+        self._journal = journal
+        for each in found:
+            self._recover(each)
+        if found or journal.torn:
+            log.warning("the run before left %d exchanges open; %d could not be read", len(found), journal.torn)
+            self._count("recovered", len(found))
+        return journal.previous_run
+
+    def _recover(self, found: Found) -> None:
+        try:
+            reserved = _decode_reserved(found.reserved)
+            settled = None if found.settled is None else _decode_settled(found.settled)
+        except msgspec.DecodeError:
+            log.error("slot %d of the ledger's journal cannot be read; it stays as it is", found.slot)
+            return
+        if settled is None:
+            settled = crashed(reserved, found.output_tokens, found.machine_us)
+        open = Open(reserved, slot=found.slot, settled=settled)
+        self._open[open.id] = open
+        self._holds.settle(open, settled.micros)
+        self._writer.charge(open)
+
+    def _note(self, open: Open, verdict: Admit) -> Verdict:
+        """Into the journal: with that it may be served."""
+        if not verdict.checked:
+            self._count("unchecked", 1)
+        if self._journal_path is not None:
+            try:
+                if self._journal is None:
+                    raise OSError("it could not be opened")
+                open.slot = self._journal.take()
+                if open.slot is None:
+                    return FULL
+                self._journal.reserve(open.slot, _encode(open.reserved))
+            except OSError as error:
+                self._journal_failed(error)
+                if self._accounts.of(open.reserved.entry.tenant).when_down == "closed":
+                    return UNAVAILABLE
+        if self._shared and not open.stored:
+            self._writer.open(open)
+        return verdict
+
+    def _free(self, open: Open) -> None:
+        if open.slot is not None and self._journal is not None:
+            try:
+                self._journal.free(open.slot)
+            except OSError as error:
+                self._journal_failed(error)
+            open.slot = None
+
+    def _journal_failed(self, error: Exception) -> None:
+        self._count("journal_failed", 1)
+        now = self._monotonic()
+        if now >= self._complain_at:  # not once for every token
+            self._complain_at = now + _COMPLAINT_S
+            log.error("the ledger's journal cannot be written: %s", error)
+
+    def _lose(self, open: Open) -> None:
+        self._count("lost", 1)
+        log.error("a charge could be kept nowhere: %s", msgspec.json.encode((open.reserved, open.settled)).decode())
+
+    # From time to time
+
+    async def _sync(self) -> None:
+        """Brings the journal to the disk: no store is waited for."""
+        while True:
+            await asyncio.sleep(self._bounds.sync_s)
+            try:
+                if self._journal is None:
+                    self._open_journal()
+                elif self._journal.changed:
+                    await asyncio.to_thread(self._journal.sync)
+            except (OSError, JournalError) as error:
+                self._journal_failed(error)
+            if self._shared and (moved := self._moved()):
+                self._writer.move(moved)
+
+    async def _tend(self) -> None:
+        pruned = self._monotonic()
+        while True:
+            await asyncio.sleep(_TEND_S)
+            try:
+                await self.tend()
+                if self._monotonic() - pruned >= _PRUNE_S:
+                    pruned = self._monotonic()
+                    await self.prune()
+            except Exception as error:
+                log.error("the ledger could not be tended: %s", str(error) or type(error).__name__)
+
+    def _moved(self) -> list[Moved]:
+        """How far exchanges have come, as the store does not know it."""
+        return [
+            Moved(open.id, open.output_tokens, open.machine_us, self._worth(open, open.output_tokens))
+            for open in self._open.values()
+            if open.stored and open.settled is None and open.output_tokens > open.told
+        ]
+
+    async def tend(self) -> None:
+        """Takes over what servers that died left in a shared store, and forgets the periods that are over."""
+        now = self._clock()
+        self._holds.forget(now)
+        day = self._calendar.day(now)
+        self._ended = {scope for scope in self._ended if day.startswith(scope.period)}
+        found = await self.store.tend(self._open)
+        if found:
+            self._count("recovered", len(found))
+            self._writer.take_over(found)
+
+    async def prune(self) -> int:
+        """Drops charges that are older than they are kept; their sums stay. How many it were."""
+        before = self._calendar.days_before(self._clock(), self._bounds.keep_days)
+        dropped = 0
+        while True:
+            # What the journal still has, the store must still know: no batch is under way here, and none will be
+            # before the journal is on the disk.
+            async with self._lock:
+                if self._journal is not None:
+                    await asyncio.to_thread(self._journal.sync)
+                some = await self.store.prune(before)
+            dropped += some
+            if not some:
+                return dropped
+            await asyncio.sleep(self._bounds.wait_s)  # others use the disk, too
+
+
+def _check(entry: Entry) -> None:
+    """A text that no database takes would keep all the others from being written."""
+    texts = (entry.id, entry.tenant, entry.key, entry.endpoint, entry.model, entry.variant, entry.surface)
+    joined = "\n".join(texts)
+    try:
+        joined.encode()
+    except UnicodeEncodeError:
+        raise LedgerError("the names of an exchange have to be Unicode") from None
+    if "\0" in joined or not entry.id or not entry.endpoint:
+        raise LedgerError("an exchange needs an id and an endpoint, and no name may have a zero in it")

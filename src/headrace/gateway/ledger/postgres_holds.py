@@ -1,0 +1,102 @@
+"""Asks Postgres for what exchanges hold, many at once.
+
+Owns the queue of those that ask. While one statement is under way, the others gather, and the next one asks for all of
+them: so that each costs the database a fraction of a transaction, and the rows of a busy tenant are locked once for
+all its requests of a moment. Each who asks waits for a bounded time, however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from headrace.gateway.ledger.ledger_records import Reserved
+from headrace.gateway.ledger.ledger_store import BusyError
+from headrace.gateway.ledger.postgres_connections import Connection, Connections
+from headrace.gateway.ledger.postgres_schema import HOLD
+
+_MOST: Final = 256  # in one statement
+
+Answer: TypeAlias = tuple[bool, list[tuple[int, int]]]  # held, and what others have spent and hold
+
+
+class Asked(msgspec.Struct, frozen=True):
+    reserved: Reserved
+    micros: int
+    limits: tuple[int | None, ...]
+
+    @property
+    def order(self) -> tuple[str, str, str]:
+        """Of locks."""
+        entry = self.reserved.entry
+        return entry.tenant, entry.endpoint, self.reserved.day
+
+    def row(self) -> tuple[Any, ...]:
+        entry, day = self.reserved.entry, self.reserved.day
+        reserved = msgspec.json.encode(self.reserved).decode()
+        return entry.id, entry.tenant, entry.endpoint, day, reserved, self.micros, *self.limits
+
+
+class Holding:
+    def __init__(self, connections: Connections, *, wait_s: float) -> None:
+        self.run = ""
+        self._connections = connections
+        self._wait = wait_s
+        self._queue: dict[asyncio.Future[Answer], Asked] = {}  # bounded by the ledger's own exchanges
+        self._worker: asyncio.Task[None] | None = None
+
+    async def hold(self, asked: Asked) -> Answer:
+        """BusyError where it was not even asked in time; TimeoutError where it was, and may be held."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queue[future] = asked
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        try:
+            async with asyncio.timeout(self._wait):
+                return await future
+        except TimeoutError:
+            if future in self._queue:
+                raise BusyError("others ask for too much") from None
+            raise TimeoutError("the database did not answer in time") from None
+        finally:
+            self._queue.pop(future, None)
+
+    async def _work(self) -> None:
+        try:
+            while self._queue:
+                await self._ask_some()
+        finally:
+            self._worker = None
+
+    async def _ask_some(self) -> None:
+        some = sorted(list(self._queue.items())[:_MOST], key=lambda each: each[1].order)
+        for future, _ in some:
+            del self._queue[future]
+        rows = [asked.row() for _, asked in some]
+
+        async def ask(connection: Connection) -> list[Any]:
+            return await connection.fetch(HOLD, self.run, max(1, round(self._wait * 1000)), *columns(rows, 10))
+
+        try:
+            # Those who ask give up before; by then what is under way may still be of use to the last of them.
+            found = await self._connections.run(ask, 2 * self._wait)
+        except Exception as error:
+            for future, _ in some:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (future, _), row in zip(some, found, strict=True):
+            if not future.done():
+                future.set_result((row[0], list(zip(row[1], row[2], strict=True))))
+
+
+def columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
+    """Rows as the arrays that unnest takes."""
+    found: list[list[Any]] = [[] for _ in range(width)]
+    for row in rows:
+        for column, value in zip(found, row, strict=True):
+            column.append(value)
+    return found

@@ -1,0 +1,273 @@
+"""The ledger's charges, sums and alerts in the server's sqlite file: the default, for one gateway.
+
+Owns these tables and their statements. Each batch is one transaction: charges, the daily sums and the budgets' sums
+they change, and the alerts that follow. A charge that is there already changes nothing. Single charges go when they are
+old; the sums were kept beside them from the first day on, so that nothing changes in these when they go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Container, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.database import Database
+from headrace.gateway.ledger.ledger_records import Charge, DayKey, DaySum, Scope, ScopeSums, sums_of
+from headrace.gateway.ledger.ledger_store import DIMENSIONS, Alert, Batch, Query, SumRow, Watch, Written
+
+log: Final = logging.getLogger(__name__)
+
+SCHEMA: Final = (
+    """
+    CREATE TABLE IF NOT EXISTS ledger_charges (
+        id TEXT PRIMARY KEY,  -- the exchange's
+        day TEXT NOT NULL,  -- of its reservation: the period it belongs to
+        at INTEGER NOT NULL,  -- seconds since 1970
+        tenant TEXT NOT NULL,
+        key TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        model TEXT NOT NULL,
+        variant TEXT NOT NULL,
+        surface TEXT NOT NULL,
+        ended TEXT NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        machine_us INTEGER NOT NULL,
+        micros INTEGER NOT NULL,
+        saved TEXT NOT NULL  -- JSON: micros by what saved them
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS ledger_charges_by_day ON ledger_charges (day)",
+    """
+    CREATE TABLE IF NOT EXISTS ledger_days (
+        day TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        key TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        model TEXT NOT NULL,
+        variant TEXT NOT NULL,
+        surface TEXT NOT NULL,
+        source TEXT NOT NULL,  -- empty: what was charged; else what saved these micros
+        requests INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        machine_us INTEGER NOT NULL,
+        micros INTEGER NOT NULL,
+        PRIMARY KEY (day, tenant, key, endpoint, model, variant, surface, source)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS ledger_periods (
+        tenant TEXT NOT NULL,
+        endpoint TEXT NOT NULL,  -- empty: all of them
+        period TEXT NOT NULL,  -- a day or a month
+        spent INTEGER NOT NULL,
+        PRIMARY KEY (tenant, endpoint, period)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS ledger_alerts (
+        tenant TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        period TEXT NOT NULL,
+        percent INTEGER NOT NULL,
+        budget INTEGER NOT NULL,  -- micros
+        spent INTEGER NOT NULL,
+        at INTEGER NOT NULL,
+        sent INTEGER,  -- NULL: not yet; 1: taken by the webhook; 0: given up
+        PRIMARY KEY (tenant, endpoint, period, percent)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS ledger_alerts_to_send ON ledger_alerts (at) WHERE sent IS NULL",
+)
+_PRUNED: Final = 1000  # charges in one transaction
+_CHUNK: Final = 500  # rows read or asked for at once; sqlite takes 999 values in older versions
+_KNOWN: Final = "SELECT id FROM ledger_charges WHERE id IN ({})"
+_CHARGE: Final = f"INSERT INTO ledger_charges VALUES ({', '.join('?' * 16)})"
+_SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "machine_us", "micros")
+_DAY: Final = f"INSERT INTO ledger_days VALUES ({', '.join('?' * 14)}) ON CONFLICT DO UPDATE SET " + ", ".join(
+    f"{name} = {name} + excluded.{name}" for name in _SUMS
+)
+_PERIOD: Final = (
+    "INSERT INTO ledger_periods VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (tenant, endpoint, period) DO UPDATE SET spent = spent + excluded.spent"
+)
+_SPENT: Final = "SELECT spent FROM ledger_periods WHERE tenant = ? AND endpoint = ? AND period = ?"
+_ALERT: Final = "INSERT INTO ledger_alerts VALUES (?, ?, ?, ?, ?, ?, ?, NULL) ON CONFLICT DO NOTHING"
+
+
+class SqliteLedger:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._ready = False
+        self._tables = asyncio.Lock()
+
+    async def open(self, run: str, previous: str) -> None:
+        """Where the disk is not there, the tables are made when they are first used."""
+        try:
+            await self._make_tables()
+        except ApiError as error:
+            log.error("the ledger's tables cannot be made yet: %s", error)
+
+    async def write(self, batch: Batch, watch: Watch, now: float) -> Written:
+        await self._make_tables()
+        return await self._db.run(lambda connection: _write(connection, batch, watch, int(now)))
+
+    async def spent(self, scopes: Sequence[Scope]) -> ScopeSums:
+        await self._make_tables()
+        return await self._db.run(lambda connection: {scope: _spent(connection, scope) for scope in scopes})
+
+    async def prune(self, before: str) -> int:
+        await self._make_tables()
+
+        def prune(connection: sqlite3.Connection) -> int:
+            return connection.execute(
+                "DELETE FROM ledger_charges WHERE id IN (SELECT id FROM ledger_charges WHERE day < ? LIMIT ?)",
+                (before, _PRUNED),
+            ).rowcount
+
+        return await self._db.run(prune)
+
+    async def next_alert(self) -> Alert | None:
+        await self._make_tables()
+
+        def find(connection: sqlite3.Connection) -> Alert | None:
+            row = connection.execute(
+                "SELECT tenant, endpoint, period, percent, budget, spent, at FROM ledger_alerts "
+                "WHERE sent IS NULL ORDER BY at, tenant, endpoint, period, percent LIMIT 1"
+            ).fetchone()
+            return None if row is None else Alert(Scope(*row[:3]), *row[3:])
+
+        return await self._db.run(find)
+
+    async def alert_done(self, alert: Alert, *, sent: bool) -> None:
+        values = (int(sent), *alert.scope, alert.percent)
+        await self._db.run(
+            lambda connection: connection.execute(
+                "UPDATE ledger_alerts SET sent = ? WHERE tenant = ? AND endpoint = ? AND period = ? AND percent = ?",
+                values,
+            )
+        )
+
+    async def sums(self, query: Query) -> AsyncIterator[list[SumRow]]:
+        """From a connection of its own that only reads: however slowly they are taken, nobody waits for it."""
+        await self._make_tables()
+        path = await self._db.run(lambda connection: connection.execute("PRAGMA database_list").fetchone()[2])
+        connection = await asyncio.to_thread(_reader, path)
+        try:
+            where, values = _where(query)
+            order = ", ".join(dict.fromkeys((*query.by, *DIMENSIONS, "source")))
+            statement = f"SELECT * FROM ledger_days WHERE {where} ORDER BY {order}"
+            cursor = await asyncio.to_thread(connection.execute, statement, values)
+            while rows := await asyncio.to_thread(cursor.fetchmany, _CHUNK):
+                yield [(DayKey(*row[:8]), DaySum(*row[8:])) for row in rows]
+        finally:
+            connection.interrupt()  # a cancelled step may still be running
+            await asyncio.to_thread(connection.close)
+
+    async def sources(self, query: Query) -> list[str]:
+        await self._make_tables()
+        where, values = _where(query)
+
+        def find(connection: sqlite3.Connection) -> list[str]:
+            statement = f"SELECT DISTINCT source FROM ledger_days WHERE {where} AND source <> '' ORDER BY source"
+            return [source for (source,) in connection.execute(statement, values)]
+
+        return await self._db.run(find)
+
+    async def tend(self, running: Container[str]) -> list[Charge]:
+        """Nobody else writes this ledger, so nobody else can have left anything."""
+        return []
+
+    async def close(self) -> None:
+        """The database is closed by who opened it."""
+
+    async def _make_tables(self) -> None:
+        if not self._ready:
+            async with self._tables:
+                if not self._ready:
+                    await self._db.run(_make_tables)
+                    self._ready = True
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    for statement in SCHEMA:
+        connection.execute(statement)
+
+
+def _write(connection: sqlite3.Connection, batch: Batch, watch: Watch, now: int) -> Written:
+    known = _known(connection, [charge.id for charge in batch.charges])
+    charges = [charge for charge in batch.charges if charge.id not in known]
+    connection.executemany(_CHARGE, map(_row, charges))
+    days, scopes = sums_of(charges)
+    connection.executemany(_DAY, ((*key, *sum) for key, sum in days.items()))
+    connection.executemany(_PERIOD, ((*scope, spent) for scope, spent in scopes.items()))
+    alerts = [alert for alert in batch.alerts if _record(connection, alert)]
+    for scope in scopes:
+        budget = watch(*scope)
+        if budget is not None:
+            spent = _spent(connection, scope)
+            due = [Alert(scope, percent, budget.limit, spent, now) for percent in budget.passed(spent)]
+            alerts += [alert for alert in due if _record(connection, alert)]
+    return Written(frozenset(known), alerts)
+
+
+def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for start in range(0, len(ids), _CHUNK):
+        some = ids[start : start + _CHUNK]
+        found |= {id for (id,) in connection.execute(_KNOWN.format(", ".join("?" * len(some))), some)}
+    return found
+
+
+def _row(charge: Charge) -> tuple[Any, ...]:
+    reserved, settled = charge
+    entry = reserved.entry
+    return (
+        entry.id,
+        reserved.day,
+        reserved.at,
+        entry.tenant,
+        entry.key,
+        entry.endpoint,
+        entry.model,
+        settled.variant,
+        entry.surface,
+        settled.ended,
+        settled.prompt_tokens,
+        settled.cached_tokens,
+        settled.output_tokens,
+        settled.machine_us,
+        settled.micros,
+        msgspec.json.encode(settled.saved).decode(),
+    )
+
+
+def _spent(connection: sqlite3.Connection, scope: Scope) -> int:
+    row = connection.execute(_SPENT, scope).fetchone()
+    return 0 if row is None else row[0]
+
+
+def _record(connection: sqlite3.Connection, alert: Alert) -> bool:
+    """False where it was recorded before."""
+    values = (*alert.scope, alert.percent, alert.limit, alert.spent, alert.at)
+    return connection.execute(_ALERT, values).rowcount == 1
+
+
+def _reader(path: str) -> sqlite3.Connection:
+    """Used by one thread at a time, though not always the same."""
+    connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _where(query: Query) -> tuple[str, tuple[Any, ...]]:
+    where, values = "day BETWEEN ? AND ?", (query.first_day, query.last_day)
+    return (where, values) if query.tenant is None else (f"{where} AND tenant = ?", (*values, query.tenant))

@@ -1,0 +1,86 @@
+"""How long an answer will be, learnt from those before it: of the same tenant, on the same surface.
+
+Owns the recent lengths and durations, in memory within bounds. Nothing depends on an estimate's being right: a
+reservation that is too small is extended, one that is too large gives back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from typing import Final
+
+from headrace.gateway.limits.limit_set import SECOND
+
+_UNKNOWN_MICROS: Final = 5 * SECOND  # that an answer takes, as long as nothing is known
+
+
+class _Recent:
+    """The last so many values, in order of arrival and in order of size."""
+
+    __slots__ = ("_came", "_sorted")
+
+    def __init__(self, most: int) -> None:
+        self._came: deque[int] = deque(maxlen=most)
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, value: int) -> None:
+        if len(self._came) == self._came.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._came[0])]
+        self._came.append(value)
+        insort(self._sorted, value)
+
+    def p95(self) -> int:
+        return self._sorted[-(-len(self._sorted) * 95 // 100) - 1]
+
+    def largest(self) -> int:
+        return self._sorted[-1]
+
+
+class Estimates:
+    def __init__(
+        self,
+        *,
+        first_tokens: int = 512,  # of an answer, as long as few are known
+        few: int = 20,  # answers
+        recent: int = 128,  # answers that count
+        pairs: int = 4096,  # of tenants and surfaces, the ones used last
+    ) -> None:
+        self._first_tokens = first_tokens
+        self._few = few
+        self._recent = recent
+        self._most_pairs = pairs
+        self._pairs: OrderedDict[tuple[str, str], tuple[_Recent, _Recent]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def tokens(self, tenant: str, surface: str, most: int) -> int:
+        """That 95 of 100 answers do not pass; `most` is what this one can have."""
+        known = self._pairs.get((tenant, surface))
+        if known is None:
+            return min(self._first_tokens, most)
+        lengths, _ = known
+        if len(lengths) < self._few:
+            return min(max(self._first_tokens, lengths.largest()), most)
+        return min(lengths.p95(), most)
+
+    def micros(self, tenant: str, surface: str) -> int:
+        """Microseconds in which 95 of 100 answers are done."""
+        known = self._pairs.get((tenant, surface))
+        return _UNKNOWN_MICROS if known is None else known[1].p95()
+
+    def learn(self, tenant: str, surface: str, tokens: int, micros: int) -> None:
+        """Of an answer that came to its own end."""
+        pair = (tenant, surface)
+        known = self._pairs.get(pair)
+        if known is None:
+            if len(self._pairs) >= self._most_pairs:
+                self._pairs.popitem(last=False)
+            known = self._pairs[pair] = _Recent(self._recent), _Recent(self._recent)
+        self._pairs.move_to_end(pair)
+        known[0].add(tokens)
+        known[1].add(micros)

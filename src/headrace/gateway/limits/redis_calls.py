@@ -1,0 +1,219 @@
+"""Runs one Lua script in Redis or Valkey, many calls at a time, and never waits long.
+
+Owns the connection, the bound on every wait, and the breaker. Calls that come while others are under way go together
+in one round trip, in the order in which they came. Knows nothing of what the script does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.gateway.circuit_breaker import Streak
+
+Result = TypeVar("Result")
+# Why a call did not come through: no answer in time; no connection, or a broken one; no memory; another error of the
+# server's; the breaker is open; too many calls wait; the store was closed.
+Gone = Literal["timeout", "reset", "full", "error", "skipped", "crowded", "closed"]
+
+_LOOKS: Final = 32  # at whether the answer is there, within the bound
+
+
+class GoneError(Exception):
+    """The shared store is not there, or not in time. What was asked may have been done all the same."""
+
+    def __init__(self, why: Gone) -> None:
+        super().__init__(why)
+        self.why: Final[Gone] = why
+
+
+class _Call(msgspec.Struct, eq=False):
+    keys: Sequence[str]
+    payload: bytes
+    answer: asyncio.Future[list[int]]
+
+
+class RedisCalls:
+    def __init__(
+        self,
+        url: str,
+        script: str,
+        *,
+        bound_s: float = 0.05,  # of one round trip, with a new connection where there is none
+        failures: int = 3,  # in a row, until calls are skipped
+        skip_s: float = 5.0,  # that they are
+        batch: int = 16,  # calls in one round trip
+        waiting: int = 10_000,  # calls
+        note: Callable[[str], None] = lambda why: None,  # told of each round trip that failed
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.breaker: Final = Streak(failures=failures, rest_s=skip_s, clock=clock)
+        self._url = url
+        self._script = script
+        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        self._bound = bound_s
+        self._batch = batch
+        self._waiting = waiting
+        self._note = note
+        self._library: Any = _library()
+        self._client: Any = self._connect()  # says what is wrong with the URL; no connection before the first call
+        self._loaded = False
+        self._closed = False
+        self._queue: deque[_Call] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Future[Any]] = set()
+
+    async def call(self, keys: Sequence[str], payload: bytes, *, probe: bool = False) -> list[int]:
+        """What the script answers. GoneError. `probe`: also while the breaker is open."""
+        if self._closed:
+            raise GoneError("closed")
+        if self.breaker.open and not probe:
+            raise GoneError("skipped")
+        if len(self._queue) >= self._waiting:
+            raise GoneError("crowded")
+        answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Call(keys, payload, answer))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all())
+        return await answer
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._sending is not None:
+            await asyncio.wait({self._sending}, timeout=2 * self._bound)
+        self._disconnect()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=2 * self._bound)
+
+    async def _send_all(self) -> None:
+        try:
+            while self._queue:
+                batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+                try:
+                    self._answered(batch, await self._bounded(self._send(batch)))
+                except Exception as error:
+                    self._failed(batch, _why(error))
+        finally:
+            self._sending = None
+
+    def _answered(self, batch: Sequence[_Call], answers: Sequence[Any]) -> None:
+        wrong = [answer for answer in answers if isinstance(answer, Exception)]
+        if wrong:
+            self._count(_why(wrong[0]))
+        else:
+            self.breaker.succeeded()
+        for call, answer in zip(batch, answers, strict=True):
+            if not call.answer.done():
+                if isinstance(answer, Exception):
+                    call.answer.set_exception(GoneError(_why(answer)))
+                else:
+                    call.answer.set_result(answer)
+
+    def _failed(self, batch: list[_Call], why: Gone) -> None:
+        """Those that wait behind fail with it: they would wait as long again, one batch after the other."""
+        self._count(why)
+        self._disconnect()
+        for call in (*batch, *self._queue):
+            if not call.answer.done():
+                call.answer.set_exception(GoneError(why))
+        self._queue.clear()
+
+    def _count(self, why: Gone) -> None:
+        self.breaker.failed()
+        self._note(why)
+
+    async def _bounded(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """TimeoutError where the answer does not come in time.
+
+        The time is that of the server. Where this process is late to look, because it has a thousand other things to
+        do, only a little of that counts: the answer may lie there unread.
+        """
+        task = asyncio.ensure_future(work)
+        clock = asyncio.get_running_loop().time
+        look = self._bound / _LOOKS
+        left = self._bound
+        while left > 0 and not task.done():
+            before = clock()
+            await asyncio.wait({task}, timeout=min(look, left))
+            left -= min(clock() - before, 2 * look)
+        if not task.done():
+            task.cancel()
+            self._end(task)
+            raise TimeoutError
+        return task.result()
+
+    def _end(self, task: asyncio.Future[Any]) -> None:
+        """Has it end by itself; nobody waits for what becomes of it."""
+        self._ending.add(task)
+
+        def ended(task: asyncio.Future[Any]) -> None:
+            self._ending.discard(task)
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(ended)
+
+    async def _send(self, batch: Sequence[_Call]) -> list[Any]:
+        answers = await self._round(batch, load=not self._loaded)
+        lost = [place for place, answer in enumerate(answers) if type(answer).__name__ == "NoScriptError"]
+        if lost:  # the server forgot the script, so it ran none of these
+            again = await self._round([batch[place] for place in lost], load=True)
+            for place, answer in zip(lost, again, strict=True):
+                answers[place] = answer
+        self._loaded = True
+        return answers
+
+    async def _round(self, batch: Sequence[_Call], *, load: bool) -> list[Any]:
+        if self._client is None:
+            self._client = self._connect()
+        pipeline: Any = self._client.pipeline(transaction=False)
+        if load:
+            pipeline.script_load(self._script)
+        for call in batch:
+            pipeline.evalsha(self._sha, len(call.keys), *call.keys, call.payload)
+        answers = await pipeline.execute(raise_on_error=False)
+        return answers[1:] if load else answers
+
+    def _connect(self) -> Any:
+        try:
+            return self._library.asyncio.from_url(
+                self._url,
+                protocol=2,
+                decode_responses=False,
+                socket_connect_timeout=self._bound,
+                retry=self._library.asyncio.retry.Retry(self._library.backoff.NoBackoff(), 0),  # nothing is sent twice
+            )
+        except ValueError as error:
+            raise HeadraceError(f"the address of the shared limits is none: {error}") from None
+
+    def _disconnect(self) -> None:
+        client, self._client, self._loaded = self._client, None, False
+        if client is not None:
+            self._end(asyncio.ensure_future(client.aclose()))
+
+
+def _library() -> Any:
+    try:
+        importlib.import_module("redis.asyncio.retry")
+        importlib.import_module("redis.backoff")
+        return importlib.import_module("redis")
+    except ImportError:
+        raise HeadraceError("shared limits need the package redis: pip install 'headrace[redis]'") from None
+
+
+def _why(error: Exception) -> Gone:
+    # By name, so that nothing here needs the package to be there.
+    name = type(error).__name__
+    if name == "OutOfMemoryError" or str(error).startswith("OOM"):
+        return "full"
+    if isinstance(error, TimeoutError) or name == "TimeoutError":
+        return "timeout"
+    return "reset" if isinstance(error, OSError) or name == "ConnectionError" else "error"

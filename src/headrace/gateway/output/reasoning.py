@@ -1,0 +1,138 @@
+"""How a model writes its reasoning, and the splitting of what it writes into reasoning and content.
+
+Owns ReasoningFormat, reasoning_format_of and Splitter. Knows nothing of tool calls: those are in the content. A model
+reasons before it answers, so only markers at the beginning of an answer count, and what comes out, joined, is the same
+however the text was cut.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.errors import RequestError
+from headrace.gateway.output.markers import MOST_WAITING, WHITESPACE, Passing, may_begin
+from headrace.models.text.tokenizer import Tokenizer
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True):
+    name: str
+    opening: str
+    closing: str
+    special: tuple[str, ...] = ()  # markers whose text is only seen where special tokens are shown
+
+    def splitter(self, prompt_tail: str) -> Splitter:
+        """For the answer to a prompt that ends so: the template may have opened the reasoning, or closed it, itself."""
+        tail = prompt_tail.rstrip(WHITESPACE)
+        if tail.endswith(self.opening):
+            return Splitter(self.opening, self.closing, begins="reasoning")
+        return Splitter(self.opening, self.closing, begins="content" if tail.endswith(self.closing) else "either")
+
+
+REASONING_FORMATS: Final = {
+    known.name: known
+    for known in (ReasoningFormat("think", "<think>", "</think>"), ReasoningFormat("magistral", "[THINK]", "[/THINK]"))
+}
+
+
+def reasoning_format_of(template_source: str | None, tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """The format that a model's chat template speaks of; None where it speaks of none."""
+    for known in REASONING_FORMATS.values():
+        if template_source is not None and (known.opening in template_source or known.closing in template_source):
+            return _for(known, tokenizer)
+    return None
+
+
+def reasoning_format_named(name: str, tokenizer: Tokenizer) -> ReasoningFormat:
+    """RequestError for a name that is none."""
+    if name not in REASONING_FORMATS:
+        known = ", ".join(REASONING_FORMATS)
+        raise RequestError(f"reasoning_format must be one of {known}, not '{name}'", parameter="reasoning_format")
+    return _for(REASONING_FORMATS[name], tokenizer)
+
+
+def _for(found: ReasoningFormat, tokenizer: Tokenizer) -> ReasoningFormat:
+    special = (marker for marker in (found.opening, found.closing) if _is_special(marker, tokenizer))
+    return replace(found, special=tuple(special))
+
+
+class Splitter:
+    """Splits one answer. Without a closing marker, all that follows an opening one is reasoning."""
+
+    def __init__(self, opening: str, closing: str, *, begins: Literal["reasoning", "content", "either"]) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._state: Literal["reasoning", "content", "either"] = begins
+        self._left = ""  # may be the beginning of a marker, with the whitespace before it
+        self._reasoning = Passing()
+        self._content = ""
+        self._dropping = begins == "content"  # whitespace at the beginning of the content
+        self._reasoning.after_marker()
+
+    @property
+    def is_open(self) -> bool:
+        """What comes now is reasoning."""
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What is new: reasoning, and content."""
+        text = self._left + text
+        self._left = ""
+        if self._state == "either":
+            text = self._begin(text)
+        if self._state == "reasoning":
+            text = self._reason(text)
+        if self._state == "content":
+            self._say(text)
+        return self._taken()
+
+    def finish(self) -> tuple[str, str]:
+        """What still waited: the text has ended."""
+        if self._state == "reasoning":
+            self._reasoning.say(self._left)
+        else:
+            self._content += self._left
+        self._left = ""
+        return self._taken(last=True)
+
+    def _begin(self, text: str) -> str:
+        begun = text.lstrip(WHITESPACE)
+        if len(text) - len(begun) <= MOST_WAITING:
+            if begun.startswith(self._opening):
+                self._state = "reasoning"
+                return begun[len(self._opening) :]
+            if self._opening.startswith(begun):
+                self._left = text
+                return ""
+        self._state = "content"
+        return text
+
+    def _reason(self, text: str) -> str:
+        found = text.find(self._closing)
+        if found < 0:
+            stop = may_begin(self._closing, text)
+            self._reasoning.say(text[:stop])
+            self._left = text[stop:]
+            return ""
+        self._reasoning.say(text[:found])
+        self._reasoning.drop()
+        self._state = "content"
+        self._dropping = True
+        return text[found + len(self._closing) :]
+
+    def _say(self, text: str) -> None:
+        if self._dropping:
+            text = text.lstrip(WHITESPACE)
+            self._dropping = not text
+        self._content += text
+
+    def _taken(self, *, last: bool = False) -> tuple[str, str]:
+        content, self._content = self._content, ""
+        return self._reasoning.take(last=last and self._state == "reasoning"), content
+
+
+def _is_special(marker: str, tokenizer: Tokenizer) -> bool:
+    token = tokenizer.token_id(marker)
+    return token is not None and tokenizer.is_special(token)

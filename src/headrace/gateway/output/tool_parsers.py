@@ -1,0 +1,294 @@
+"""From a model's text to content and tool calls, while the text comes in.
+
+Owns CallParser and its three kinds: calls between tags (Hermes), answers that are JSON (Llama 3) and calls behind a
+marker (Mistral). Knows nothing of tools that exist: a call of any name is a call. What comes out, joined, is the same
+however the text was cut; text that may yet become a marker or a call waits, and a bounded amount of it. Nothing that a
+model writes is an error: what turns out to be no call is content, what breaks off in a call leaves the call as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+from headrace.gateway.output.markers import Passing, may_begin
+from headrace.gateway.output.streamed_json import CallReader, ValueScanner
+from headrace.gateway.requests.text_request import CallDelta
+
+MOST_HELD: Final = 64 * 1024  # characters after a marker that may yet be a call; what is longer is content
+_SPACE: Final = re.compile(r"\s*")
+_SPACE_OR_CLOSER: Final = re.compile(r"[\s}\]]*")  # small models close once too often
+_SEPARATOR: Final = re.compile(r"[\s;,\]]*")
+_HEAD: Final = re.compile(r"[^{]*")
+_LONGEST_HEAD: Final = 512  # characters between [TOOL_CALLS] and the arguments
+_NAMED: Final = re.compile(r"\s*([^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\]\s*[^\s\[\]{}]*\s*)?(?:\[ARGS\])?\s*")
+
+_State = Callable[[str, int], int]
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_urlsafe(18)}"  # 24 characters
+
+
+class CallParser:
+    """What is common to all formats: content up to a marker, then a call, then content again.
+
+    A state is a method that takes the text and a place in it, and returns the place up to which it is done with it.
+    """
+
+    def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str], by_name: bool = True) -> None:
+        self._marker = marker
+        self._parallel = parallel
+        self._new_id = new_id
+        self._by_name = by_name
+        self._left = ""  # the end of the text, which may be the beginning of a marker
+        self._passing = Passing()
+        self._raw: list[str] = []  # what is content if it is no call
+        self._held = 0  # its length
+        self._calls = 0
+        self._deltas: list[CallDelta] = []
+        self._reader = CallReader(by_name=by_name)
+        self._state: _State = self._content
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        """What is new: content, and deltas of calls."""
+        text = self._left + text
+        at = 0
+        while at < len(text):
+            state = self._state
+            new = state(text, at)
+            if new == at and self._state == state:
+                break
+            at = new
+        self._left = text[at:]
+        return self._passing.take(), self._taken()
+
+    def finish(self) -> tuple[str, list[CallDelta]]:
+        """What still waited: the text has ended."""
+        if self._raw:
+            self._no_call()
+        elif self._state == self._content:
+            self._passing.say(self._left)
+        self._left = ""
+        self._state = self._nothing
+        return self._passing.take(last=True), self._taken()
+
+    def _taken(self) -> list[CallDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _content(self, text: str, at: int) -> int:
+        found = text.find(self._marker, at)
+        if found < 0:
+            stop = may_begin(self._marker, text, at)
+            self._passing.say(text[at:stop])
+            return stop
+        self._passing.say(text[at:found])
+        stop = found + len(self._marker)
+        self._hold(text, found, stop)
+        self._state = self._opened
+        return stop
+
+    def _opened(self, text: str, at: int) -> int:
+        """After the marker."""
+        at, mark = self._next(text, at)
+        if mark == "{":
+            self._begin_call()
+        elif mark:
+            self._no_call()
+        return at
+
+    def _begin_call(self) -> None:
+        self._reader = CallReader(by_name=self._by_name)
+        self._state = self._maybe_call
+
+    def _maybe_call(self, text: str, at: int) -> int:
+        stop = self._reader.read(text, at, min(len(text), at + MOST_HELD - self._held))
+        self._hold(text, at, stop)
+        if self._reader.certain:
+            self._start_call(self._reader.name or "")
+            self._state = self._call
+            self._go_on()
+        elif self._reader.failed or self._held >= MOST_HELD:
+            self._no_call()
+        return stop
+
+    def _call(self, text: str, at: int) -> int:
+        stop = self._reader.read(text, at, len(text))
+        self._go_on()
+        return stop
+
+    def _go_on(self) -> None:
+        self._add(self._reader.take())
+        if self._reader.done or self._reader.failed:
+            self._end_call(self._after_call if self._reader.done else self._broken)
+
+    def _after_call(self, text: str, at: int) -> int:
+        raise NotImplementedError
+
+    def _broken(self, text: str, at: int) -> int:
+        """After a call that is no JSON from here on: nothing that follows makes sense, up to the next marker."""
+        found = text.find(self._marker, at)
+        if found < 0:
+            return may_begin(self._marker, text, at)
+        self._state = self._content
+        return found
+
+    def _nothing(self, text: str, at: int) -> int:
+        return len(text)
+
+    def _hold(self, text: str, start: int, stop: int) -> None:
+        self._raw.append(text[start:stop])
+        self._held += stop - start
+
+    def _next(self, text: str, at: int) -> tuple[int, str]:
+        """The next character that is no whitespace, and where; nothing where it has not come, or not soon enough."""
+        stop = _end(_SPACE, text, at, at + MOST_HELD - self._held)
+        self._hold(text, at, stop)
+        if self._held >= MOST_HELD:
+            self._no_call()
+            return stop, ""
+        return stop, text[stop : stop + 1]
+
+    def _no_call(self) -> None:
+        """What was held is content."""
+        self._passing.say("".join(self._raw))
+        self._forget()
+        self._state = self._content
+
+    def _forget(self) -> None:
+        self._raw.clear()
+        self._held = 0
+
+    def _start_call(self, name: str) -> None:
+        self._forget()
+        self._passing.after_marker()
+        self._deltas.append(CallDelta(self._calls, self._new_id(), name))
+
+    def _add(self, arguments: str) -> None:
+        if not arguments:
+            return
+        index = self._calls
+        if self._deltas and self._deltas[-1].index == index:
+            self._deltas[-1].arguments += arguments
+        else:
+            self._deltas.append(CallDelta(index, arguments=arguments))
+
+    def _end_call(self, state: _State) -> None:
+        self._calls += 1
+        self._state = state if self._parallel else self._nothing
+
+
+class TagParser(CallParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as wanted, between content."""
+
+    def __init__(self, opening: str, closing: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
+        super().__init__(opening, parallel=parallel, new_id=new_id)
+        self._closing = closing
+        self._either = re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
+
+    def _after_call(self, text: str, at: int) -> int:
+        at = _end(_SPACE_OR_CLOSER, text, at)
+        if text.startswith(self._closing, at):
+            at += len(self._closing)
+        elif may_begin(self._closing, text, at) == at:
+            return at
+        self._state = self._content
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        found = self._either.search(text, at)
+        if found is None:
+            return min(may_begin(marker, text, at) for marker in (self._marker, self._closing))
+        self._state = self._after_call
+        return found.start()
+
+
+class ListParser(CallParser):
+    """Calls as JSON objects, alone, in a list, or one after the other with `;`, `,` or nothing between them."""
+
+    def _opened(self, text: str, at: int) -> int:
+        at, mark = self._next(text, at)
+        if mark == "[":
+            self._hold(text, at, at + 1)
+            self._state = self._in_list
+            return at + 1
+        return self._first(text, at) if mark else at
+
+    def _first(self, text: str, at: int) -> int:
+        """What is no list."""
+        return self._in_list(text, at)
+
+    def _in_list(self, text: str, at: int) -> int:
+        return super()._opened(text, at)
+
+    def _after_call(self, text: str, at: int) -> int:
+        at = _end(_SEPARATOR, text, at)
+        if at < len(text):
+            if text[at] == "{":
+                self._begin_call()
+            else:
+                self._state = self._content
+        return at
+
+
+class AnswerParser(ListParser):
+    """The whole answer is a call, or calls; a marker before it is allowed. What else looks like JSON is content."""
+
+    def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
+        super().__init__(marker, parallel=parallel, new_id=new_id, by_name=False)
+        self._state = self._beginning
+
+    def _beginning(self, text: str, at: int) -> int:
+        stop = _end(_SPACE, text, at)
+        self._passing.say(text[at:stop])
+        if stop < len(text):
+            self._state = self._opened if text[stop] in "{[" else self._content
+        return stop
+
+
+class MarkerParser(ListParser):
+    """`[TOOL_CALLS]`, then a list of objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`."""
+
+    def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
+        super().__init__(marker, parallel=parallel, new_id=new_id)
+        self._head = ""
+        self._scanner = ValueScanner()
+
+    def _first(self, text: str, at: int) -> int:
+        if text[at] == "{":
+            return super()._first(text, at)
+        self._head = ""
+        self._state = self._in_head
+        return at
+
+    def _in_head(self, text: str, at: int) -> int:
+        stop = _end(_HEAD, text, at, at + _LONGEST_HEAD - len(self._head))
+        self._head += text[at:stop]
+        self._hold(text, at, stop)
+        if len(self._head) >= _LONGEST_HEAD:
+            self._no_call()
+        elif stop < len(text):
+            named = _NAMED.fullmatch(self._head)
+            if named is None:
+                self._no_call()
+            else:
+                self._start_call(named[1])
+                self._scanner = ValueScanner()
+                self._state = self._in_arguments
+        return stop
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        stop = self._scanner.scan(text, at, len(text))
+        self._add(text[at:stop])
+        if self._scanner.done or self._scanner.failed:
+            self._end_call(self._after_call if self._scanner.done else self._broken)
+        return stop
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int, most: int | None = None) -> int:
+    """The end of a match of a pattern that matches everywhere, be it with nothing."""
+    found = pattern.match(text, at) if most is None else pattern.match(text, at, most)
+    return at if found is None else found.end()

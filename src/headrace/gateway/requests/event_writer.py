@@ -1,0 +1,22 @@
+"""What writes the pieces of an answer as server-sent events; each dialect of the API has one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.requests.text_request import Piece, Restart
+
+
+class EventWriter(Protocol):
+    """Writes the pieces of one answer as server-sent events, in one dialect."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def restart(self, piece: Restart) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...

@@ -1,0 +1,183 @@
+"""What a client asks and what it is answered, in our own words: between the dialects and the engine.
+
+Owns Asked (one request for text, whatever endpoint it came by), Piece (what is new of one of its answers) and Choice
+(an answer, whole). Dialects read bodies into Asked and write Pieces and Choices back; the flow between knows neither.
+
+    body ──dialect.read──▶ Asked ──flow──▶ Piece, Piece, ... ──dialect.write──▶ server-sent events, or one body
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.config.shaping_section import Degrade
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.sampling import Sampling
+
+Finish = Literal["stop", "length", "tool_calls", "deadline"]
+Choosing = Literal["auto", "none", "required"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    id: str
+    text: str
+    score: float | None = None  # the higher, the better
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: any object
+    strict: bool = False  # arguments are held to the schema while they are written
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for text. Of `messages` and `prompts` one is there. A Struct, since one is made for every request and
+    changed on its way: a frozen dataclass takes eight times as long."""
+
+    model: str
+    messages: list[dict[str, Any]] | None = None  # in the shape that chat templates take; contents are texts
+    prompts: list[str | list[int]] | None = None
+    tools: tuple[Tool, ...] = ()
+    choosing: Choosing = "auto"
+    only_tool: str | None = None  # with choosing "required": this one
+    parallel_calls: bool = True
+    grammar: Grammar | None = None  # of the answer's text
+    grammar_of: str = "grammar"  # the parameter that asks for it, for errors
+    template: Mapping[str, Any] = {}  # further values for the chat template
+    think: bool | None = None  # whether the model is to reason first; None: as it likes
+    sources: tuple[Source, ...] = ()  # that the answer is to be made from
+    overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
+
+    sampling: Sampling = Sampling()
+    seeded: bool = False  # the client chose the seed
+    max_tokens: int | None = None  # None: as many as the context has room for, or the endpoint's own default
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    n: int = 1
+    prompt_logprobs: int | None = None
+    echo: bool = False  # the prompt's text before the answer's
+
+    stream: bool = False
+    include_usage: bool = False  # with a stream: a last chunk with the usage
+
+    deadline_s: float | None = None  # from the request's arrival
+    surface: str = ""  # the key's or the configuration's by default
+    profile: str = "standard"
+    priority: int = 0
+    cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
+    degrade: Degrade | None = None  # what may become of the answer under pressure; None: all that is declared
+    user: str | None = None
+    metadata: Mapping[str, str] = {}
+
+    def but(self, **changes: Any) -> Asked:
+        """The same but for these fields."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class CallDelta(msgspec.Struct):
+    """What is new of a tool call. The first of a call has its id and its name; the others have arguments alone."""
+
+    index: int  # among the choice's calls
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class TokenLogprob(msgspec.Struct):
+    text: str
+    bytes: bytes
+    logprob: float | None  # None for the first token of a prompt
+    top: list[tuple[str, bytes, float]]  # likeliest tokens: text, bytes, log-probability
+    shown: str = ""  # its part of the answer's text: none where it is hidden, or only a part of a character
+
+
+class Usage(msgspec.Struct):
+    """What one choice took."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0  # of the output
+    drafted: int = 0  # tokens proposed by speculation, and how many of them held
+    accepted: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Piece(msgspec.Struct):
+    """What is new of one choice. Exactly one piece of a choice, its last, has `finish`."""
+
+    index: int  # of the choice: prompt by prompt, n for each
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+    logprobs: list[TokenLogprob] | None = None  # of the tokens whose text is certain by now
+    finish: Finish | None = None
+    stop: str | None = None  # the stop string that ended it
+    usage: Usage | None = None  # with `finish`
+    tokens: int = 0  # of the answer, that came with it
+
+
+class Restart(Piece):
+    """Marks that a choice begins anew, by another variant: what came of it before does not count."""
+
+    variant: str = ""
+    why: str = ""
+
+
+class Call(msgspec.Struct):
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+class Choice(msgspec.Struct):
+    """An answer, whole."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish: Finish = "stop"
+    stop: str | None = None
+    usage: Usage = msgspec.field(default_factory=Usage)
+
+    def add(self, piece: Piece) -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        for delta in piece.calls:
+            if delta.index == len(self.calls):
+                self.calls.append(Call(delta.id or "", delta.name or "", ""))
+            self.calls[delta.index].arguments += delta.arguments
+        if piece.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *piece.logprobs]
+        if piece.finish is not None:
+            self.finish, self.stop = piece.finish, piece.stop
+            self.usage = piece.usage or self.usage
+
+
+def total(usages: list[Usage], n: int) -> Usage:
+    """Of all choices together; a prompt counts once, however many answers it has."""
+    result = Usage()
+    for place, usage in enumerate(usages):
+        if place % n == 0:
+            result.prompt_tokens += usage.prompt_tokens
+            result.cached_tokens += usage.cached_tokens
+        result.output_tokens += usage.output_tokens
+        result.reasoning_tokens += usage.reasoning_tokens
+        result.drafted += usage.drafted
+        result.accepted += usage.accepted
+        result.queue_s = max(result.queue_s, usage.queue_s)
+        result.prefill_s = max(result.prefill_s, usage.prefill_s)
+        result.decode_s = max(result.decode_s, usage.decode_s)
+    return result

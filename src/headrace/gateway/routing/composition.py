@@ -1,0 +1,223 @@
+"""Several answerings that together answer one exchange: what they have in common, and who is charged for what.
+
+Owns Answers (the surface that flow.Answering has), Charge, Decision, and Composed, from which cascades, hedges and
+fallback chains are made: each is such an answering itself, so they can be put into one another. A part has an exchange
+of its own, so that its usage is its own; what the client is told is the whole's. Knows no variant and no network.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart, Usage, total
+from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.fleet import Served
+
+Take = Callable[[Piece], bool]
+Clock = Callable[[], float]
+
+
+class Answers(Protocol):
+    """An exchange under way; see flow.Answering."""
+
+    exchange: Exchange
+    gone: bool
+
+    async def begin(self) -> None: ...
+
+    async def run(self, take: Take) -> bool: ...
+
+    def cancel(self) -> None: ...
+
+    def settle(self, error: ApiError | None = None) -> None: ...
+
+
+Factory = Callable[[Asked], Answers]  # makes a part; nothing of it runs yet
+Settled = Callable[[Exchange, ApiError | None, bool], None]  # hears once how a whole ended; the bool: its client left
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """What one variant computed for an exchange."""
+
+    variant: str
+    usage: Usage
+    role: str  # answer, first try, hedge, broken
+    charged: bool = True  # False: nobody pays for it
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Something that was chosen, and why; for headers and traces."""
+
+    stage: str  # rule, split, cascade, hedge, fallback, health
+    chosen: str
+    why: str
+
+
+def part_of(exchange: Exchange, served: Served, asked: Asked) -> Exchange:
+    """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
+    return msgspec.structs.replace(
+        exchange, served=served, asked=asked, usage=Usage(), prompt_tokens=0, shaped=0.0, first=0.0, last=0.0, finish=""
+    )
+
+
+def count_of(asked: Asked) -> int:
+    """The choices of an answer."""
+    return len(asked.prompts or (None,)) * asked.n
+
+
+_COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(Usage))
+
+
+def summed(usages: Iterable[Usage]) -> Usage:
+    """All of them one after another. (asked.total is for choices that run side by side.)"""
+    all_of_them = list(usages)
+    return Usage(**{name: sum(getattr(each, name) for each in all_of_them) for name in _COUNTS})
+
+
+def itemised(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[Charge]:
+    """By variant, what choices that ended took: together what asked.total makes of them."""
+    found: dict[str, list[Usage]] = {}
+    for place, index in enumerate(sorted(ended)):
+        variant, usage = ended[index]
+        # A prompt counts once, with the first of its choices.
+        counted = usage if place % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
+        found.setdefault(variant, []).append(counted)
+    return [Charge(variant, total(usages, 1), "answer") for variant, usages in found.items()]
+
+
+def produces(piece: Piece) -> bool:
+    """Whether a client hears something of it."""
+    return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
+
+
+class Runs(Protocol):
+    """What makes the pieces of an exchange's answer: an Answers, or a flow.Way."""
+
+    exchange: Exchange
+
+    async def run(self, take: Take) -> bool: ...
+
+
+async def choices_of(answers: Runs) -> list[Choice]:
+    """The whole of what is run."""
+    found = [Choice(index) for index in range(count_of(answers.exchange.asked))]
+
+    def add(piece: Piece) -> bool:
+        if isinstance(piece, Restart):
+            found[piece.index] = Choice(piece.index)
+        else:
+            found[piece.index].add(piece)
+        return True
+
+    await answers.run(add)
+    return found
+
+
+class Composed(ABC):
+    """One answering made of several. Whoever makes it settles it; it settles its parts."""
+
+    def __init__(self, exchange: Exchange, *, settled: Settled | None = None, clock: Clock = time.monotonic) -> None:
+        self.exchange = exchange
+        self.gone = False
+        self.decisions: list[Decision] = []
+        self._parts: list[Answers] = []  # in the order in which they were begun
+        self._over: set[int] = set()  # places of those that are settled
+        self._serving: Answers | None = None  # whose answer the client gets
+        self._held: deque[Piece] = deque()  # that the client is still to get, before what comes
+        self._open = count_of(exchange.asked)  # choices that have not ended
+        self._clock = clock
+        self._on_settled = settled
+        self._is_settled = False
+
+    @property
+    @abstractmethod
+    def charges(self) -> list[Charge]:
+        """What was computed, by whom, and who pays. Final once it is settled."""
+
+    @property
+    def parts(self) -> tuple[Answers, ...]:
+        """In the order in which they were begun."""
+        return tuple(self._parts)
+
+    @abstractmethod
+    async def begin(self) -> None: ...
+
+    @abstractmethod
+    async def run(self, take: Take) -> bool: ...
+
+    def cancel(self) -> None:
+        self.gone = True
+        for part in self._parts:
+            part.cancel()
+
+    def settle(self, error: ApiError | None = None) -> None:
+        if self._is_settled:
+            return
+        self._is_settled = True
+        for part in self._parts:
+            self._settle(part, error if part is self._serving else None)
+        self._sum_up()
+        if self._on_settled is not None:
+            self._on_settled(self.exchange, error, self.gone and self._open > 0)
+
+    def _settle(self, part: Answers, error: ApiError | None = None) -> None:
+        """Each part once. What still runs of it ends."""
+        place = self._parts.index(part)
+        if place not in self._over:
+            self._over.add(place)
+            part.settle(error)
+
+    def _start(self, part: Answers) -> Answers:
+        self._parts.append(part)
+        return part
+
+    def _serve(self, part: Answers) -> None:
+        """From now on the answer is this part's; the client is told its name."""
+        self._serving = part
+        self.exchange.served = part.exchange.served
+
+    def _counting(self, take: Take) -> Take:
+        """The same, with an eye on which choices have ended."""
+
+        def counted(piece: Piece) -> bool:
+            if piece.finish is not None:
+                self._open -= 1
+            return take(piece)
+
+        return counted
+
+    def _hand_over(self, take: Take) -> bool:
+        """What is held goes first; False where the client wants no more for now."""
+        while self._held:
+            if not self.exchange.first:
+                self.exchange.first = self._clock()
+            if not take(self._held.popleft()):
+                return False
+        return True
+
+    def _sum_up(self) -> None:
+        exchange = self.exchange
+        exchange.usage = summed(each.usage for each in self.charges if each.charged)
+        part = self._serving
+        if part is not None:
+            exchange.served = part.exchange.served  # which a part that is composed itself may have found out since
+            exchange.prompt_tokens = part.exchange.prompt_tokens
+            exchange.shaped = exchange.shaped or part.exchange.shaped
+            exchange.first = exchange.first or part.exchange.first
+            exchange.last = part.exchange.last
+            exchange.finish = part.exchange.finish
+
+
+def charges_of(part: Answers, role: str, *, charged: bool = True) -> list[Charge]:
+    """A part's charges; each of its own where it is composed itself."""
+    if isinstance(part, Composed):
+        own = part.charges
+        return own if charged else [msgspec.structs.replace(each, role=role, charged=False) for each in own]
+    return [Charge(part.exchange.served.name, part.exchange.usage, role, charged)]

@@ -1,0 +1,152 @@
+"""Where an answer is given a second time: what of it goes beyond the text that a client has already.
+
+Owns Said (what was delivered of one choice) and Joining, which reads the second answer, checks that it says the same up
+to there, and gives out what comes after. Nothing is given out before all of the delivered text has come again: content,
+reasoning and the arguments of tool calls alike. Knows no variant and no usage.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.gateway.requests.text_request import CallDelta, Piece, TokenLogprob
+
+
+class DivergedError(Exception):
+    """The second answer says something else."""
+
+
+class _Call(msgspec.Struct):
+    id: str
+    name: str
+    arguments: list[str] = []
+
+
+class Said:
+    """All of one choice so far."""
+
+    __slots__ = ("anything", "calls", "content", "logprobs", "reasoning")
+
+    def __init__(self) -> None:
+        self.anything = False  # that a client has heard
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[_Call] = []
+        self.logprobs: list[TokenLogprob] | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.content:
+            self.anything = True
+            self.content.append(piece.content)
+        if piece.reasoning:
+            self.anything = True
+            self.reasoning.append(piece.reasoning)
+        for delta in piece.calls:
+            self.anything = True
+            if delta.index == len(self.calls):
+                self.calls.append(_Call(delta.id or "", delta.name or ""))
+            self.calls[delta.index].arguments.append(delta.arguments)
+        if piece.logprobs is not None:
+            self.anything = self.anything or bool(piece.logprobs)
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += piece.logprobs
+
+
+class _Text:
+    """A text that is to come again."""
+
+    __slots__ = ("_at", "_expected")
+
+    def __init__(self, parts: list[str]) -> None:
+        self._expected = "".join(parts)
+        self._at = 0
+
+    def follow(self, text: str) -> None:
+        known = self._expected[self._at : self._at + len(text)]
+        if text[: len(known)] != known:
+            raise DivergedError("it says something else")
+        self._at += len(text)
+
+    @property
+    def complete(self) -> bool:
+        return self._at >= len(self._expected)
+
+    def beyond(self, parts: list[str]) -> str:
+        return "".join(parts)[len(self._expected) :]
+
+
+class Joining:
+    def __init__(self, delivered: Said) -> None:
+        self._content = _Text(delivered.content)
+        self._reasoning = _Text(delivered.reasoning)
+        self._calls = [(call.name, _Text(call.arguments)) for call in delivered.calls]
+        self._logprobs = len(delivered.logprobs or ())
+        self._again = Said()
+        self._tokens = 0
+        self._last: Piece | None = None  # with its finish
+
+    def read(self, piece: Piece) -> Piece | None:
+        """What goes beyond, once the delivered text is complete, and then this is done; None before it.
+
+        DivergedError where it is another text; `all_of_it` has it.
+        """
+        before = len(self._again.calls)
+        self._again.add(piece)
+        self._tokens += piece.tokens
+        self._last = piece
+        self._content.follow(piece.content)
+        self._reasoning.follow(piece.reasoning)
+        for place in range(before, min(len(self._again.calls), len(self._calls))):
+            if self._again.calls[place].name != self._calls[place][0]:
+                raise DivergedError("it calls another tool")
+        for delta in piece.calls:
+            if delta.index < len(self._calls):
+                self._calls[delta.index][1].follow(delta.arguments)
+        if self._complete():
+            return self._rest(piece)
+        if piece.finish is not None:
+            raise DivergedError("it ended before")
+        return None
+
+    def all_of_it(self, index: int) -> Piece:
+        """The second answer from its beginning, as one piece of a choice."""
+        again, last = self._again, self._last
+        assert last is not None
+        return Piece(
+            index,
+            content="".join(again.content),
+            reasoning="".join(again.reasoning),
+            calls=[
+                CallDelta(place, call.id, call.name, "".join(call.arguments)) for place, call in enumerate(again.calls)
+            ],
+            logprobs=again.logprobs,
+            finish=last.finish,
+            stop=last.stop,
+            usage=last.usage,
+            tokens=self._tokens,
+        )
+
+    def _complete(self) -> bool:
+        calls = len(self._again.calls) >= len(self._calls) and all(text.complete for _, text in self._calls)
+        return calls and self._content.complete and self._reasoning.complete
+
+    def _rest(self, piece: Piece) -> Piece:
+        again = self._again
+        calls: list[CallDelta] = []
+        for place, call in enumerate(again.calls):
+            if place >= len(self._calls):
+                calls.append(CallDelta(place, call.id, call.name, "".join(call.arguments)))
+            elif rest := self._calls[place][1].beyond(call.arguments):
+                calls.append(CallDelta(place, arguments=rest))
+        return Piece(
+            piece.index,
+            content=self._content.beyond(again.content),
+            reasoning=self._reasoning.beyond(again.reasoning),
+            calls=calls,
+            logprobs=None if again.logprobs is None else again.logprobs[self._logprobs :],
+            finish=piece.finish,
+            stop=piece.stop,
+            usage=piece.usage,
+            tokens=piece.tokens,  # those before were delivered, and counted then
+        )

@@ -1,0 +1,118 @@
+"""What must hold in the configuration of routing beyond each value's own type: names that exist, shares that add up.
+
+Owns these rules. Every one yields what breaks it with its path, so that all mistakes are told at once, before anything
+starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleConfig, When
+from headrace.config.toml_text import key_path, quoted
+from headrace.gateway.routing.calibration import CalibrationError, read_labelled
+from headrace.gateway.routing.language import LANGUAGES
+from headrace.gateway.routing.rules import minutes_of
+from headrace.gateway.routing.splits import Split
+from headrace.surfaces import SURFACES
+
+Finding = tuple[str, str]  # a key by its path, and what is wrong with it
+
+PROFILES: Final = ("standard", "fast", "golden")
+_TARGETS: Final = ("variant", "split", "cascade", "chain")
+
+
+def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "routing") -> Iterator[Finding]:
+    """`variants`: the full names of all that are served, upstreams too."""
+    try:
+        ZoneInfo(config.timezone)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        yield f"{where}.timezone", f"there is no time zone {quoted(config.timezone)} on this machine"
+    names: dict[str, int] = {}
+    for place, rule in enumerate(config.rules):
+        here = f"{where}.rules[{place}]"
+        first = names.setdefault(rule.name, place)
+        if first != place:
+            yield f"{here}.name", f"{quoted(rule.name)} is the name of rules[{first}] already"
+        yield from _rule(rule, config, variants, here)
+    for name, split in config.splits.items():
+        here = f"{where}.{key_path('splits', name)}.percent"
+        for variant in split.percent:
+            yield from _known("variant", variant, variants, f"{here}.{key_path(variant)}")
+        try:
+            Split.of(name, split.percent, split.salt)
+        except ValueError as error:
+            yield here, str(error)
+    for name, cascade in config.cascades.items():
+        here = f"{where}.{key_path('cascades', name)}"
+        yield from _known("variant", cascade.small, variants, f"{here}.small")
+        yield from _known("variant", cascade.large, variants, f"{here}.large")
+        if cascade.small == cascade.large:
+            yield f"{here}.large", "expected another variant than the small one"
+        if (cascade.threshold is None) == (cascade.calibration is None):
+            found = "none" if cascade.threshold is None else "both"
+            yield here, f"expected exactly one of threshold and calibration, found {found}"
+        elif cascade.calibration is not None:
+            try:
+                read_labelled(Path(cascade.calibration).expanduser())
+            except (CalibrationError, RuntimeError) as error:
+                yield f"{here}.calibration", str(error)
+    for name, chain in config.chains.items():
+        yield from _chain(chain, variants, f"{where}.{key_path('chains', name)}")
+    for variant, hedge in config.hedges.items():
+        here = f"{where}.{key_path('hedges', variant)}"
+        yield from _known("variant", variant, variants, here)
+        if hedge.least_ms > hedge.most_ms:
+            yield f"{here}.most_ms", f"expected at least least_ms, {hedge.least_ms:g}, found {hedge.most_ms:g}"
+    yield from config.breaker.findings(f"{where}.breaker")
+
+
+def _rule(rule: RuleConfig, config: RoutingConfig, variants: Collection[str], where: str) -> Iterator[Finding]:
+    given = [name for name in _TARGETS if getattr(rule, name) is not None]
+    if len(given) != 1:
+        yield where, f"expected exactly one of {', '.join(_TARGETS)}, found {' and '.join(given) or 'none'}"
+    tables: Mapping[str, Collection[str]] = {
+        "variant": variants,
+        "split": config.splits,
+        "cascade": config.cascades,
+        "chain": config.chains,
+    }
+    for target in given:
+        yield from _known(target, getattr(rule, target), tables[target], f"{where}.{target}")
+    yield from _when(rule.when, f"{where}.when")
+
+
+def _when(when: When, where: str) -> Iterator[Finding]:
+    for name, values, known in (
+        ("surfaces", when.surfaces, SURFACES),
+        ("profiles", when.profiles, PROFILES),
+        ("languages", when.languages, sorted(LANGUAGES)),
+    ):
+        for place, value in enumerate(values):
+            yield from _known(name[:-1], value, known, f"{where}.{name}[{place}]")
+    for place, hours in enumerate(when.hours):
+        try:
+            minutes_of(hours)
+        except ValueError:
+            yield f"{where}.hours[{place}]", f'expected hours such as "22:00-06:00", found {quoted(hours)}'
+    for name in ("tokens", "characters", "complexity"):
+        least: Any = getattr(when, f"least_{name}")
+        most: Any = getattr(when, f"most_{name}")
+        if least is not None and most is not None and least > most:
+            yield f"{where}.most_{name}", f"expected at least least_{name}, {least:g}, found {most:g}"
+
+
+def _chain(chain: ChainConfig, variants: Collection[str], where: str) -> Iterator[Finding]:
+    if not chain.steps:
+        yield f"{where}.steps", "expected at least one step"
+    for place, step in enumerate(chain.steps):
+        yield from _known("variant", step.variant, variants, f"{where}.steps[{place}].variant")
+
+
+def _known(kind: str, name: str, known: Collection[str], where: str) -> Iterator[Finding]:
+    if name not in known:
+        there = ", ".join(map(quoted, known)) or "none"
+        yield where, f"there is no {kind} {quoted(name)}; there are {there}"

@@ -1,0 +1,185 @@
+"""Rules: what a request is like decides where it goes, and the first rule that holds has the word.
+
+Owns Facts (what rules look at, each found when it is first asked for) and the testing of conditions. Rules are tested
+in their order; knows neither variants nor what becomes of the decision.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, tzinfo
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+
+from headrace.config.routing_section import DAYS, RuleConfig, When
+from headrace.gateway.routing.complexity import complexity
+from headrace.gateway.routing.language import language_of
+from headrace.gateway.serving.exchange import Exchange
+
+STANDARD: Final = "standard"  # the profile of requests that name none
+_HOURS: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
+
+Test = Callable[["Facts"], bool]
+
+
+class Facts:
+    """What rules look at of one request."""
+
+    def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo) -> None:
+        """`wall`: the wall clock, in seconds since 1970."""
+        self.exchange = exchange
+        self.asked = exchange.asked
+        self._wall = wall
+        self._zone = zone
+
+    @property
+    def model(self) -> str:
+        return self.asked.model
+
+    @property
+    def surface(self) -> str:
+        return self.asked.surface or self.exchange.caller.surface or self.exchange.served.surface
+
+    @property
+    def tokens(self) -> int:
+        return self.exchange.prompt_tokens
+
+    @property
+    def tools(self) -> bool:
+        return bool(self.asked.tools) and self.asked.choosing != "none"
+
+    @property
+    def json(self) -> bool:
+        grammar = self.asked.grammar
+        return grammar is not None and grammar.kind in ("json_object", "json_schema")
+
+    @cached_property
+    def characters(self) -> int:
+        asked = self.asked
+        if asked.messages is not None:
+            return sum(len(message.get("content") or "") for message in asked.messages)
+        return sum(len(prompt) for prompt in asked.prompts or () if isinstance(prompt, str))
+
+    @cached_property
+    def complexity(self) -> float:
+        return complexity(self.asked)
+
+    @cached_property
+    def language(self) -> str:
+        return language_of(last_said(self.asked.messages, self.asked.prompts))
+
+    @cached_property
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self._wall(), self._zone)
+
+
+def last_said(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequence[str | list[int]] | None) -> str:
+    """By the user."""
+    for message in reversed(messages or ()):
+        if message["role"] == "user":
+            return message.get("content") or ""
+    return next((prompt for prompt in prompts or () if isinstance(prompt, str)), "")
+
+
+class Rule(msgspec.Struct, frozen=True):
+    config: RuleConfig
+    tests: tuple[Test, ...]  # the cheap ones first
+
+    @classmethod
+    def of(cls, config: RuleConfig) -> Rule:
+        return cls(config, tuple(_tests(config.when)))
+
+    def holds(self, facts: Facts) -> bool:
+        return all(test(facts) for test in self.tests)
+
+
+def first_that_holds(rules: Sequence[Rule], facts: Facts) -> Rule | None:
+    for rule in rules:
+        if rule.holds(facts):
+            return rule
+    return None
+
+
+def _tests(when: When) -> list[Test]:
+    tests: list[Test] = []
+    if when.models:
+        models = frozenset(when.models)
+        tests.append(lambda facts: facts.model in models)
+    else:
+        tests.append(lambda facts: "@" not in facts.model)  # who names a variant gets it
+    profiles = frozenset(when.profiles) or frozenset((STANDARD,))
+    tests.append(lambda facts: facts.asked.profile in profiles)
+    if when.surfaces:
+        surfaces = frozenset(when.surfaces)
+        tests.append(lambda facts: facts.surface in surfaces)
+    if when.tenants:
+        tenants = frozenset(when.tenants)
+        tests.append(lambda facts: facts.exchange.caller.tenant in tenants)
+    if when.tags:
+        tags = tuple(when.tags.items())
+        tests.append(lambda facts: all(_tagged(facts.asked.metadata, *tag) for tag in tags))
+    for wanted, found in ((when.tools, _has_tools), (when.json, _has_json), (when.streamed, _is_streamed)):
+        if wanted is not None:
+            tests.append(_equal(found, wanted))
+    tests += _between(lambda facts: facts.tokens, when.least_tokens, when.most_tokens)
+    tests += _between(lambda facts: facts.characters, when.least_characters, when.most_characters)
+    if when.days:
+        days = frozenset(map(DAYS.index, when.days))
+        tests.append(lambda facts: facts.now.weekday() in days)
+    if when.hours:
+        hours = tuple(map(minutes_of, when.hours))
+        tests.append(lambda facts: any(_within(facts.now.hour * 60 + facts.now.minute, *each) for each in hours))
+    if when.languages:
+        languages = frozenset(when.languages)
+        tests.append(lambda facts: facts.language in languages)
+    tests += _between(lambda facts: facts.complexity, when.least_complexity, when.most_complexity)
+    return tests
+
+
+def minutes_of(hours: str) -> tuple[int, int]:
+    """Of the day, from and until; "22:00-06:00" goes over midnight. ValueError for what is none."""
+    found = _HOURS.fullmatch(hours)
+    if found is None:
+        raise ValueError(f"these are no hours: {hours}")
+    begin_hour, begin_minute, end_hour, end_minute = map(int, found.groups())
+    begin, end = begin_hour * 60 + begin_minute, end_hour * 60 + end_minute
+    if end > 24 * 60 or begin == end:
+        raise ValueError(f"these are no hours: {hours}")
+    return begin, end
+
+
+def _within(minute: int, begin: int, end: int) -> bool:
+    return begin <= minute < end if begin < end else minute >= begin or minute < end
+
+
+def _between(value: Callable[[Facts], float], least: float | None, most: float | None) -> list[Test]:
+    tests: list[Test] = []
+    if least is not None:
+        tests.append(lambda facts: value(facts) >= least)
+    if most is not None:
+        tests.append(lambda facts: value(facts) <= most)
+    return tests
+
+
+def _equal(value: Test, wanted: bool) -> Test:
+    return lambda facts: value(facts) == wanted
+
+
+def _has_tools(facts: Facts) -> bool:
+    return facts.tools
+
+
+def _has_json(facts: Facts) -> bool:
+    return facts.json
+
+
+def _is_streamed(facts: Facts) -> bool:
+    return facts.asked.stream
+
+
+def _tagged(metadata: Mapping[str, str], key: str, wanted: str) -> bool:
+    found = metadata.get(key)
+    return found is not None and wanted in ("*", found)

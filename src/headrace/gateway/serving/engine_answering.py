@@ -1,0 +1,289 @@
+"""An exchange that an engine of ours answers: begun, run to its end, settled.
+
+Owns the way from messages to a prompt's tokens, one engine request for each prompt, and from the engine's outputs to
+pieces. What stands before and around it (limits, caches, routing, the ledger) is the flow's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from headrace.engine.interface.grammar_spec import GrammarLimits, grammar_source
+from headrace.engine.interface.request import Request
+from headrace.engine.interface.sampling import Chosen
+from headrace.engine.process.output_stream import Stream
+from headrace.errors import HeadraceError
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.output.output_reader import Reader
+from headrace.gateway.requests.text_request import Piece, Tool, Usage, total
+from headrace.gateway.serving.exchange import Exchange, Prompt
+from headrace.gateway.serving.fleet import Served
+
+_LONG_TEXT: Final = 16 * 1024  # characters that take a thread of their own to be rendered and cut into tokens
+_GRAMMAR_LIMITS: Final = GrammarLimits()
+
+
+class Answering:
+    """An exchange under way: begun, run to its end, settled."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.gone = False  # the client has left
+        self.prompts: list[tuple[int, ...]] = []
+        self._streams: list[Stream] = []
+        self._readers: dict[tuple[int, int], Reader] = {}
+        self._open = 0
+        self._usages: dict[int, Usage] = {}  # by the choice
+        self._settled = False
+
+    async def begin(self) -> None:
+        """Everything that can be refused before the engine knows of it; ApiError where it is."""
+        exchange = self.exchange
+        try:
+            texts = await prompts_of(exchange)
+            self.prompts = [prompt.tokens for prompt in texts]
+            self._make_readers([prompt.tail for prompt in texts])
+            requests = [_request(exchange, prompt) for prompt in self.prompts]
+        except (HeadraceError, ApiError) as error:
+            raise self._told(error) from None
+        self._streams = [exchange.served.engine.stream(request) for request in requests]
+        self._open = len(requests) * exchange.asked.n
+
+    def _make_readers(self, tails: Sequence[str]) -> None:
+        asked, served = self.exchange.asked, self.exchange.served
+        calls = served.tools if asked.tools and asked.choosing != "none" else None
+        for place, (prompt, tail) in enumerate(zip(self.prompts, tails, strict=True)):
+            measured: list[Chosen] = []
+            for index in range(asked.n):
+                reasons = served.reasoning is not None and asked.messages is not None
+                self._readers[place, index] = Reader(
+                    place * asked.n + index,
+                    served.tokenizer,
+                    splitter=served.reasoning.splitter(tail) if reasons and served.reasoning is not None else None,
+                    calls=None if calls is None else calls.parser(parallel=asked.parallel_calls),
+                    named=asked.only_tool is not None,
+                    logprobs=asked.sampling.logprobs is not None,
+                    echo=prompt if asked.echo else None,
+                    measured=measured,
+                )
+
+    async def run(self, take: Callable[[Piece], bool]) -> bool:
+        """Hands every piece to `take` as it comes, in the very turn of the event loop in which it comes.
+
+        True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
+        to be called again. ApiError where the engine refuses or fails.
+        """
+        over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        exchange, readers = self.exchange, self._readers
+
+        def hand_over(place: int) -> None:
+            if over.done():
+                return
+            stream = self._streams[place]
+            try:
+                while (output := stream.take()) is not None:
+                    piece = readers[place, output.index].read(output)
+                    exchange.last = time.monotonic()
+                    if not exchange.first:
+                        exchange.first = exchange.last
+                    if piece.finish is not None:
+                        self._ended(piece)
+                    if not take(piece):
+                        over.set_result(False)
+                        return
+                if stream.closed and all(each.closed for each in self._streams):
+                    over.set_result(True)
+            except Exception as error:
+                over.set_exception(error)
+
+        for place, stream in enumerate(self._streams):
+            stream.listen(partial(hand_over, place))
+        try:
+            for place in range(len(self._streams)):
+                hand_over(place)  # what had come before
+            ended = await over
+        except HeadraceError as error:
+            raise self._told(error) from None
+        finally:
+            for stream in self._streams:
+                stream.listen(None)
+        if ended and self._open and not self.gone:
+            raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
+        return ended
+
+    def _told(self, error: Exception) -> ApiError:
+        """The error in the words of the dialect: the engine's parameters have other names."""
+        told, asked = as_api_error(error), self.exchange.asked
+        names = {"grammar": asked.grammar_of, "deadline": "deadline_ms"}
+        if asked.messages is not None:
+            names["prompt"] = "messages"
+        told.parameter = names.get(told.parameter or "", told.parameter)
+        return told
+
+    def _ended(self, piece: Piece) -> None:
+        """A choice's last piece has come."""
+        exchange = self.exchange
+        self._open -= 1
+        self._usages[piece.index] = piece.usage or Usage()
+        exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+        exchange.finish = piece.finish or ""
+
+    def cancel(self) -> None:
+        """The client is gone: what runs ends by the engine's next step."""
+        self.gone = True
+        for stream in self._streams:
+            stream.cancel()
+
+    def settle(self, error: ApiError | None = None) -> None:
+        """Once, however it ended: nothing runs any more, and the exchange knows what was computed."""
+        if self._settled:
+            return
+        self._settled = True
+        for stream in self._streams:
+            stream.cancel()
+        exchange = self.exchange
+        if self._open:
+            exchange.usage = self._spent()
+
+    def _spent(self) -> Usage:
+        """What was computed of an exchange that did not come to its end."""
+        begun = [stream for stream in self._streams if any(stream.tokens)]
+        return Usage(
+            prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
+            output_tokens=sum(len(tokens) for stream in begun for tokens in stream.tokens),
+        )
+
+
+# Shape
+
+
+async def prompts_of(exchange: Exchange) -> list[Prompt]:
+    """The prompts cut for the exchange's variant, once: parts of an exchange share them. ApiError where it cannot."""
+    found = exchange.prompts.get(exchange.served.name)
+    if found is None:
+        try:
+            found = exchange.prompts[exchange.served.name] = await _cut(exchange)
+        except HeadraceError as error:
+            told = as_api_error(error)
+            if told.parameter == "prompt" and exchange.asked.messages is not None:
+                told.parameter = "messages"
+            raise told from None
+    exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
+    exchange.shaped = exchange.shaped or time.monotonic()
+    return found
+
+
+async def _cut(exchange: Exchange) -> list[Prompt]:
+    asked, served = exchange.asked, exchange.served
+    if served.kind != "decoder":
+        raise invalid(f"'{served.name}' makes embeddings, not text", "model")
+    if asked.prompts is not None:
+        found: list[Prompt] = []
+        for prompt in asked.prompts:
+            found.append(Prompt(await tokens_of(served, prompt, "prompt"), ""))
+            await asyncio.sleep(0)  # others have a turn too
+        return found
+    assert asked.messages is not None
+    if asked.tools and asked.choosing != "none" and served.tools is None:
+        raise invalid(f"the chat template of '{served.name}' knows no tools", "tools")
+    template = dict(asked.template)
+    if asked.think is not None:
+        template.setdefault("enable_thinking", asked.think)
+    tools = [_as_template_takes(tool) for tool in asked.tools] if asked.choosing != "none" else []
+    render = partial(served.tokenizer.apply_template, asked.messages, tools=tools or None, **template)
+    long = sum(len(message.get("content") or "") for message in asked.messages) > _LONG_TEXT
+    text = await asyncio.to_thread(render) if long else render()
+    return [Prompt(await tokens_of(served, text, "messages", whole=True), text[-256:])]
+
+
+def _as_template_takes(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = dict(tool.parameters) if tool.parameters is not None else {"type": "object"}
+    return {"type": "function", "function": function}
+
+
+async def tokens_of(
+    served: Served, text: str | Sequence[int], parameter: str, *, whole: bool = False
+) -> tuple[int, ...]:
+    """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens."""
+    tokenizer = served.tokenizer
+    if isinstance(text, str):
+        # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says. (They are looked
+        # for when the first long text comes: it takes a while.)
+        if len(text) > served.context and len(text) > served.context * tokenizer.longest_piece:
+            raise _too_long(served, f"more than {served.context}", parameter)
+        if len(text) > _LONG_TEXT:
+            tokens = tuple(await asyncio.to_thread(tokenizer.encode, text, not whole))
+        else:
+            tokens = tuple(tokenizer.encode(text, not whole))
+    else:
+        tokens = tuple(text)
+        for token in tokens:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise invalid(f"'{parameter}': there is no token {token}", parameter)
+    if not tokens:
+        raise invalid(f"'{parameter}' has no tokens", parameter)
+    if len(tokens) >= served.context:
+        raise _too_long(served, str(len(tokens)), parameter)
+    return tokens
+
+
+def _too_long(served: Served, count: str, parameter: str) -> ApiError:
+    return ApiError(
+        f"the context of '{served.name}' is {served.context} tokens, and the {parameter} alone {count}",
+        parameter=parameter,
+        code="context_length_exceeded",
+    )
+
+
+# Generate
+
+
+def _request(exchange: Exchange, prompt: tuple[int, ...]) -> Request:
+    asked, served, caller = exchange.asked, exchange.served, exchange.caller
+    tokenizer = served.tokenizer
+    surface = asked.surface or caller.surface or served.surface
+    deadline = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(surface)
+    room = served.context - len(prompt)
+    most = asked.max_tokens if asked.max_tokens is not None else served.max_tokens
+    grammar = asked.grammar
+    shown = False
+    if asked.tools and asked.choosing != "none" and served.tools is not None:
+        shown = bool(served.tools.special)
+        if asked.choosing == "required":
+            grammar = served.tools.grammar(asked.tools, only=asked.only_tool, parallel=asked.parallel_calls)
+        elif grammar is None and any(tool.strict for tool in asked.tools):
+            grammar = served.tools.auto_grammar(asked.tools, parallel=asked.parallel_calls)
+    if asked.messages is not None and served.reasoning is not None:
+        shown = shown or bool(served.reasoning.special)
+    if grammar is not None:
+        grammar_source(grammar, _GRAMMAR_LIMITS)  # what is wrong with it at a glance is said before anything is queued
+    asked.sampling.check(tokenizer.vocab_size)
+    return Request(
+        id="",  # the client of the engine gives its own
+        prompt=prompt,
+        sampling=asked.sampling,
+        max_tokens=room if most is None else min(most, room),
+        min_tokens=min(asked.min_tokens, room),
+        stop_ids=(frozenset[int]() if asked.ignore_eos else tokenizer.eos_ids) | asked.stop_ids,
+        stop=asked.stop,
+        n=asked.n,
+        grammar=grammar,
+        prompt_logprobs=asked.prompt_logprobs,
+        tenant=caller.tenant,
+        weight=caller.weight,
+        # Nobody else has this salt, so nothing is found and nothing can be found by others.
+        salt=caller.tenant if asked.cache == "on" else f"alone {secrets.token_hex(8)}",
+        surface=surface,
+        priority=asked.priority,
+        deadline=None if deadline is None else exchange.arrival + deadline,
+        arrival=exchange.arrival,
+        skip_special_tokens=not shown,
+    )

@@ -1,0 +1,124 @@
+"""What a variant's answers follow from, as a short text: the system_fingerprint that clients are told, and a part of
+the caches' keys.
+
+Owns what goes into it. Names and times of files do not: the same model in another folder, or in other shards, has the
+same one. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from headrace.config.upstream_section import UpstreamConfig, takes_of
+from headrace.errors import ModelError
+from headrace.models.formats.safetensors_file import SafetensorsFile
+from headrace.models.model_folder import ModelFolder
+from headrace.variant import Variant
+
+_DIGITS: Final = 10  # hexadecimal
+# What the loading of a model reads beside its weights.
+_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+# Weights are sampled: to read gigabytes would double the time of a start. Each tensor's name, type and shape count, and
+# of its bytes pieces of this size: one from its middle at least, and in large tensors more, evenly spread. That finds
+# every new training and every conversion, which change tensors as a whole. A few numbers that somebody changed by hand
+# in the midst of a tensor it may miss.
+_PIECE: Final = 8 * 1024  # bytes
+_SPREAD: Final = 128  # pieces of the whole model beyond each tensor's own, so about 3 MB of a model of 1 GB
+
+
+def of_model(folder: ModelFolder, variant: Variant) -> str:
+    """Of weights at the variant's precision. ModelError for files that cannot be read."""
+    return _fingerprint(_of_model(folder, variant))
+
+
+def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
+    # What the other small files say (how an encoder pools) is in the spec.
+    yield from _named("variant", msgspec.msgpack.encode((variant.name, folder.spec)))
+    for name in _FILES:
+        yield from _named(name, _content(folder.path / name))
+    used = {part.name for parts in folder.sources.values() for part in parts}
+    files = [SafetensorsFile.open(path) for path in folder.weights.files]
+    tensors = {name: (file.path, entry) for file in files for name, entry in file.tensors.items() if name in used}
+    with ExitStack() as stack:
+        # Read and not mapped: to map a page here and there takes many times as long.
+        opened = {file.path: stack.enter_context(_opened(file.path)) for file in files}
+        for name in sorted(tensors):
+            path, entry = tensors[name]
+            yield from _named(name, msgspec.msgpack.encode((entry.dtype, entry.shape)))
+            for start, size in _pieces(entry.start, entry.stop, folder.weights.total_bytes):
+                yield _read(opened[path], start, size)
+
+
+def of_upstream(config: UpstreamConfig) -> str:
+    """Of what is known here: where it is, which model it is asked for, and what it is sent. Neither its key nor its
+    headers' values are in it, because clients are told it. What the operators of the server change there, it does not
+    show."""
+    address = urlsplit(config.url)
+    sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, takes_of(config))
+    return _fingerprint(_named("upstream", msgspec.msgpack.encode((sent, sorted(config.headers)))))
+
+
+def _fingerprint(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return f"fp_{digest.hexdigest()[:_DIGITS]}"
+
+
+def _named(name: str, content: bytes) -> tuple[bytes, bytes]:
+    """Told apart from what stands beside it, whatever is in it."""
+    return msgspec.msgpack.encode((name, len(content))), content
+
+
+def _content(path: Path) -> bytes:
+    """Empty where there is no such file. The loading has found each small enough."""
+    try:
+        return path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        return FileIO(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _read(file: FileIO, start: int, size: int) -> bytes:
+    try:
+        return os.pread(file.fileno(), size, start)
+    except OSError as error:
+        raise _unreadable(Path(str(file.name)), error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"cannot be read: {error.strerror or error}", path=path)
+
+
+def _pieces(start: int, stop: int, all_bytes: int) -> Iterator[tuple[int, int]]:
+    """Of a tensor's place in its file, where each piece begins and how long it is. `all_bytes`: of the whole model."""
+    size = stop - start
+    count = 1 + size * _SPREAD // max(all_bytes, 1)
+    if size <= count * _PIECE:
+        yield start, size
+        return
+    for place in range(1, count + 1):
+        yield start + (size - _PIECE) * place // (count + 1), _PIECE

@@ -1,0 +1,162 @@
+"""Vectors of texts from an upstream: for `/v1/embeddings`, and for caches that compare meanings.
+
+Owns the count of the texts' tokens, the request, its further attempts, and the check of what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import HeadraceError
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.serving.upstreams import upstream_errors as faults
+from headrace.gateway.serving.upstreams import upstream_usage as usage
+from headrace.gateway.serving.upstreams.upstream import Upstream
+from headrace.gateway.serving.upstreams.upstream_chunks import read_usage
+from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+
+
+class _Vector(msgspec.Struct):
+    embedding: list[float]
+    index: int | None = None
+
+
+_NONE: Final = msgspec.Raw()
+
+
+class _Answer(msgspec.Struct):
+    data: list[_Vector]
+    usage: msgspec.Raw = _NONE
+
+
+_answers: Final = msgspec.json.Decoder(_Answer)
+
+
+async def text_tokens(upstream: Upstream, texts: Mapping[str, str | Sequence[int]]) -> int:
+    """Of all texts together, each with its name for errors: counted where the upstream's configuration names a
+    tokenizer, else estimated. ApiError for what the upstream has no such thing for, does not take, or has no room for.
+    """
+    if not upstream.takes.embeddings:
+        raise ApiError(f"'{upstream.name}' makes text, not embeddings", parameter="model", code="unsupported_parameter")
+    found, context = 0, upstream.config.context
+    for name, text in texts.items():
+        if not isinstance(text, str) and not upstream.takes.token_prompts:
+            raise invalid(f"'{name}': the server behind this model takes texts only, no token ids", name)
+        count = await _count(upstream, text, name)
+        if upstream.tokenizer is not None and context is not None and count > context:
+            raise ApiError(
+                f"the context of '{upstream.name}' is {context} tokens, and the {name} alone {count}",
+                parameter=name,
+                code="context_length_exceeded",
+            )
+        found += count
+        await asyncio.sleep(0)  # thousands of texts take a while, and others are to be served meanwhile
+    return found
+
+
+async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> int:
+    if not isinstance(text, str):
+        return len(text)
+    tokenizer = upstream.tokenizer
+    try:
+        if tokenizer is None:
+            return usage.estimated_prompt(len(text.encode()), 0)
+        long = len(text) > usage.LONG_TEXT
+        return len(await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text))
+    except UnicodeEncodeError:
+        raise invalid(f"'{name}' holds half of a surrogate pair, which is no character", name) from None
+    except HeadraceError as error:
+        raise invalid(f"'{name}': {error}", name) from None
+
+
+async def embedded(
+    upstream: Upstream, texts: Sequence[str | Sequence[int]], *, tokens: int, due: float, priority: int = 0
+) -> tuple[NDArray[np.float32], Usage]:
+    """A row for each text. `tokens`: of all of them, as `text_tokens` has it, which also says what cannot be asked.
+    `due`: on the upstream's clock. ApiError where the upstream fails."""
+    inputs: list[Any] = [text if isinstance(text, str) else list(text) for text in texts]
+    body = msgspec.json.encode({"model": upstream.config.model or upstream.name, "input": inputs})
+    upstream.count("requests")
+    upstream.budget.earn()
+    upstream.refuse_where_shut()
+    await upstream.places.take(priority, min(upstream.config.queue_s, due - upstream.clock()))
+    try:
+        answer = await _asked(upstream, body, due)
+    finally:
+        upstream.places.give()
+    return _checked(answer, upstream.name, len(inputs)), _usage(upstream, answer, inputs, tokens)
+
+
+async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
+    retries = upstream.config.retries
+    for attempt in range(retries.most + 1):
+        permit = upstream.enter()
+        began = upstream.clock()
+        try:
+            answer = await _once(upstream, body, due)
+        except UpstreamError as error:
+            upstream.failed(permit, error)
+            wait = min(retries.base_s * 2.0**attempt, retries.longest_s) * upstream.chance() + (error.wait or 0.0)
+            late = wait > retries.longest_s or upstream.clock() + wait >= due
+            if not error.again or attempt == retries.most or late or not upstream.ready:
+                raise
+            if not upstream.budget.spend():
+                upstream.count("retries_denied")
+                raise
+            upstream.count("retries")
+        else:
+            upstream.worked(permit, upstream.clock() - began)
+            return answer
+        finally:
+            permit.dropped()
+        await asyncio.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+async def _once(upstream: Upstream, body: bytes, due: float) -> _Answer:
+    reply = await upstream.wires.post("/embeddings", body, due)
+    parts = bytearray()
+    try:
+        while part := await reply.read(due):
+            parts += part
+            if len(parts) > upstream.config.answer_bytes:
+                raise faults.garbled(upstream.name, "sent an answer that is too long", again=False)
+    except TimeoutError:
+        raise faults.too_slow(upstream.name, "for its whole answer") from None
+    finally:
+        reply.close()
+    try:
+        return _answers.decode(parts)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise faults.garbled(upstream.name, "sent no embeddings") from None
+
+
+def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
+    rows: list[list[float] | None] = [None] * count
+    for place, vector in enumerate(answer.data):
+        index = place if vector.index is None else vector.index
+        if 0 <= index < count:
+            rows[index] = vector.embedding
+    found = [row for row in rows if row]
+    if len(found) < count or len({len(row) for row in found}) > 1:
+        raise faults.garbled(name, "sent other embeddings than it was asked for", again=False)
+    return np.array(found, dtype=np.float32)
+
+
+def _usage(upstream: Upstream, answer: _Answer, inputs: Sequence[str | list[int]], tokens: int) -> Usage:
+    told = read_usage(answer.usage)
+    length = sum(len(text.encode()) if isinstance(text, str) else usage.bytes_of(text) for text in inputs)
+    if told is not None and told.prompt_tokens is not None:
+        if usage.prompt_can_be(told.prompt_tokens, length):
+            return Usage(prompt_tokens=told.prompt_tokens)
+        upstream.count("usage_wrong")
+    else:
+        upstream.count("usage_estimated" if upstream.tokenizer is None else "usage_counted")
+    return Usage(prompt_tokens=tokens)

@@ -1,0 +1,239 @@
+"""From prompts and wishes to the engine's requests, and from its answers to results: what LLM and AsyncLLM share.
+
+Owns Wishes (what a caller may ask of a generation), the results, and the making of requests for texts, token ids,
+chats, scores and embeddings. Knows neither loops nor processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.outputs import Usage
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Chosen, Sampling
+from headrace.engine.interface.sequence_answer import Answer
+from headrace.errors import HeadraceError, RequestError
+from headrace.models.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+DEFAULT_TOKENS: Final = 256
+BULK: Final = "batch"  # the surface of what nobody waits for token by token
+_SAMPLING: Final = frozenset(Sampling.__struct_fields__)
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a generation, beside its prompt."""
+
+    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or as many as the context has room for
+    min_tokens: int = 0
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # beside the model's own ends
+    ignore_eos: bool = False
+    n: int = 1
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    speculate: bool = True
+    skip_special_tokens: bool = True
+    tenant: str = ""
+    surface: str = ""  # by default "batch", and for one prompt alone what the caller's object says
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One continuation of a prompt."""
+
+    text: str
+    tokens: list[int]
+    finish: Finish
+    usage: Usage
+    logprobs: list[Chosen] | None = None
+    stop: str | None = None  # the stop string that ended it
+    why: str = ""  # it failed
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """A prompt and its continuations."""
+
+    prompt: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[Chosen] | None = None
+
+    @property
+    def text(self) -> str:
+        """The first continuation's."""
+        return self.completions[0].text
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How likely a text is after another."""
+
+    logprob: float  # of the whole text
+    tokens: list[Chosen]
+    likeliest: bool  # every token is the one that the model would have chosen
+
+
+def wishes_of(**wanted: Any) -> Wishes:
+    """Wishes from keyword arguments, those of the sampling among them; RequestError for an unknown one."""
+    sampling = {name: value for name, value in wanted.items() if name in _SAMPLING}
+    others = {name: value for name, value in wanted.items() if name not in _SAMPLING}
+    for name in others:
+        if name not in Wishes.__struct_fields__:
+            raise RequestError(f"there is no parameter '{name}'", parameter=name)
+    if isinstance(others.get("stop"), str):
+        others["stop"] = (others["stop"],)
+    if sampling:
+        others["sampling"] = msgspec.structs.replace(others.get("sampling", Sampling()), **sampling)
+    try:
+        return msgspec.convert({name: msgspec.to_builtins(value) for name, value in others.items()}, Wishes)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error), parameter=_named(str(error))) from None
+
+
+def _named(message: str) -> str | None:
+    """The parameter that msgspec's message is about."""
+    _, _, path = message.partition("$.")
+    return path.split("`")[0].split(".")[-1].split("[")[0] or None
+
+
+class Asking:
+    """Requests for one model. Their ids are unique in this process."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, tokenizer: Tokenizer, *, context: int, alone: str = BULK) -> None:
+        """`alone`: the surface of a prompt that is asked for by itself."""
+        self.tokenizer = tokenizer
+        self._context = context
+        self._alone = alone
+
+    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def generations(self, prompts: Prompt | Iterable[Prompt], wishes: Wishes) -> list[Request]:
+        return self._requests([self.tokens(prompt) for prompt in many(prompts)], wishes)
+
+    def chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        tools: Sequence[Message] | None,
+        template: Mapping[str, Any],
+        wishes: Wishes,
+    ) -> list[Request]:
+        """One chat, or several."""
+        given: list[Any] = list(messages)
+        chats: list[Sequence[Message]] = [given] if given and isinstance(given[0], Mapping) else given
+        texts = [self.tokenizer.apply_template(chat, tools=tools, **template) for chat in chats]
+        encode = self.tokenizer.encode
+        return self._requests([tuple(encode(text, add_special_tokens=False)) for text in texts], wishes)
+
+    def _requests(self, prompts: list[tuple[int, ...]], wishes: Wishes) -> list[Request]:
+        return [self.generate(prompt, wishes, alone=len(prompts) == 1) for prompt in prompts]
+
+    def generate(self, prompt: tuple[int, ...], wishes: Wishes, *, alone: bool = True) -> Request:
+        ends = frozenset[int]() if wishes.ignore_eos else self.tokenizer.eos_ids
+        most = wishes.max_tokens
+        if most is None:
+            most = max(1, min(DEFAULT_TOKENS, self._context - len(prompt)))
+        return Request(
+            id=self._id(),
+            prompt=prompt,
+            sampling=wishes.sampling,
+            max_tokens=most,
+            min_tokens=wishes.min_tokens,
+            stop_ids=ends | wishes.stop_ids,
+            stop=wishes.stop,
+            n=wishes.n,
+            grammar=wishes.grammar,
+            prompt_logprobs=wishes.prompt_logprobs,
+            tenant=wishes.tenant,
+            surface=wishes.surface or (self._alone if alone else BULK),
+            speculate=wishes.speculate,
+            skip_special_tokens=wishes.skip_special_tokens,
+        )
+
+    def score(self, before: Prompt, text: Prompt) -> Request:
+        """A request for the likelihood of a text after another."""
+        if isinstance(before, str) and isinstance(text, str):
+            # Cut as one text: what comes before may change where the first token of the rest begins.
+            start = self.tokens(before)
+            whole = self.tokens(before + text)
+        else:
+            start = self.tokens(before)
+            rest = self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text
+            whole = (*start, *rest)
+        if len(whole) <= len(start):
+            raise RequestError("the text to score has no tokens", parameter="text")
+        if not start:
+            raise RequestError("a text is scored after at least one token", parameter="prompt")
+        return Request(
+            id=self._id(),
+            prompt=whole,
+            kind="score",
+            score_from=len(start),
+            sampling=Sampling(logprobs=1),
+            surface=BULK,
+        )
+
+    def embed(self, text: Prompt) -> Request:
+        return Request(id=self._id(), prompt=self.tokens(text), kind="embed", surface=BULK)
+
+    def _id(self) -> str:
+        return f"local.{next(Asking._numbers)}"
+
+
+def many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list: a text, token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found: list[Any] = list(prompts)
+    if found and isinstance(found[0], int | np.integer):
+        return [cast("list[int]", found)]
+    return found
+
+
+def generation(request: Request, answers: Sequence[Answer]) -> Generation:
+    completions = [
+        Completion(
+            answer.text,
+            answer.tokens,
+            ending.finish,
+            ending.usage,
+            answer.chosen if request.sampling.logprobs is not None else None,
+            ending.stop,
+            ending.why,
+        )
+        for answer in answers
+        if (ending := answer.ending) is not None
+    ]
+    return Generation(list(request.prompt), completions, answers[0].prompt)
+
+
+def scored(answer: Answer) -> Score:
+    _must_not_fail(answer)
+    tokens = answer.prompt or []
+    logprob = float(sum(token.logprob or 0.0 for token in tokens))
+    return Score(logprob, tokens, all(token.top and token.top[0][0] == token.token for token in tokens))
+
+
+def embedded(answers: Iterable[Answer], width: int) -> NDArray[np.float32]:
+    """A row for each text."""
+    rows: list[NDArray[np.float32]] = []
+    for answer in answers:
+        _must_not_fail(answer)
+        rows.append(np.frombuffer(answer.vector or b"", dtype="<f4").astype(np.float32, copy=False))
+    return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
+
+
+def _must_not_fail(answer: Answer) -> None:
+    ending = answer.ending
+    if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
+        raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")

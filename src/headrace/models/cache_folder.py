@@ -1,0 +1,54 @@
+"""Where Headrace keeps what it can make again: packed weights and the digests of the files they were made from.
+
+Owns the folder's place and its bound. Nothing in it is needed; deleting it costs time at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from headrace.errors import RequestError
+
+_DEFAULT_GIB: Final = 64.0
+
+
+def cache_folder() -> Path:
+    """HEADRACE_CACHE, or ~/.cache/headrace."""
+    named = os.environ.get("HEADRACE_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "headrace"
+
+
+def cache_limit() -> int:
+    """Most bytes of packed weights: HEADRACE_CACHE_GIB, or 64 GiB."""
+    named = os.environ.get("HEADRACE_CACHE_GIB")
+    if not named:
+        return int(_DEFAULT_GIB * 2**30)
+    try:
+        gib = float(named)
+    except ValueError:
+        gib = -1.0
+    if not 0.0 <= gib < 2**33:
+        raise RequestError(f"expected a number of GiB, not '{named}'", parameter="HEADRACE_CACHE_GIB")
+    return int(gib * 2**30)
+
+
+def make_room(folder: Path, needed: int, limit: int) -> bool:
+    """Deletes the packed files unused for longest until `needed` more bytes fit; False where they cannot."""
+    if needed > limit:
+        return False
+    files: list[tuple[float, int, Path]] = []
+    for path in folder.glob("*.pack"):
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            status = path.stat()
+            files.append((status.st_mtime, status.st_size, path))
+    total = needed + sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= limit:
+            break
+        with contextlib.suppress(OSError):  # a map of a deleted file stays valid
+            path.unlink()
+            total -= size
+    return total <= limit

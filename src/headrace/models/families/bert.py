@@ -1,0 +1,158 @@
+"""BERT encoders, and what was made of them: MiniLM, BGE, E5 and other sentence embedders.
+
+Owns what the spec of a BERT is, its names in old and new checkpoints, and what sentence-transformers' files beside the
+config say of how its hidden states become one embedding. Knows nothing of other families.
+
+    modules.json             [Transformer, Pooling, Normalize?]; without it, as sentence-transformers does, the mean
+    <path>/config.json       of the Pooling module: which tokens are pooled
+    sentence_bert_config.json    the most tokens that the embedder was made for, where they are fewer
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from headrace.errors import ModelError
+from headrace.models.config_json import (
+    MOST_CONTEXT,
+    MOST_HEADS,
+    MOST_HIDDEN,
+    MOST_INTERMEDIATE,
+    MOST_VOCAB,
+    Config,
+)
+from headrace.models.families.decoder import ACTIVATIONS, Names, head_size, layer_count, named_sources, prefix_of
+from headrace.models.families.family import Part, Sources, architecture_of
+from headrace.models.formats.json_file import parse_json_object, read_text
+from headrace.models.spec import LayerSpec, ModelSpec, Pooling
+
+architectures: tuple[str, ...] = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+
+_NAMES: Names = {
+    "embed": ("embeddings.word_embeddings",),
+    "positions": ("embeddings.position_embeddings",),
+    "token_types": ("embeddings.token_type_embeddings",),
+    "embed_norm": ("embeddings.LayerNorm",),
+    "attn.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attn.o": ("attention.output.dense",),
+    "attn.residual_norm": ("attention.output.LayerNorm",),
+    "mlp.up": ("intermediate.dense",),
+    "mlp.down": ("output.dense",),
+    "mlp.residual_norm": ("output.LayerNorm",),
+}
+_POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+# The older form of `pooling_mode`: a flag for each.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def spec(config: Config) -> ModelSpec:
+    config.refuse("position_embedding_type", "positions must be absolute", unless=("absolute",))
+    config.refuse("is_decoder", "the model must be an encoder", unless=(False,))
+    config.refuse("add_cross_attention", "the model must be an encoder", unless=(False,))
+    size = head_size(config)
+    heads = config.size("num_attention_heads", most=MOST_HEADS)
+    positions = config.size("max_position_embeddings", most=1 << 20)
+    pooling, normalise = read_pooling(config.folder)
+    return ModelSpec(
+        family="bert",
+        architecture=architecture_of(config),
+        kind="encoder",
+        vocab_size=config.size("vocab_size", most=MOST_VOCAB),
+        hidden_size=config.size("hidden_size", most=MOST_HIDDEN),
+        intermediate_size=config.size("intermediate_size", most=MOST_INTERMEDIATE),
+        heads=heads,
+        kv_heads=heads,
+        head_size=size,
+        layers=(LayerSpec(rope=None),) * layer_count(config),
+        context=min(positions, _longest_text(config.folder) or positions),
+        norm="layer",
+        norm_eps=config.positive("layer_norm_eps", most=1.0, default=1e-12),
+        pre_norm=False,
+        residual_norm=True,
+        final_norm=False,
+        activation=config.choice("hidden_act", ACTIVATIONS, default="gelu"),
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        attention_scale=size**-0.5,
+        learned_positions=positions,
+        token_types=config.size("type_vocab_size", most=1 << 16, default=2),
+        embedding_norm=True,
+        pooling=pooling,
+        normalise_embedding=normalise,
+    )
+
+
+def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+    prefix = prefix_of(names, ("", "bert."), "embeddings.word_embeddings.weight")
+    table = named_sources(spec, _NAMES, names, prefix=prefix, layer="encoder.layer")
+    return {name: tuple(_old_or_new(part, names) for part in parts) for name, parts in table.items()}
+
+
+def _old_or_new(part: Part, names: frozenset[str]) -> Part:
+    """The first BERT checkpoints call a norm's weight gamma and its bias beta."""
+    stem, _, end = part.name.rpartition(".")
+    old = f"{stem}.{'gamma' if end == 'weight' else 'beta'}"
+    return Part(old) if stem.endswith("LayerNorm") and part.name not in names and old in names else part
+
+
+def read_pooling(folder: Path) -> tuple[Pooling, bool]:
+    """How the model's hidden states become an embedding, and whether it is then made unit length."""
+    path = folder / "modules.json"
+    if not path.exists():
+        return "mean", False
+    pooling: Pooling | None = None
+    normalise = False
+    for position, module in enumerate(_modules(path)):
+        kind = module.text("type").rsplit(".", 1)[-1]
+        if kind == "Transformer" and position == 0:
+            continue
+        if kind == "Pooling" and pooling is None and not normalise:
+            pooling = _pooling(Config.read(_inside(folder, module) / "config.json"))
+        elif kind == "Normalize" and pooling is not None:
+            normalise = True
+        else:
+            raise module.refused("type", f"module {kind[:60]!r} is not supported at this place")
+    if pooling is None:
+        raise ModelError("no Pooling module: expected Transformer, Pooling and at most Normalize", path=path)
+    return pooling, normalise
+
+
+def _modules(path: Path) -> tuple[Config, ...]:
+    # The one file of a model folder with a list at its top: inside an object, the strict reader takes it.
+    values = parse_json_object(f'{{"modules": {read_text(path)}}}'.encode(), path=path)
+    if len(values) > 1:
+        raise ModelError("expected a list of modules", path=path)
+    return Config(values, path=path).subs("modules", longest=16)
+
+
+def _inside(folder: Path, module: Config) -> Path:
+    relative = PurePosixPath(module.text("path"))
+    if relative.is_absolute() or ".." in relative.parts or "\0" in str(relative):
+        raise module.wrong("path", "a folder within the model's")
+    return folder / relative
+
+
+def _pooling(config: Config) -> Pooling:
+    config.refuse("include_prompt", "every token is pooled", unless=(True,))
+    if config.has("pooling_mode"):
+        return config.choice("pooling_mode", _POOLINGS)
+    modes = [mode for key, mode in _POOLING_FLAGS.items() if config.flag(key, default=False)] or ["mean"]
+    if len(modes) > 1 or modes[0] not in _POOLINGS:
+        raise ModelError(
+            f"pooling {' and '.join(modes)} is not supported: expected one of {', '.join(_POOLINGS)}", path=config.path
+        )
+    return _POOLINGS[modes[0]]
+
+
+def _longest_text(folder: Path) -> int | None:
+    path = folder / "sentence_bert_config.json"
+    return Config.read(path).optional_size("max_seq_length", most=MOST_CONTEXT) if path.exists() else None

@@ -1,0 +1,220 @@
+"""What the decoder families share: how sizes are read from a config, and how tensors are named in the files.
+
+Owns the base ModelSpec that each family amends, the table of Llama's tensor names that each family amends, and the
+bounds on the whole model. Knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from headrace.models.config_json import (
+    MOST_CONTEXT,
+    MOST_EXPERTS,
+    MOST_HEAD_SIZE,
+    MOST_HEADS,
+    MOST_HIDDEN,
+    MOST_INTERMEDIATE,
+    MOST_LAYERS,
+    MOST_VOCAB,
+    Config,
+)
+from headrace.models.families.family import Part, Sources
+from headrace.models.spec import Activation, ExpertSpec, LayerSpec, ModelSpec, RopeSpec, tensor_shapes
+
+MOST_PARAMETERS: Final = 1 << 42
+MOST_EXPERT_TENSORS: Final = 1 << 18  # experts times layers
+
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+# Canonical name within a layer (or of the model) -> names in the files, whose rows are joined; "{expert}" is a number.
+Names = Mapping[str, tuple[str, ...]]
+
+LLAMA_NAMES: Final[Names] = {
+    "embed": ("embed_tokens",),
+    "norm": ("norm",),
+    "attn.norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.o": ("self_attn.o_proj",),
+    "mlp.norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+# The layer's own norms when the sublayers' outputs are normalised (Gemma, OLMo-2).
+OUT_NORM_NAMES: Final[Names] = {
+    "attn.out_norm": ("post_attention_layernorm",),
+    "mlp.norm": ("pre_feedforward_layernorm",),
+    "mlp.out_norm": ("post_feedforward_layernorm",),
+}
+
+
+def layer_count(config: Config) -> int:
+    return config.size("num_hidden_layers", most=MOST_LAYERS)
+
+
+def head_size(config: Config, *, default: int | None = None) -> int:
+    """`head_dim`, or what is left of the hidden size for each head."""
+    given = config.optional_size("head_dim", most=MOST_HEAD_SIZE, default=default)
+    if given is not None:
+        return given
+    hidden = config.size("hidden_size", most=MOST_HIDDEN)
+    heads = config.size("num_attention_heads", most=MOST_HEADS)
+    if hidden % heads or hidden // heads > MOST_HEAD_SIZE:
+        raise config.wrong(
+            "num_attention_heads", f"a divisor of hidden_size ({hidden}) into heads of at most 4096 dims"
+        )
+    return hidden // heads
+
+
+def layer_windows(config: Config, window: int | None, default: tuple[bool, ...]) -> tuple[int, ...]:
+    """The window of each layer (0: sees all), from `layer_types` or, without it, from the default: True slides."""
+    types = config.optional_names("layer_types", ("full_attention", "sliding_attention"), len(default))
+    slides = default if types is None else tuple(kind == "sliding_attention" for kind in types)
+    if any(slides) and window is None:
+        raise config.refused("layer_types", "some layers have a sliding window, but its size is not set")
+    return tuple(window if sliding and window is not None else 0 for sliding in slides)
+
+
+def sliding_window(config: Config, *, default: int | None = None) -> int | None:
+    return config.optional_size("sliding_window", most=MOST_CONTEXT, default=default)
+
+
+def gated_sliding_window(config: Config, *, default: int | None = None) -> int | None:
+    """The window of configs that name one even where it is not in use."""
+    return sliding_window(config, default=default) if config.flag("use_sliding_window", default=False) else None
+
+
+def decoder_spec(
+    config: Config,
+    *,
+    family: str,
+    architecture: str,
+    layers: tuple[LayerSpec, ...],
+    ropes: tuple[RopeSpec, ...],
+    head_size: int,
+    norm_eps: float,
+    experts: ExpertSpec | None = None,
+    activation_key: str = "hidden_act",
+    default_activation: str = "silu",
+    default_tied: bool = False,
+) -> ModelSpec:
+    """The spec of a plain Llama; families replace what they do otherwise."""
+    config.refuse("clip_qkv", "clipped projections")
+    config.refuse("per_layer_config", "layers of different sizes")
+    heads = config.size("num_attention_heads", most=MOST_HEADS)
+    kv_heads = config.optional_size("num_key_value_heads", most=MOST_HEADS, default=heads) or heads
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    dense = any(not layer.experts for layer in layers)
+    return ModelSpec(
+        family=family,
+        architecture=architecture,
+        vocab_size=config.size("vocab_size", most=MOST_VOCAB),
+        hidden_size=config.size("hidden_size", most=MOST_HIDDEN),
+        intermediate_size=config.size("intermediate_size", most=MOST_INTERMEDIATE) if dense else 0,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        layers=layers,
+        context=config.size("max_position_embeddings", most=MOST_CONTEXT),
+        norm_eps=config.positive("rms_norm_eps", most=1.0, default=norm_eps),
+        activation=config.choice(activation_key, ACTIVATIONS, default=default_activation),
+        ropes=ropes,
+        attention_scale=head_size**-0.5,
+        tied=config.flag("tie_word_embeddings", default=default_tied),
+        experts=experts,
+    )
+
+
+def expert_spec(config: Config, *, size_key: str, normalise: bool) -> ExpertSpec:
+    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # both mean the same
+    count = config.size(key, most=MOST_EXPERTS)
+    return ExpertSpec(
+        count=count,
+        top_k=config.size("num_experts_per_tok", most=count),
+        intermediate_size=config.size(size_key, most=MOST_INTERMEDIATE),
+        normalise=normalise,
+    )
+
+
+def parameters(spec: ModelSpec) -> int:
+    """An upper bound of the model's weights, without a list of its tensors (which a hostile config makes long)."""
+    experts = spec.experts
+    attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
+    dense = 3 * spec.hidden_size * spec.intermediate_size
+    mixture = 3 * spec.hidden_size * experts.intermediate_size * experts.count if experts else 0
+    return 2 * spec.vocab_size * spec.hidden_size + len(spec.layers) * (attention + max(dense, mixture))
+
+
+def bounded(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec itself, once its sizes taken together are those of a model that could exist."""
+    if parameters(spec) > MOST_PARAMETERS:
+        raise config.refused("hidden_size", f"the sizes make a model of more than {MOST_PARAMETERS} parameters")
+    if spec.experts and spec.experts.count * len(spec.layers) > MOST_EXPERT_TENSORS:
+        raise config.refused("num_hidden_layers", f"more than {MOST_EXPERT_TENSORS} experts in all layers together")
+    return spec
+
+
+def prefix_of(names: frozenset[str], candidates: tuple[str, ...], probe: str) -> str:
+    """The first prefix under which the probe is in the files; the first of all where it is nowhere."""
+    return next((prefix for prefix in candidates if f"{prefix}{probe}" in names), candidates[0])
+
+
+def named_sources(
+    spec: ModelSpec, table: Names, names: frozenset[str], *, prefix: str, layer: str = "layers", head: str = "lm_head"
+) -> Sources:
+    """The sources of every tensor of the spec, from a table of names.
+
+    A layer's names follow `prefix`, `layer` and its number; the head stands outside of the prefix.
+    """
+
+    def parts(name: str) -> tuple[Part, ...]:
+        name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
+        if name == "head":
+            return (Part(f"{head}.{end}"),)
+        where, expert = prefix, ""
+        if name.startswith("layers."):
+            _, number, name = name.split(".", 2)
+            where = f"{prefix}{layer}.{number}."
+        if ".experts." in name:
+            feed, _, expert, leaf = name.split(".")
+            name = f"{feed}.experts.{leaf}"
+        return tuple(Part(f"{where}{stem.replace('{expert}', expert)}.{end}") for stem in table[name])
+
+    sources = {name: parts(name) for name in tensor_shapes(spec)}
+    if spec.tied and sources["embed"][0].name not in names and f"{head}.weight" in names:
+        sources["embed"] = (Part(f"{head}.weight"),)  # the one of the two that was saved
+    return sources
+
+
+def fuse_experts(sources: Sources, spec: ModelSpec, names: frozenset[str], blocks: tuple[str, ...]) -> Sources:
+    """The same sources with experts taken from tensors that hold all of them, in the layers where the files have those.
+
+    `blocks` are what the files may call the mixture of a layer, like "model.layers.{layer}.mlp".
+    """
+    if spec.experts is None:
+        return sources
+    fused = dict(sources)
+    for index in range(len(spec.layers)):
+        for block in blocks:
+            stem = f"{block.replace('{layer}', str(index))}.experts"
+            if not spec.layers[index].experts or f"{stem}.gate_up_proj" not in names:
+                continue
+            for expert in range(spec.experts.count):
+                fused[f"layers.{index}.mlp.experts.{expert}.gate_up"] = (Part(f"{stem}.gate_up_proj", expert),)
+                fused[f"layers.{index}.mlp.experts.{expert}.down"] = (Part(f"{stem}.down_proj", expert),)
+    return fused

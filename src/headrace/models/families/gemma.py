@@ -1,0 +1,115 @@
+"""Gemma 2 and Gemma 3 (text), and the text part of Gemma 3 with vision.
+
+Owns what sets these apart from the plain decoder: norms that store their weight less one, on both sides of each
+sublayer; scaled embeddings; soft caps (Gemma 2) or normalised heads (Gemma 3); layers that slide and layers that see
+all, which in Gemma 3 have ropes of their own. Knows nothing of other families.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.models.config_json import MOST_LAYERS, Config
+from headrace.models.families.decoder import (
+    LLAMA_NAMES,
+    OUT_NORM_NAMES,
+    Names,
+    decoder_spec,
+    head_size,
+    layer_count,
+    layer_windows,
+    named_sources,
+    prefix_of,
+    sliding_window,
+)
+from headrace.models.families.family import Sources, architecture_of
+from headrace.models.rope import read_rope, rope_of
+from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
+
+architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+
+_NAMES: Names = {**LLAMA_NAMES, **OUT_NORM_NAMES}
+# The text part has stood under each of these, over the years.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.language_model.model.")
+
+# What Gemma 3 configs leave out, when it is as in the 4B model.
+_GEMMA3_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+
+
+def spec(config: Config) -> ModelSpec:
+    architecture = architecture_of(config)
+    if architecture == "Gemma3ForConditionalGeneration":
+        config = config.sub("text_config").with_defaults(
+            {"tie_word_embeddings": config.flag("tie_word_embeddings", default=True)}
+        )
+        config.refuse_quantised()
+    gemma3 = architecture != "Gemma2ForCausalLM"
+    if gemma3:
+        config = config.with_defaults(_GEMMA3_DEFAULTS)
+    config.refuse("use_bidirectional_attention", "the model must be causal", unless=(False,))
+    size = head_size(config, default=256)
+    plain = decoder_spec(
+        config,
+        family="gemma",
+        architecture=architecture,
+        layers=_layers(config, gemma3=gemma3),
+        ropes=_ropes(config, size) if gemma3 else (read_rope(config, size),),
+        head_size=size,
+        norm_eps=1e-6,
+        activation_key="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        default_tied=True,
+    )
+    if gemma3:
+        config.refuse("attn_logit_softcapping", "Gemma 3 normalises its heads instead")
+    bias = config.flag("attention_bias", default=False)
+    return msgspec.structs.replace(
+        plain,
+        norm_offset=1.0,
+        out_norm=True,
+        qk_norm="head" if gemma3 else "none",
+        qkv_bias=bias,
+        o_bias=bias,
+        attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
+        attention_softcap=0.0 if gemma3 else _softcap(config, "attn_logit_softcapping", 50.0),
+        logit_softcap=_softcap(config, "final_logit_softcapping", None if gemma3 else 30.0),
+        embedding_scale=plain.hidden_size**0.5,
+    )
+
+
+def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+    prefix = prefix_of(names, _PREFIXES, "embed_tokens.weight")
+    head = prefix_of(names, ("", "language_model."), "lm_head.weight")
+    return named_sources(spec, _NAMES, names, prefix=prefix, head=f"{head}lm_head")
+
+
+def _layers(config: Config, *, gemma3: bool) -> tuple[LayerSpec, ...]:
+    period = config.size("sliding_window_pattern", most=MOST_LAYERS, default=6) if gemma3 else 2
+    default = tuple((index + 1) % period != 0 for index in range(layer_count(config)))
+    windows = layer_windows(config, sliding_window(config, default=4096), default)
+    return tuple(LayerSpec(window=window, rope=1 if gemma3 and window else 0) for window in windows)
+
+
+def _ropes(config: Config, size: int) -> tuple[RopeSpec, RopeSpec]:
+    """Of the layers that see all, then of those that slide."""
+    scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
+    if both is not None and scaling is not None:
+        raise config.refused("rope_scaling", "stands beside rope_parameters: one of them is expected")
+    if both is not None and not both.objects():
+        raise config.wrong("rope_parameters", "a rope for full_attention and one for sliding_attention")
+    none = Config({}, path=config.path, prefix="rope_parameters.")
+    full = scaling or (both and both.optional_sub("full_attention")) or none
+    local = (both and both.optional_sub("sliding_attention")) or none
+    return (
+        rope_of(config, full, size, theta=config.positive("rope_theta", default=1_000_000.0)),
+        rope_of(config, local, size, theta=config.positive("rope_local_base_freq", default=10_000.0)),
+    )
+
+
+def _softcap(config: Config, key: str, default: float | None) -> float:
+    return config.optional_positive(key, default=default) or 0.0

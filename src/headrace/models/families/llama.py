@@ -1,0 +1,79 @@
+"""Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions) and Mistral (a sliding window).
+
+Owns what sets these apart from the plain decoder. Knows nothing of other families.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.models.config_json import Config
+from headrace.models.families.decoder import (
+    LLAMA_NAMES,
+    decoder_spec,
+    gated_sliding_window,
+    head_size,
+    layer_count,
+    layer_windows,
+    named_sources,
+    sliding_window,
+)
+from headrace.models.families.family import Sources, architecture_of
+from headrace.models.rope import read_rope
+from headrace.models.spec import LayerSpec, ModelSpec
+
+architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM")
+
+
+def spec(config: Config) -> ModelSpec:
+    architecture = architecture_of(config)
+    smollm3 = architecture == "SmolLM3ForCausalLM"
+    size = head_size(config)
+    plain = decoder_spec(
+        config,
+        family="llama",
+        architecture=architecture,
+        layers=_layers(config, architecture),
+        ropes=(read_rope(config, size, default_theta=2_000_000.0 if smollm3 else 10_000.0),),
+        head_size=size,
+        norm_eps=1e-6,
+        default_tied=smollm3,
+    )
+    if architecture == "MistralForCausalLM":
+        return plain
+    bias = config.flag("attention_bias", default=False)
+    return msgspec.structs.replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", default=False))
+
+
+def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+    return named_sources(spec, LLAMA_NAMES, names, prefix="model.")
+
+
+def _layers(config: Config, architecture: str) -> tuple[LayerSpec, ...]:
+    count = layer_count(config)
+    if architecture == "MistralForCausalLM":
+        window = sliding_window(config, default=4096)
+        # Every layer slides or none does: a config that says otherwise is a Ministral under the wrong name.
+        windows = layer_windows(config, window, (window is not None,) * count)
+        if len(set(windows)) > 1:
+            raise config.refused("layer_types", "MistralForCausalLM has one kind of layer")
+        return tuple(LayerSpec(window=window) for window in windows)
+    if architecture == "LlamaForCausalLM":
+        return (LayerSpec(),) * count
+    turning = _turning_layers(config, count)
+    window = gated_sliding_window(config)
+    windows = layer_windows(config, window, tuple(window is not None and not turns for turns in turning))
+    return tuple(
+        LayerSpec(window=window, rope=0 if turns else None) for window, turns in zip(windows, turning, strict=True)
+    )
+
+
+def _turning_layers(config: Config, count: int) -> tuple[bool, ...]:
+    """Which layers have a rope: `no_rope_layers` is, whatever its name says, 1 for the layers that do."""
+    given = config.optional_sizes("no_rope_layers", least=0, most=1, longest=count)
+    if given is None:
+        interval = config.size("no_rope_layer_interval", most=1 << 20, default=4)
+        return tuple((index + 1) % interval != 0 for index in range(count))
+    if len(given) != count:
+        raise config.wrong("no_rope_layers", f"a list of {count} integers")
+    return tuple(flag == 1 for flag in given)

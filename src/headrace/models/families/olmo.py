@@ -1,0 +1,45 @@
+"""OLMo-2: norms after each sublayer and none before it, queries and keys normalised over all heads at once.
+
+Owns what sets it apart from the plain decoder. Knows nothing of other families.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.models.config_json import Config
+from headrace.models.families.decoder import (
+    LLAMA_NAMES,
+    OUT_NORM_NAMES,
+    Names,
+    decoder_spec,
+    head_size,
+    layer_count,
+    named_sources,
+)
+from headrace.models.families.family import Sources, architecture_of
+from headrace.models.rope import read_rope
+from headrace.models.spec import LayerSpec, ModelSpec
+
+architectures: tuple[str, ...] = ("Olmo2ForCausalLM",)
+
+_NAMES: Names = {**LLAMA_NAMES, **OUT_NORM_NAMES}
+
+
+def spec(config: Config) -> ModelSpec:
+    size = head_size(config)
+    plain = decoder_spec(
+        config,
+        family="olmo",
+        architecture=architecture_of(config),
+        layers=(LayerSpec(),) * layer_count(config),
+        ropes=(read_rope(config, size),),
+        head_size=size,
+        norm_eps=1e-5,
+    )
+    bias = config.flag("attention_bias", default=False)
+    return msgspec.structs.replace(plain, pre_norm=False, out_norm=True, qk_norm="full", qkv_bias=bias, o_bias=bias)
+
+
+def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+    return named_sources(spec, _NAMES, names, prefix="model.")

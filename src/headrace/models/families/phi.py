@@ -1,0 +1,43 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: fused projections, heads that may be rotated in part, long ropes.
+
+Owns what sets these apart from the plain decoder. Knows nothing of other families.
+"""
+
+from __future__ import annotations
+
+from headrace.models.config_json import Config
+from headrace.models.families.decoder import (
+    LLAMA_NAMES,
+    Names,
+    decoder_spec,
+    head_size,
+    layer_count,
+    named_sources,
+    sliding_window,
+)
+from headrace.models.families.family import Sources, architecture_of
+from headrace.models.rope import read_rope
+from headrace.models.spec import LayerSpec, ModelSpec
+
+architectures: tuple[str, ...] = ("Phi3ForCausalLM",)
+
+_NAMES: Names = {**LLAMA_NAMES, "attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
+# Early Phi-3 checkpoints have other names for longrope.
+_ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+
+
+def spec(config: Config) -> ModelSpec:
+    size = head_size(config)
+    return decoder_spec(
+        config,
+        family="phi",
+        architecture=architecture_of(config),
+        layers=(LayerSpec(window=sliding_window(config) or 0),) * layer_count(config),
+        ropes=(read_rope(config, size, default_original=4096, partial=True, kinds=_ROPES),),
+        head_size=size,
+        norm_eps=1e-5,
+    )
+
+
+def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+    return named_sources(spec, _NAMES, names, prefix="model.")

@@ -1,0 +1,217 @@
+"""Canonical tensors as the core takes them: products packed in a precision, everything else as f32 vectors.
+
+Owns the way from a model folder and a weight plan to the core's tensors, and the packed file that saves it at the next
+start. The packed file is keyed by content: the digest of the weight files, the spec, the plan and the layout's version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import headrace._core as _core
+from headrace.errors import ModelError
+from headrace.models.cache_folder import cache_limit, make_room
+from headrace.models.formats.model_weights import content_digest
+from headrace.models.formats.pack_file import PackFile, PackWriter
+from headrace.models.formats.tensors import DenseTensor
+from headrace.models.model_folder import ModelFolder
+from headrace.models.precision import Format, Precision, WeightPlan
+from headrace.models.spec import ModelSpec, is_product
+
+PANEL: Final = 32  # output channels side by side in the core's layout
+VERSION: Final = 1  # of what this file does to tensors before the core packs them
+
+Tensor = _core.Packed | NDArray[np.float32]
+
+
+class CoreTensors(msgspec.Struct):
+    tensors: dict[str, Tensor]
+    bytes: int
+    mapped: bool  # read from a packed file that was there
+
+
+class _Piece(msgspec.Struct):
+    """A tensor as bytes with what it takes to read them back."""
+
+    name: str
+    meta: dict[str, Any]
+    data: NDArray[np.uint8]
+
+
+def load_tensors(
+    folder: ModelFolder,
+    plan: WeightPlan,
+    pool: _core.Pool,
+    *,
+    cache: Path | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CoreTensors:
+    """The model's tensors, from the cache folder's packed file or made now (and saved there, where there is room)."""
+    plan.check_patterns(name for name in folder.shapes if is_product(name))
+    if cache is None:
+        return _collect(_pieces(folder, plan, pool, progress), mapped=False)
+    packed = cache / "packed"
+    path = packed / f"{_key(folder, plan, cache / 'digests')}.pack"
+    opened = _open_packed(path)
+    if opened is not None:
+        return opened
+    try:
+        packed.mkdir(parents=True, exist_ok=True)
+        if not make_room(packed, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
+            return _collect(_pieces(folder, plan, pool, progress), mapped=False)
+        with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
+            for piece in _pieces(folder, plan, pool, progress):
+                writer.add(piece.name, piece.meta, piece.data)
+    except OSError:
+        # A cache that cannot be written (full, read-only) costs time at the next start, nothing else.
+        return _collect(_pieces(folder, plan, pool, progress), mapped=False)
+    opened = _open_packed(path)
+    if opened is None:
+        raise ModelError("the packed file that was just written cannot be read", path=path)
+    return msgspec.structs.replace(opened, mapped=False)
+
+
+def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: WeightPlan) -> int:
+    """Bytes of the core's tensors under a plan."""
+    total = 0
+    for name, shape in shapes.items():
+        if is_product(name) or name.endswith(".router"):
+            precision = _precision(name, plan, spec)
+            rows = _panel_rows(shape[0]) if name.endswith(".gate_up") else shape[0]
+            total += _packed_bytes(precision, rows, shape[1])
+        else:
+            total += 4 * int(np.prod(shape))
+    return total
+
+
+def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
+    return _core.packed_bytes(precision.format, outputs, inputs, precision.group, multiples=precision.multiples)
+
+
+def _precision(name: str, plan: WeightPlan, spec: ModelSpec) -> Precision:
+    if name.endswith(".router"):
+        return Precision("f32")  # small, and a wrong choice of expert is not a small error
+    return plan.precision(name, tied=spec.tied)
+
+
+def _key(folder: ModelFolder, plan: WeightPlan, digests: Path) -> str:
+    facts = (_core.LAYOUT, VERSION, content_digest(folder.weights.files, index_dir=digests), folder.spec, plan)
+    return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()[:40]
+
+
+def _collect(pieces: Iterator[_Piece], *, mapped: bool) -> CoreTensors:
+    tensors: dict[str, Tensor] = {}
+    total = 0
+    for piece in pieces:
+        tensors[piece.name] = _tensor(piece)
+        total += piece.data.size
+    return CoreTensors(tensors, total, mapped)
+
+
+def _open_packed(path: Path) -> CoreTensors | None:
+    try:
+        file = PackFile.open(path)
+        opened = _collect((_Piece(name, file.entry_meta(name), file.data(name)) for name in file.names), mapped=True)
+    except (ModelError, ValueError, KeyError, TypeError):
+        return None  # not there, or damaged: it is made anew
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the least recently used file is the first to go
+    return opened
+
+
+def _tensor(piece: _Piece) -> Tensor:
+    meta = piece.meta
+    if meta["kind"] == "vector":
+        return piece.data.view(np.float32)
+    return _core.Packed(
+        meta["format"],
+        meta["outputs"],
+        meta["inputs"],
+        meta["group"],
+        meta["gain"],
+        piece.data,
+        multiples=meta["multiples"],
+    )
+
+
+def _pieces(
+    folder: ModelFolder, plan: WeightPlan, pool: _core.Pool, progress: Callable[[int, int], None] | None
+) -> Iterator[_Piece]:
+    for index, name in enumerate(folder.shapes):
+        if progress is not None:
+            progress(index, len(folder.shapes))
+        tensor = folder.tensor(name)
+        bad = _core.find_nonfinite(tensor.data, tensor.dtype, pool)
+        if bad >= 0:
+            raise ModelError(
+                f"holds NaN or infinity (first at value {bad})", path=tensor.path, tensor=_source_name(folder, name)
+            )
+        if is_product(name) or name.endswith(".router"):
+            yield _packed(name, tensor, _precision(name, plan, folder.spec), pool)
+        else:
+            yield _vector(name, tensor, folder.spec)
+
+
+def _source_name(folder: ModelFolder, name: str) -> str:
+    return " + ".join(part.name for part in folder.sources[name])
+
+
+def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Pool) -> _Piece:
+    source = _panels(tensor.data) if name.endswith(".gate_up") else np.ascontiguousarray(tensor.data)
+    outputs, inputs = source.shape
+    out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
+    gain = _core.pack(source, tensor.dtype, precision.format, precision.group, out, pool, precision.multiples)
+    format_name: Format = precision.format
+    meta = {
+        "kind": "packed",
+        "format": format_name,
+        "outputs": outputs,
+        "inputs": inputs,
+        "group": precision.group,
+        "multiples": precision.multiples,
+        "gain": gain,
+    }
+    return _Piece(name, meta, out)
+
+
+def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _Piece:
+    values = tensor.to_f32()
+    if name == "token_types":
+        # Every token is of type 0: one text at a time is all that is embedded.
+        name, values = "token_type", values[0]
+    elif name.endswith(("norm", "norm.weight")) and spec.norm_offset:
+        values = values + np.float32(spec.norm_offset)
+    elif name.endswith(".gate_up.bias"):
+        values = _panels(values)
+    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+    return _Piece(name, {"kind": "vector"}, flat.view(np.uint8))
+
+
+def _panel_rows(rows: int) -> int:
+    return 2 * (-(-(rows // 2) // PANEL) * PANEL)
+
+
+def _panels(gate_up: NDArray[Any]) -> NDArray[Any]:
+    """Gate rows, then up rows -> by turns a panel of gates and a panel of ups, so that one pass opens its own gates."""
+    inner = gate_up.shape[0] // 2
+    padded = _panel_rows(gate_up.shape[0]) // 2
+    halves = np.zeros((2, padded, *gate_up.shape[1:]), dtype=gate_up.dtype)
+    halves[:, :inner] = gate_up.reshape(2, inner, *gate_up.shape[1:])
+    panels = halves.reshape(2, padded // PANEL, PANEL, *gate_up.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(panels).reshape(2 * padded, *gate_up.shape[1:])
+
+
+def aligned_bytes(count: int) -> NDArray[np.uint8]:
+    """Uninitialised bytes at a multiple of 64, as the core's vector loads like them."""
+    raw = np.empty(count + 64, dtype=np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count]

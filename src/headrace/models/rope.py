@@ -1,0 +1,211 @@
+"""Rotary positions: from the keys of a config to a RopeSpec.
+
+Owns the known kinds of rope (default, linear, llama3, yarn, longrope) and the arithmetic of their tables, step for step
+as transformers computes them: in f32, a division by a tensor as a product with its reciprocal. Powers are the one
+exception: they are correctly rounded here, where the reference has whatever its vector library gives (at most two units
+in the last place away), so that tables are the same on every machine. Does not know how angles are applied to queries
+and keys.
+
+A config has its rope in one of two forms, and both are read:
+
+    "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", ...}         or "type" for "rope_type"
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", ...}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import ModelError
+from headrace.models.config_json import MOST_CONTEXT, Config
+from headrace.models.spec import RopeSpec
+
+F32 = NDArray[np.float32]
+
+# What a config may call the kinds of rope.
+KINDS: Mapping[str, str] = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}
+_REASONS = {
+    "dynamic": "its angles depend on the length of the longest sequence in the batch",
+    "ntk": "its angles depend on the length of the longest sequence in the batch",
+    "mrope": "it needs positions of images",
+}
+
+
+def read_rope(
+    config: Config,
+    head_size: int,
+    *,
+    default_theta: float = 10_000.0,
+    default_original: int | None = None,
+    partial: bool = False,
+    kinds: Mapping[str, str] = KINDS,
+) -> RopeSpec:
+    """The rope of a config with one kind of layer.
+
+    `default_original` is the trained context of a family whose config may leave it out; `partial` allows heads of which
+    only the leading dims are rotated.
+    """
+    parameters = config.optional_sub("rope_scaling") or config.optional_sub("rope_parameters")
+    theta = config.positive("rope_theta", default=default_theta)
+    if parameters is None:
+        parameters = Config({}, path=config.path, prefix="rope_parameters.")
+    elif nested := parameters.objects():
+        raise parameters.refused(nested[0], "a rope for each kind of layer is not supported for this architecture")
+    return rope_of(
+        config, parameters, head_size, theta=theta, default_original=default_original, partial=partial, kinds=kinds
+    )
+
+
+def rope_of(
+    config: Config,
+    parameters: Config,
+    head_size: int,
+    *,
+    theta: float,
+    default_original: int | None = None,
+    partial: bool = False,
+    kinds: Mapping[str, str] = KINDS,
+) -> RopeSpec:
+    """The rope that `parameters` describe; `theta` counts where they name none."""
+    name = parameters.text("rope_type", default=parameters.text("type", default="default"))
+    if name not in kinds:
+        reason = _REASONS.get(name, f"supported are {', '.join(kinds)}")
+        raise ModelError(f"unsupported rope {name[:60]!r}: {reason}", path=config.path)
+    kind = kinds[name]
+    rotated = _rotated_dims(config, parameters, head_size, partial=partial)
+    theta = parameters.positive("rope_theta", default=theta)
+    if theta <= 1.0:
+        raise ModelError(f"rope_theta: expected a number above 1, found {theta}", path=config.path)
+    powers = _powers(theta, rotated)
+    original = _original_context(config, parameters, default_original)
+    try:
+        if kind == "linear":
+            return RopeSpec(inv_freq=_exact(_inverse(powers) / np.float32(parameters.positive("factor"))))
+        if kind == "llama3":
+            return RopeSpec(inv_freq=_exact(_llama3(_inverse(powers), parameters, original)))
+        if kind == "yarn":
+            return _yarn(config, parameters, powers, theta, original)
+        if kind == "longrope":
+            return _longrope(config, parameters, powers, original)
+        return RopeSpec(inv_freq=_exact(_inverse(powers)))
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError(f"rope {kind!r} gives no finite table: {error}", path=config.path) from None
+
+
+def _rotated_dims(config: Config, parameters: Config, head_size: int, *, partial: bool) -> int:
+    factor = config.positive("partial_rotary_factor", most=1.0, default=1.0)
+    factor = parameters.positive("partial_rotary_factor", most=1.0, default=factor)
+    if factor != 1.0 and not partial:
+        raise config.refused("partial_rotary_factor", "is not supported for this architecture")
+    rotated = int(head_size * factor)
+    if rotated < 2 or rotated % 2:
+        raise config.refused("head_dim", f"a rope over {rotated} of {head_size} dims: expected an even number of them")
+    return rotated
+
+
+def _original_context(config: Config, parameters: Config, default: int | None) -> int:
+    """The context that the model was trained with before its rope was stretched, in tokens."""
+    key = "original_max_position_embeddings"
+    if config.has(key):
+        return config.size(key, least=2, most=MOST_CONTEXT)
+    if default is not None:
+        return default
+    if parameters.has(key):
+        return parameters.size(key, least=2, most=MOST_CONTEXT)
+    return config.size("max_position_embeddings", least=2, most=MOST_CONTEXT)
+
+
+def _llama3(inv_freq: F32, parameters: Config, original: int) -> F32:
+    factor = np.float32(parameters.positive("factor"))
+    low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
+    if high <= low:
+        raise parameters.wrong("high_freq_factor", f"a number above low_freq_factor ({low:g})")
+    longest, shortest = np.float32(original / low), np.float32(original / high)
+    wavelength = _inverse(inv_freq) * np.float32(2 * math.pi)
+    slowed = np.where(wavelength > longest, inv_freq / factor, inv_freq)
+    share = (_inverse(wavelength) * np.float32(original) - np.float32(low)) / np.float32(high - low)
+    between = (np.float32(1) - share) * slowed / factor + share * slowed
+    return np.where((wavelength < shortest) | (wavelength > longest), slowed, between)
+
+
+def _yarn(config: Config, parameters: Config, powers: F32, theta: float, original: int) -> RopeSpec:
+    context = config.size("max_position_embeddings", most=MOST_CONTEXT)
+    factor = parameters.optional_positive("factor") or context / original
+    fast = parameters.optional_positive("beta_fast") or 32.0
+    slow = parameters.optional_positive("beta_slow") or 1.0
+    pairs = len(powers)
+
+    def pair_that_turns(times: float) -> float:
+        """The pair (a fraction of one, too) that turns so many times over the trained context."""
+        return 2 * pairs * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(fast), pair_that_turns(slow)
+    if parameters.flag("truncate", default=True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    if first == last:
+        last += 0.001
+    one = np.ones_like(powers)
+    ramp: F32 = (np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
+    slowed: F32 = np.minimum(np.maximum(ramp, np.zeros_like(powers)), one)
+    kept: F32 = one - slowed
+    stretched, plain = _inverse(powers * np.float32(factor)), _inverse(powers)
+    inv_freq: F32 = np.add(stretched * (one - kept), plain * kept)
+    return RopeSpec(inv_freq=_exact(inv_freq), scale=_scale(_yarn_scale(parameters, factor)))
+
+
+def _yarn_scale(parameters: Config, factor: float) -> float:
+    given = parameters.optional_positive("attention_factor")
+    if given is not None:
+        return given
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale = parameters.number("mscale", default=0.0) if parameters.has("mscale") else 0.0
+    over_all = parameters.number("mscale_all_dim", default=0.0) if parameters.has("mscale_all_dim") else 0.0
+    if mscale and over_all:
+        return magnitude(mscale) / magnitude(over_all)
+    return magnitude(1.0)
+
+
+def _longrope(config: Config, parameters: Config, powers: F32, original: int) -> RopeSpec:
+    context = config.size("max_position_embeddings", most=MOST_CONTEXT)
+    factor = parameters.optional_positive("factor") or context / original
+    scale = parameters.optional_positive("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short = np.array(parameters.positives("short_factor", len(powers)), dtype=np.float32)
+    long = np.array(parameters.positives("long_factor", len(powers)), dtype=np.float32)
+    return RopeSpec(
+        inv_freq=_exact(_inverse(short * powers)),
+        scale=_scale(scale),
+        long_inv_freq=_exact(_inverse(long * powers)),
+        long_scale=_scale(scale),
+        original_context=original,
+    )
+
+
+def _powers(theta: float, rotated: int) -> F32:
+    """theta ** (2i / rotated), each correctly rounded to f32."""
+    base = float(np.float32(theta))
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    return np.array([math.pow(base, float(exponent)) for exponent in exponents], dtype=np.float32)
+
+
+def _inverse(values: F32) -> F32:
+    return np.float32(1) / values
+
+
+def _exact(table: F32) -> tuple[float, ...]:
+    if not bool(np.isfinite(table).all()):
+        raise ArithmeticError("a frequency is not finite")
+    return tuple(float(value) for value in table)
+
+
+def _scale(value: float) -> float:
+    return float(np.float32(value))

@@ -1,0 +1,204 @@
+"""Chat templates: from messages to the text that a model reads.
+
+Owns ChatTemplate, which compiles a template once and renders it for each request with the meaning that transformers'
+apply_chat_template gives it, and the errors that come of it. What a template may do is the sandbox's matter, what it
+may cost is the budget's. Texts of users that look like special tokens are the tokenizer's matter.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, cast
+
+import jinja2
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+from headrace.errors import RequestError, TemplateError
+from headrace.models.text.template_bounds import (
+    BUDGET,
+    ITEM,
+    Budget,
+    PastBoundsError,
+    TemplateBounds,
+    WeighedList,
+    weigh,
+)
+from headrace.models.text.template_sandbox import sandbox
+
+SOURCE_LIMIT: Final = 128 * 1024  # characters; the largest templates in use have about 30 thousand
+DEFAULT_BOUNDS: Final = TemplateBounds()
+_REASON_LENGTH: Final = 300  # characters
+_FILENAME: Final = "<template>"  # what jinja calls a template without a file in tracebacks
+# Directives without a width: glibc pads to one, whatever it is.
+_TIME_FORMAT: Final = re.compile(r"(?:[^%]|%[-_0^#]?[a-zA-Z%])*")
+# Names under which clients and older templates know a message's reasoning; the first is the standard one.
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+
+
+class _RaisedError(Exception):
+    """The template called raise_exception: it does not take these messages."""
+
+
+class ChatTemplate:
+    """A compiled chat template; safe to render from several threads at once."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        path: Path | str | None = None,
+        bounds: TemplateBounds = DEFAULT_BOUNDS,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._path = path
+        self._bounds = bounds
+        self._now = now
+        self.tells_time = "strftime_now" in source  # the same messages may be another prompt later
+        if len(source) > SOURCE_LIMIT:
+            raise TemplateError(f"chat template is longer than {SOURCE_LIMIT} characters", path=path)
+        try:
+            self._template = sandbox().prepare(source)
+        except TemplateSyntaxError as error:
+            raise self._wrong(f"{error.message} (line {error.lineno})") from None
+        except RecursionError:
+            raise self._wrong("nested too deep") from None
+        except (Exception, MemoryError) as error:  # what jinja or Python's compiler make of a hostile source
+            raise self._wrong(f"cannot be compiled: {type(error).__name__}: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,  # `extra` comes from requests and may have any name in it
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt; RequestError where the template refuses the messages, TemplateError where it fails."""
+        values: dict[str, Any] = {
+            **self._special_tokens,
+            "raise_exception": _raise_exception,
+            "strftime_now": self._strftime_now,
+            "documents": None,
+        }
+        values.update((name, _plain(value, name)) for name, value in extra.items())
+        chat = _with_reasoning(_plain(list(messages), "messages"))
+        values.update(
+            messages=chat,
+            tools=None if tools is None else _plain(list(tools), "tools"),
+            add_generation_prompt=add_generation_prompt,
+        )
+        given = [value for name, value in values.items() if name in extra or name in ("messages", "tools")]
+        try:
+            weight = weigh(given, self._bounds.input)
+        except PastBoundsError:
+            raise RequestError("the messages are too large for a chat template", parameter="messages") from None
+        budget = Budget(self._bounds, weight)
+        token = BUDGET.set(budget)
+        try:
+            return self._rendered(budget, values)
+        finally:
+            BUDGET.reset(token)
+
+    def _rendered(self, budget: Budget, values: dict[str, Any]) -> str:
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(values):
+                length += len(piece)
+                budget.check(length)
+                pieces.append(piece)
+        except _RaisedError as error:
+            raise RequestError(
+                _short(f"the model's chat template refuses this: {error}"), parameter="messages"
+            ) from None
+        except PastBoundsError as error:
+            raise self._wrong(f"goes past its bounds: {error}{_line()}") from None
+        except SecurityError as error:
+            raise self._wrong(f"tries to leave its sandbox: {error}{_line()}") from None
+        except RecursionError:
+            raise self._wrong("calls itself too deep") from None
+        except MemoryError:
+            raise self._wrong("ran out of memory") from None
+        except jinja2.TemplateError as error:
+            raise self._wrong(f"fails: {error.message}{_line()}") from None
+        except Exception as error:  # any operation on values of types that it does not expect
+            raise self._wrong(f"fails: {type(error).__name__}: {error}{_line()}") from None
+        return "".join(pieces)
+
+    def _wrong(self, reason: str) -> TemplateError:
+        return TemplateError(_short(f"chat template {reason}"), path=self._path)
+
+    def _strftime_now(self, format: str) -> str:
+        if len(format) > 256 or not _TIME_FORMAT.fullmatch(format):
+            raise ValueError("strftime_now takes a short format without widths")
+        return self._now().strftime(format)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RaisedError(BUDGET.get().text(message))
+
+
+def _with_reasoning(chat: list[Any]) -> list[Any]:
+    """Messages whose reasoning is found under every name that a template may know it by."""
+    for message in cast("list[dict[Any, Any]]", chat):
+        if not isinstance(message, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - comes from outside
+            raise RequestError("every message must be an object", parameter="messages")
+        reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        if reasoning is not None:
+            message.setdefault("thinking", reasoning)
+            message["reasoning_content"] = reasoning
+    # Its messages may have grown, so the list is weighed anew.
+    return list(chat)
+
+
+def _plain(value: object, parameter: str) -> Any:
+    """A copy made of JSON types only: an object of any other type brings methods that the sandbox knows nothing of."""
+    try:
+        return _copied(value)
+    except TypeError as error:
+        raise RequestError(f"holds {error}, which is not JSON", parameter=parameter) from None
+    except RecursionError:
+        raise RequestError("is nested too deep", parameter=parameter) from None
+
+
+def _copied(value: object) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value if type(value) is str else str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[object, object]", value)
+        return {_copied(key): _copied(item) for key, item in pairs.items()}
+    if isinstance(value, list | tuple):
+        copied = WeighedList(_copied(item) for item in cast("Iterable[object]", value))
+        copied.weight = ITEM + sum(ITEM + weigh(item, sys.maxsize) for item in copied)
+        return copied
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _line() -> str:
+    """Where in the template the error being handled came from."""
+    trace: TracebackType | None = sys.exc_info()[2]
+    line = 0
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _FILENAME:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" (line {line})" if line else ""
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= _REASON_LENGTH else f"{reason[:_REASON_LENGTH]}..."

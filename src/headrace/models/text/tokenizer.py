@@ -1,0 +1,343 @@
+"""The tokenizer of a model folder, with its special tokens, its chat templates and the tokens that end a text.
+
+Owns Tokenizer and the reading of tokenizer.json and of the files beside it. Knows nothing of weights; of the model it
+knows the size of its vocabulary, which no token may pass. What cuts texts into tokens takes most of the time to read,
+which a server's process spends at its start and a worker's only once a grammar asks for it: therefore the libraries of
+that half are imported where it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from headrace.errors import ModelError, RequestError
+from headrace.models.formats.json_file import parse_json_object, read_bounded, read_json, read_text, text_of
+from headrace.models.text.bpe_file import is_refusal, read_bpe
+from headrace.models.text.detokenizer import Detokenizer, Pieces, read_decoder
+from headrace.models.text.token_table import read_pieces
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from headrace.models.text.chat_template import ChatTemplate
+
+__all__ = ["Detokenizer", "Tokenizer"]
+
+TOKENIZER_LIMIT: Final = 256 * 1024 * 1024  # 256 MiB; the largest in use are about 40 MiB
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Files of tokenizers that `tokenizers` cannot read by itself.
+_SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+
+
+class _Cutting(NamedTuple):
+    """What makes tokens of texts and of chats."""
+
+    tokenizer: tokenizers.Tokenizer
+    templates: Mapping[str, ChatTemplate]
+    frame: tuple[list[int], list[int]] | None  # tokens before and after a text; None: the tokenizer's own
+
+
+class Tokenizer:
+    """Text to tokens and back; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        cutting: Callable[[], _Cutting],
+        pieces: Pieces,
+        *,
+        vocab_size: int,
+        special_tokens: Mapping[str, str],
+        bos_id: int | None,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self._read_cutting = cutting
+        self.pieces = pieces
+        self.vocab_size = vocab_size
+        self.special_tokens = dict(special_tokens)
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
+        """ModelError for files that are missing, corrupt, or do not fit a model of `vocab_size` tokens."""
+        config, special_tokens = _beside(folder)
+        cutting = _read_cutting(folder, vocab_size, config, special_tokens)
+        tokenizer = cutting.tokenizer
+        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        special.update(id for token in special_tokens.values() if (id := tokenizer.token_to_id(token)) is not None)
+        decoder: Any = tokenizer.decoder
+        kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
+        pieces = Pieces(tokenizer, kind, special)
+        return cls._of(folder, lambda: cutting, pieces, tokenizer.token_to_id, vocab_size, special_tokens)
+
+    @classmethod
+    def load_written(cls, folder: Path, vocab_size: int) -> Tokenizer:
+        """The same for who reads what a model writes and hardly ever cuts a text: that half is read when it is first
+        asked for, and its errors are raised then."""
+        config, special_tokens = _beside(folder)
+        data = read_bounded(_path(folder), TOKENIZER_LIMIT)
+        found = read_pieces(data, vocab_size, special_tokens.values())
+        if found is None:
+            return cls.load(folder, vocab_size)
+        pieces, ids = found
+        cutting = partial(_read_cutting, folder, vocab_size, config, special_tokens)
+        return cls._of(folder, cutting, pieces, ids.get, vocab_size, special_tokens)
+
+    @classmethod
+    def _of(
+        cls,
+        folder: Path,
+        cutting: Callable[[], _Cutting],
+        pieces: Pieces,
+        token_to_id: Callable[[str], int | None],
+        vocab_size: int,
+        special_tokens: Mapping[str, str],
+    ) -> Tokenizer:
+        def named(name: str) -> int | None:
+            token = special_tokens.get(name)
+            return None if token is None else token_to_id(token)
+
+        return cls(
+            cutting,
+            pieces,
+            vocab_size=vocab_size,
+            special_tokens=special_tokens,
+            bos_id=named("bos_token"),
+            eos_ids=_eos_ids(folder, named("eos_token"), vocab_size),
+        )
+
+    @cached_property
+    def _cutting(self) -> _Cutting:
+        return self._read_cutting()
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of a chat without tools."""
+        return self._cutting.templates.get("default")
+
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of a chat with tools."""
+        return self._cutting.templates.get("tool_use") or self.template
+
+    def read(self) -> None:
+        """What cuts texts is there from now on; ModelError where it cannot be read."""
+        _ = self._cutting
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenizer, _, frame = self._cutting
+        own_frame = add_special_tokens and frame is None
+        try:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=own_frame).ids
+        except (TypeError, UnicodeEncodeError):  # which of the two depends on the version of `tokenizers`
+            raise RequestError("the text holds half of a surrogate pair, which is no character") from None
+        if add_special_tokens and frame is not None:
+            return [*frame[0], *ids, *frame[1]]
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The same text that a Detokenizer gives piece by piece."""
+        if self.pieces.kind.form != "pieces":
+            return self._cutting.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def token_id(self, text: str) -> int | None:
+        """The token that is written so in the vocabulary: for added tokens and special ones, the text's own token."""
+        return self._cutting.tokenizer.token_to_id(text)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._cutting.tokenizer.get_vocab()), default=1)
+
+    def is_special(self, token: int) -> bool:
+        return self.pieces.is_special(token)
+
+    @property
+    def tells_time(self) -> bool:
+        """The same messages may be another prompt later."""
+        return any(template.tells_time for template in self._cutting.templates.values())
+
+    def apply_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,  # `extra` comes from requests and may have any name in it
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt of a chat, to be encoded with add_special_tokens=False: the template writes them itself."""
+        template = self.tool_template if tools else self.template
+        if template is None:
+            raise RequestError("the model has no chat template; it completes text only", parameter="messages")
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+
+
+def _beside(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
+    """tokenizer_config.json, and the special tokens by the names that templates know them by."""
+    config = _optional_json(folder / "tokenizer_config.json")
+    return config, _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
+
+
+def _read_cutting(
+    folder: Path, vocab_size: int, config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> _Cutting:
+    path = _path(folder)
+    tokenizer = _within_vocabulary(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
+    # Limits that somebody saved with the tokenizer would cut prompts in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _mark_special(tokenizer, special_tokens)
+    return _Cutting(tokenizer, _templates(folder, config, special_tokens), _frame(config, tokenizer, special_tokens))
+
+
+def _path(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise _missing(folder)
+    return path
+
+
+def _missing(folder: Path) -> ModelError:
+    slow = next((name for name in _SLOW if (folder / name).exists()), None)
+    if slow is None:
+        return ModelError("no tokenizer: expected tokenizer.json", path=folder)
+    return ModelError(
+        f"the tokenizer is there only as '{slow}'; expected tokenizer.json. Convert it with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+        path=folder,
+    )
+
+
+def _optional_json(path: Path) -> dict[str, object]:
+    return read_json(path) if path.exists() else {}
+
+
+def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        if not is_refusal(error):
+            raise
+        raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
+
+
+def _within_vocabulary(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
+    bpe = read_bpe(data)
+    if bpe is not None and bpe[1] < vocab_size:
+        return bpe[0]  # as nearly all
+    tokenizer = _parse(text_of(data, path), path)
+    past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
+    if not past:
+        return tokenizer
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    token, highest = max(past.items(), key=lambda item: item[1])
+    if not past.keys() <= added or past.keys() & tokenizer.get_vocab(with_added_tokens=False).keys():
+        raise ModelError(
+            f"token {token[:80]!r} has id {highest}, but the model's vocabulary has {vocab_size} tokens", path=path
+        )
+    # Public models have such tokens (Gemma 3 1B: <image_soft_token>, of its larger sisters). The model knows nothing of
+    # them, so their text is text like any other.
+    content = parse_json_object(data, path=path)
+    listed = cast("list[dict[str, object]]", content.get("added_tokens"))
+    content["added_tokens"] = [entry for entry in listed if cast(int, entry["id"]) < vocab_size]
+    return _parse(json.dumps(content), path)
+
+
+def _special_tokens(config: Mapping[str, object], legacy: Mapping[str, object]) -> dict[str, str]:
+    """Special tokens by the names that templates know them by."""
+    found: dict[str, str] = {}
+    for source in (legacy, config):
+        for name in _NAMED:
+            if (content := _token_content(source.get(name))) is not None:
+                found[name] = content
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        for name, value in cast("dict[str, object]", extra).items():
+            if (content := _token_content(value)) is not None:
+                found.setdefault(name, content)
+    return found
+
+
+def _token_content(value: object) -> str | None:
+    """A special token is written as its text, or as an object that has it as "content"."""
+    if isinstance(value, dict):
+        value = cast("dict[str, object]", value).get("content")
+    return value if isinstance(value, str) else None
+
+
+def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    """Named special tokens that are in the vocabulary but not marked, as older converters left them."""
+    from tokenizers import AddedToken
+
+    marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    known = {token for token in special_tokens.values() if tokenizer.token_to_id(token) is not None}
+    missing = [AddedToken(token, special=True, normalized=False) for token in sorted(known - marked)]
+    tokenizer.add_special_tokens(missing)  # pyright: ignore[reportUnknownMemberType] - a bare `list` in its stubs
+
+
+def _frame(
+    config: Mapping[str, object], tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[list[int], list[int]] | None:
+    """What add_bos_token and add_eos_token put around a text, where they are set: they rule over tokenizer.json."""
+    if not isinstance(config.get("add_bos_token"), bool) and not isinstance(config.get("add_eos_token"), bool):
+        return None
+    ends: list[list[int]] = []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        named = special_tokens.get(name)
+        token = None if named is None else tokenizer.token_to_id(named)
+        ends.append([token] if config.get(flag) is True and token is not None else [])
+    return ends[0], ends[1]
+
+
+def _eos_ids(folder: Path, eos_id: int | None, vocab_size: int) -> frozenset[int]:
+    """Tokens that end a text, from the first file that names any; else the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = _optional_json(path).get("eos_token_id")
+        ids = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+            raise ModelError("eos_token_id must be an integer or a list of integers", path=path)
+        # An id past the vocabulary can never be generated.
+        fitting = frozenset(id for id in cast("list[int]", ids) if 0 <= id < vocab_size)
+        if fitting:
+            return fitting
+    return frozenset() if eos_id is None else frozenset({eos_id})
+
+
+def _templates(
+    folder: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> dict[str, ChatTemplate]:
+    from headrace.models.text.chat_template import SOURCE_LIMIT, ChatTemplate
+
+    sources: dict[str, tuple[str, Path]] = {}
+    path = folder / "tokenizer_config.json"
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        sources["default"] = (value, path)
+    elif isinstance(value, list):
+        for entry in cast("list[object]", value):
+            named = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+            name, source = named.get("name"), named.get("template")
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+            sources[name] = (source, path)
+    elif value is not None:
+        raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+    for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (folder / place).exists():
+            sources[name] = (read_text(folder / place, limit=4 * SOURCE_LIMIT), folder / place)
+    return {
+        name: ChatTemplate(source, special_tokens=special_tokens, path=origin)
+        for name, (source, origin) in sources.items()
+        if name in ("default", "tool_use")
+    }

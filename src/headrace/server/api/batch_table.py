@@ -1,0 +1,265 @@
+"""What is saved of batches: the statements on their two tables.
+
+Owns what a row of a batch and of a request means, and which changes are one transaction: a result with its count, an
+output file with the batch's word of it, an end with the input file's release. Each function runs in a transaction of
+the database's thread. Knows nothing of running.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.database import Page, rows_of, select_page
+from headrace.server.api import batch_lines
+from headrace.server.api.batch_lines import Line
+from headrace.server.api.files import hold, release
+
+_ID: Final = re.compile(r"batch_[0-9a-f]{32}")
+_UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
+_IN: Final = f"status IN ({', '.join(repr(status) for status in _UNFINISHED)})"
+_PAGE: Final = 64  # requests or lines that are in memory at once
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str
+    errors: list[dict[str, Any]]
+    metadata: dict[str, str] | None
+    output_file_id: str | None
+    error_file_id: str | None
+    times: Mapping[str, int | None]  # created_at, expires_at, ...: seconds since 1970
+    total: int
+    completed: int
+    failed: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            **self.times,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.metadata,
+        }
+
+
+_TIMES: Final = (
+    "created_at",
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
+
+
+class Request(msgspec.Struct):
+    line: int
+    custom_id: str
+    start: int
+    length: int
+    tries: int = 0  # that were refused
+
+
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    tenant: str
+    key: str  # that asked for it
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str] | None
+    output_seconds: int
+    created_at: int
+    seconds: int  # of the window
+
+
+def find(connection: sqlite3.Connection, id: str, tenant: str) -> sqlite3.Row:
+    rows: list[sqlite3.Row] = []
+    if _ID.fullmatch(id):
+        rows = rows_of(connection, "SELECT * FROM batches WHERE id = ? AND tenant = ?", (id, tenant))
+    if not rows:
+        raise ApiError(
+            "there is no batch with this id", kind="not_found_error", parameter="batch_id", code="batch_not_found"
+        )
+    return rows[0]
+
+
+def record(row: sqlite3.Row) -> BatchRecord:
+    return BatchRecord(
+        id=row["id"],
+        tenant=row["tenant"],
+        endpoint=row["endpoint"],
+        input_file_id=row["input_file_id"],
+        completion_window=row["completion_window"],
+        status=row["status"],
+        errors=json.loads(row["errors"] or "[]"),
+        metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
+        output_file_id=row["output_file_id"],
+        error_file_id=row["error_file_id"],
+        times={name: row[name] for name in _TIMES},
+        total=row["total"],
+        completed=row["completed"],
+        failed=row["failed"],
+    )
+
+
+def count_unfinished(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
+    """Everybody's, and the tenant's own."""
+    return connection.execute(
+        f"SELECT COUNT(*), COUNT(*) FILTER (WHERE tenant = ?) FROM batches WHERE {_IN}", (tenant,)
+    ).fetchone()
+
+
+def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlite3.Row:
+    """A batch that holds its input file. Of those that have ended, the oldest beyond `kept` are forgotten."""
+    try:
+        file = hold(connection, new.input_file_id, new.tenant, new.created_at)
+    except ApiError as error:
+        error.parameter = "input_file_id"
+        raise
+    if file.purpose != "batch":
+        raise invalid("the input file's purpose must be batch", "input_file_id")
+    connection.execute(
+        "DELETE FROM batches WHERE seq IN "
+        f"(SELECT seq FROM batches WHERE NOT {_IN} ORDER BY seq DESC LIMIT -1 OFFSET ?)",
+        (kept,),
+    )
+    connection.execute(
+        "INSERT INTO batches (id, tenant, key, endpoint, input_file_id, completion_window, status, metadata, "
+        "output_seconds, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+        (
+            new.id,
+            new.tenant,
+            new.key,
+            new.endpoint,
+            new.input_file_id,
+            new.completion_window,
+            None if new.metadata is None else json.dumps(new.metadata),
+            new.output_seconds,
+            new.created_at,
+            new.created_at + new.seconds,
+        ),
+    )
+    return find(connection, new.id, new.tenant)
+
+
+def unfinished(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    return rows_of(connection, f"SELECT * FROM batches WHERE {_IN} ORDER BY seq")
+
+
+def page(connection: sqlite3.Connection, tenant: str, after: str | None, limit: int) -> Page[BatchRecord]:
+    """The newest first."""
+    found = select_page(connection, "batches", tenant, after=after, limit=limit, order="desc")
+    return Page([record(row) for row in found.data], found.has_more)
+
+
+def begin(connection: sqlite3.Connection, seq: int, lines: list[Line], now: int) -> None:
+    changed = connection.execute(
+        "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
+        "WHERE seq = ? AND status = 'validating'",
+        (now, len(lines), seq),
+    )
+    if changed.rowcount:  # else it was cancelled meanwhile, and nothing is to run
+        connection.executemany(
+            "INSERT INTO batch_requests (batch, line, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
+            ((seq, line.number, line.custom_id, line.start, line.length) for line in lines),
+        )
+
+
+def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int) -> sqlite3.Row:
+    row = find(connection, id, tenant)
+    if row["status"] == "cancelling":
+        return row
+    if row["status"] not in ("validating", "in_progress"):
+        raise ApiError(f"a batch that is {row['status']} cannot be cancelled", code="batch_not_cancellable", status=409)
+    connection.execute(
+        "UPDATE batches SET status = 'cancelling', ending = 'cancelled', cancelling_at = ? WHERE id = ?", (now, id)
+    )
+    return find(connection, id, tenant)
+
+
+def pending(connection: sqlite3.Connection, seq: int, last: int) -> list[Request]:
+    rows = connection.execute(
+        "SELECT line, custom_id, start, length FROM batch_requests "
+        "WHERE batch = ? AND line > ? AND status IS NULL ORDER BY line LIMIT ?",
+        (seq, last, _PAGE),
+    )
+    return [Request(*row) for row in rows]
+
+
+def save(connection: sqlite3.Connection, seq: int, line: int, status: int, answer: bytes) -> None:
+    changed = connection.execute(
+        "UPDATE batch_requests SET status = ?, answer = ? WHERE batch = ? AND line = ? AND status IS NULL",
+        (status, answer, seq, line),
+    )
+    if changed.rowcount:
+        column = "completed" if status < 400 else "failed"
+        connection.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE seq = ?", (seq,))
+
+
+def decide(connection: sqlite3.Connection, seq: int, now: int) -> sqlite3.Row:
+    """How it ends: as was decided before, or else by whether anything is left to run."""
+    left = connection.execute("SELECT 1 FROM batch_requests WHERE batch = ? AND status IS NULL LIMIT 1", (seq,))
+    connection.execute(
+        "UPDATE batches SET status = 'finalizing', ending = ?, finalizing_at = ? WHERE seq = ? AND ending IS NULL",
+        ("completed" if left.fetchone() is None else "expired", now, seq),
+    )
+    return rows_of(connection, "SELECT * FROM batches WHERE seq = ?", (seq,))[0]
+
+
+def give_up(connection: sqlite3.Connection, seq: int, code: str, message: str) -> int:
+    """Lines for some of those that will not be run; how many."""
+    rows = connection.execute(
+        "SELECT line, custom_id FROM batch_requests WHERE batch = ? AND status IS NULL LIMIT 1000", (seq,)
+    ).fetchall()
+    connection.executemany(
+        "UPDATE batch_requests SET status = 0, answer = ? WHERE batch = ? AND line = ?",
+        ((batch_lines.not_run(custom_id, code, message), seq, line) for line, custom_id in rows),
+    )
+    connection.execute("UPDATE batches SET failed = failed + ? WHERE seq = ?", (len(rows), seq))
+    return len(rows)
+
+
+def lines(connection: sqlite3.Connection, seq: int, which: str, last: int) -> list[tuple[int, bytes]]:
+    """Some of the lines of an output file after the request `last`, by request."""
+    return connection.execute(
+        f"SELECT line, answer FROM batch_requests WHERE batch = ? AND line > ? AND {which} ORDER BY line LIMIT ?",
+        (seq, last, _PAGE),
+    ).fetchall()
+
+
+def link(connection: sqlite3.Connection, seq: int, column: str, id: str) -> None:
+    connection.execute(f"UPDATE batches SET {column} = ? WHERE seq = ?", (id, seq))
+
+
+def end(
+    connection: sqlite3.Connection, seq: int, ending: str, now: int, errors: list[dict[str, Any]] | None = None
+) -> None:
+    changed = connection.execute(
+        f"UPDATE batches SET status = ?, {ending}_at = ?, errors = ? WHERE seq = ? AND {_IN} RETURNING input_file_id",
+        (ending, now, json.dumps(errors) if errors else None, seq),
+    ).fetchall()
+    for (input_file_id,) in changed:
+        connection.execute("DELETE FROM batch_requests WHERE batch = ?", (seq,))
+        release(connection, input_file_id)

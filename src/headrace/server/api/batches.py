@@ -1,0 +1,450 @@
+"""Batches: files of requests, run in the background within a day.
+
+Owns the life of a batch and the turns that batches take. Knows nothing of HTTP and of models: a request is run by the
+function it was given. What makes a batch survive the server is batch_table.py's; what is in an input file and in the
+lines of an output is batch_lines.py's.
+
+    validating ─▶ in_progress ─▶ finalizing ─▶ completed
+        │             │    │         └───────▶ expired       after its window; what was not run is in the error file
+        ▼             │    └─▶ cancelling ───▶ cancelled     what has a result is in the output files all the same
+      failed ◀────────┘ (a mistake of ours)
+
+A result is saved before the next request takes its place, so that a server that died goes on with exactly those
+requests that have no result. A request that is refused for now (429, 503) makes its batch pause and is tried again;
+while a batch is refused it runs one request at a time, and what it does not use is for the others. Each request ends
+in exactly one line of one of the two files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import sqlite3
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.database import Database, Page, check_listing
+from headrace.server.api import batch_lines
+from headrace.server.api import batch_table as table
+from headrace.server.api.batch_lines import Line
+from headrace.server.api.batch_table import BatchRecord, Request
+from headrace.server.api.files import EXPIRY, Files, on_disk
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Owner(NamedTuple):
+    tenant: str
+    key: str  # the one that asked for the batch, by its name or id
+
+
+# url, body, owner, batch id, custom id → HTTP's status, body. What it raises becomes the answer that a client gets.
+Run = Callable[[str, dict[str, Any], Owner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
+
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+WINDOWS: Final = {"24h": 24 * 3600}  # seconds
+_REFUSED: Final = (429, 503)
+_OUTPUT_SECONDS: Final = 30 * 24 * 3600
+_LONGEST_STORAGE_PAUSE: Final = 30.0  # seconds
+_NEVER: Final = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
+}
+
+
+class BatchLimits(Protocol):
+    """config.Storage has it."""
+
+    @property
+    def batch_requests(self) -> int: ...  # of one batch
+
+
+class Backoff(msgspec.Struct, frozen=True):
+    """Of a batch whose requests are refused for now."""
+
+    first_s: float = 1.0
+    longest_s: float = 60.0
+    tries: int = 20  # of one request; after these the refusal is its result
+
+
+class _Live(msgspec.Struct):
+    """An unfinished batch, in this process."""
+
+    seq: int
+    id: str
+    tenant: str
+    key: str
+    endpoint: str
+    input_file_id: str
+    expires_at: int
+    output_seconds: int
+    cancelled: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    waiting: deque[Request] = msgspec.field(default_factory=deque[Request])  # read, and to be run or tried again
+    running: int = 0
+    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a request has ended
+    refusals: int = 0  # in a row
+    paused_until: float = 0.0  # of the loop's clock
+
+
+class Batches:
+    def __init__(
+        self,
+        db: Database,
+        files: Files,
+        run: Run,
+        limits: BatchLimits,
+        *,
+        running: int,  # requests at once, of all batches together
+        unfinished: int = 1000,  # batches
+        unfinished_of_tenant: int = 100,
+        kept: int = 10_000,  # batches that have ended; the oldest are forgotten, their files are not
+        line_bytes: int = 8 * 1024 * 1024,  # 8 MiB
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._db = db
+        self._files = files
+        self._run = run
+        self._limits = limits
+        # Its waiters are served in order, and each batch is at most one of them: so batches take turns.
+        self._slots = asyncio.Semaphore(running)
+        self._unfinished = unfinished
+        self._unfinished_of_tenant = unfinished_of_tenant
+        self._kept = kept
+        self._line_bytes = line_bytes
+        self._backoff = Backoff() if backoff is None else backoff
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def create(
+        self,
+        *,
+        input_file_id: str,
+        endpoint: str,
+        completion_window: str,
+        tenant: str,
+        key: str = "",
+        metadata: Mapping[str, str] | None = None,
+        output_expires_after: int | None = None,  # seconds
+    ) -> BatchRecord:
+        if self._closed:
+            raise ApiError("the server is ending", kind="overloaded_error", code="draining")
+        if endpoint not in ENDPOINTS:
+            raise invalid(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
+        if completion_window not in WINDOWS:
+            raise invalid(f"completion_window must be {' or '.join(WINDOWS)}", "completion_window")
+        if output_expires_after is not None and not EXPIRY[0] <= output_expires_after <= EXPIRY[1]:
+            raise invalid(
+                f"output_expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "output_expires_after"
+            )
+        _check_metadata(metadata)
+        new = table.NewBatch(
+            id="batch_" + secrets.token_hex(16),
+            tenant=tenant,
+            key=key,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=completion_window,
+            metadata=None if metadata is None else dict(metadata),
+            output_seconds=output_expires_after or _OUTPUT_SECONDS,
+            created_at=int(self._clock()),
+            seconds=WINDOWS[completion_window],
+        )
+
+        def insert(connection: sqlite3.Connection) -> sqlite3.Row:
+            everybody, own = table.count_unfinished(connection, tenant)
+            if everybody >= self._unfinished:
+                raise _too_many("the server has too many unfinished batches; try again later")
+            if own >= self._unfinished_of_tenant:
+                raise _too_many(f"you may have at most {self._unfinished_of_tenant} unfinished batches")
+            return table.insert(connection, new, kept=self._kept)
+
+        # The row may be written for a caller who is gone: then the batch runs all the same, as for one who
+        # did not wait for the answer.
+        task = asyncio.ensure_future(self._db.run(insert))
+        task.add_done_callback(self._begin_created)
+        return table.record(await asyncio.shield(task))
+
+    async def retrieve(self, id: str, tenant: str) -> BatchRecord:
+        return table.record(await self._db.run(lambda connection: table.find(connection, id, tenant)))
+
+    async def list(self, tenant: str, *, after: str | None = None, limit: int = 20) -> Page[BatchRecord]:
+        check_listing(limit=limit, most=100, order="desc")
+        return await self._db.run(lambda connection: table.page(connection, tenant, after, limit))
+
+    async def cancel(self, id: str, tenant: str) -> BatchRecord:
+        """Requests that run are cut off, results that are there are written out."""
+        now = int(self._clock())
+        row = await self._db.run(lambda connection: table.cancel(connection, id, tenant, now))
+        if (live := self._live.get(id)) is not None:
+            live.cancelled.set()
+        return table.record(row)
+
+    async def resume(self) -> None:
+        """Go on with what an earlier server left unfinished. Where the storage is not there, in the background."""
+        try:
+            await self._resume()
+        except ApiError as error:
+            log.error("unfinished batches wait for the storage: %s", error)
+            self._spawn(self._resume_later())
+
+    async def close(self) -> None:
+        """Cut off what runs. Nothing is lost that has a result; `resume` of the next server goes on."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def running(self) -> int:
+        """Requests that run now."""
+        return sum(live.running for live in self._live.values())
+
+    def unfinished(self) -> int:
+        return len(self._live)
+
+    async def _resume(self) -> None:
+        for row in await self._db.run(table.unfinished):
+            self._begin(row)
+
+    async def _resume_later(self) -> None:
+        while True:
+            await asyncio.sleep(5.0)
+            with contextlib.suppress(ApiError):
+                return await self._resume()
+
+    def _begin_created(self, task: asyncio.Future[sqlite3.Row]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._begin(task.result())
+
+    def _begin(self, row: sqlite3.Row) -> None:
+        if not self._closed and row["id"] not in self._live:
+            names = "seq", "id", "tenant", "key", "endpoint", "input_file_id", "expires_at", "output_seconds"
+            live = self._live[row["id"]] = _Live(**{name: row[name] for name in names})
+            self._spawn(self._live_through(live))
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # The life of one batch.
+
+    async def _live_through(self, live: _Live) -> None:
+        try:
+            await self._advance(live)
+        except Exception:
+            log.exception("batch %s failed", live.id)
+            with contextlib.suppress(Exception):
+                message = "something went wrong inside of Headrace"
+                await self._fail(live, [batch_lines.error("internal_error", message)])
+        finally:
+            self._live.pop(live.id, None)
+
+    async def _advance(self, live: _Live) -> None:
+        """From the state that is saved to the end; so a new batch and one of an earlier server are the same."""
+        row = await self._sure(lambda connection: table.find(connection, live.id, live.tenant))
+        if row["status"] == "validating" and not await self._validate(live):
+            return
+        row = await self._sure(lambda connection: table.find(connection, live.id, live.tenant))
+        if row["status"] == "in_progress":
+            await self._run_all(live)
+        await self._finish(live)
+
+    async def _validate(self, live: _Live) -> bool:
+        def read() -> tuple[list[Line], list[dict[str, Any]]]:
+            with self._files.open(live.input_file_id) as file:
+                return batch_lines.validate(
+                    file, live.endpoint, most=self._limits.batch_requests, line_bytes=self._line_bytes
+                )
+
+        try:
+            lines, errors = await on_disk(read)
+        except ApiError:
+            lines, errors = [], [batch_lines.error("input_file_unreadable", "The input file could not be read.")]
+        if errors:
+            await self._fail(live, errors)
+            return False
+        now = int(self._clock())
+        await self._sure(lambda connection: table.begin(connection, live.seq, lines, now))
+        return True
+
+    async def _run_all(self, live: _Live) -> None:
+        """Until all requests have results, the window is over, or the batch is cancelled."""
+        work = asyncio.create_task(self._run_requests(live))
+        cancelled = asyncio.create_task(live.cancelled.wait())
+        left = max(0.0, live.expires_at - self._clock())
+        try:
+            await asyncio.wait({work, cancelled}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            cancelled.cancel()
+            await asyncio.gather(work, cancelled, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _run_requests(self, live: _Live) -> None:
+        last, more = 0, True
+        async with asyncio.TaskGroup() as group:
+            while True:
+                if more and not live.waiting:
+                    page = await self._sure(lambda connection, last=last: table.pending(connection, live.seq, last))
+                    live.waiting.extend(page)
+                    last, more = (page[-1].line, True) if page else (last, False)
+                elif live.waiting:
+                    await self._turn(live)
+                    task = group.create_task(self._run_one(live, live.waiting.popleft()))
+                    live.running += 1
+                    task.add_done_callback(lambda _: self._ended(live))
+                elif live.running:
+                    await self._change(live)
+                else:
+                    return
+
+    async def _turn(self, live: _Live) -> None:
+        """Wait until the batch may start one more request, and take a slot for it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if (left := live.paused_until - loop.time()) > 0:
+                await asyncio.sleep(left)
+            elif live.refusals and live.running:
+                await self._change(live)  # one at a time, until one is not refused
+            else:
+                await self._slots.acquire()
+                if live.paused_until <= loop.time() and not (live.refusals and live.running):
+                    return
+                self._slots.release()
+
+    async def _change(self, live: _Live) -> None:
+        live.changed.clear()
+        await live.changed.wait()
+
+    def _ended(self, live: _Live) -> None:
+        live.running -= 1
+        live.changed.set()
+        self._slots.release()
+
+    async def _run_one(self, live: _Live, request: Request) -> None:
+        retry_after: float | None = None
+        try:
+            raw = await on_disk(lambda: self._files.read(live.input_file_id, request.start, request.length))
+            body = batch_lines.body_of(raw)
+            status, answer = await self._run(
+                live.endpoint, body, Owner(live.tenant, live.key), live.id, request.custom_id
+            )
+            line = batch_lines.result(request.custom_id, status, answer)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Somebody else was cancelled: what ran it is ending.
+            status = 503
+            line = batch_lines.result(request.custom_id, status, as_api_error(RuntimeError()).openai())
+        except Exception as error:
+            told = as_api_error(error)
+            if told is not error and told.status == 500:
+                log.exception("request %s of batch %s failed", request.line, live.id)
+            status, retry_after = told.status, told.retry_after
+            line = batch_lines.result(request.custom_id, status, told.openai())
+        if status in _REFUSED:
+            request.tries += 1
+            if request.tries < self._backoff.tries:
+                self._pause(live, retry_after)
+                live.waiting.append(request)  # last, so that a long refusal uses up no one's tries early
+                return
+        else:
+            live.refusals = 0
+        await self._sure(lambda connection: table.save(connection, live.seq, request.line, status, line))
+
+    def _pause(self, live: _Live, retry_after: float | None) -> None:
+        """Once for a burst of refusals: what was started before the pause says nothing new."""
+        now = asyncio.get_running_loop().time()
+        if now >= live.paused_until:
+            pause = self._backoff.first_s * 2 ** min(live.refusals, 30)
+            pause = max(pause * random.uniform(0.75, 1.25), retry_after or 0.0)
+            live.refusals += 1
+            live.paused_until = now + min(pause, self._backoff.longest_s)
+
+    async def _finish(self, live: _Live) -> None:
+        """Write the files. Each step is saved, and a later server does only those that are left."""
+        row = await self._sure(lambda connection: table.decide(connection, live.seq, int(self._clock())))
+        ending = row["ending"]
+        code, message = _NEVER.get(ending, _NEVER["cancelled"])
+        while await self._sure(lambda connection: table.give_up(connection, live.seq, code, message)):
+            pass
+        wanted = ("output_file_id", "status BETWEEN 1 AND 399"), ("error_file_id", "(status = 0 OR status >= 400)")
+        try:
+            for column, which in wanted:
+                if row[column] is None:
+                    await self._write(live, column, which)
+        except ApiError as error:
+            log.error("the results of batch %s cannot be written: %s", live.id, error)
+            return await self._fail(live, [batch_lines.error("storage_unavailable", error.message)])
+        await self._sure(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
+
+    async def _write(self, live: _Live, column: str, which: str) -> None:
+        """Try until there is room, at most as long again as the batch had."""
+        if not await self._sure(lambda connection: table.lines(connection, live.seq, which, 0)):
+            return
+        until = self._clock() + max(WINDOWS.values())
+        pause = 1.0
+        while True:
+            try:
+                await self._files.create_output(
+                    self._stream(live.seq, which),
+                    filename=f"{live.id}_{column.removesuffix('_file_id')}.jsonl",
+                    tenant=live.tenant,
+                    expires_after=live.output_seconds,
+                    also=lambda connection, id: table.link(connection, live.seq, column, id),
+                )
+                return
+            except ApiError:
+                if self._clock() >= until:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_STORAGE_PAUSE)
+
+    async def _stream(self, seq: int, which: str) -> AsyncIterator[bytes]:
+        last = 0
+        while lines := await self._db.run(lambda connection, last=last: table.lines(connection, seq, which, last)):
+            last = lines[-1][0]
+            yield b"".join(answer for _, answer in lines)
+
+    async def _fail(self, live: _Live, errors: list[dict[str, Any]]) -> None:
+        await self._sure(lambda connection: table.end(connection, live.seq, "failed", int(self._clock()), errors))
+
+    async def _sure(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Until the storage takes it. A request whose result waits keeps its slot, so little can pile up."""
+        pause = 0.25
+        while True:
+            try:
+                return await self._db.run(function)
+            except ApiError as error:
+                if error.code != "storage_unavailable":
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_STORAGE_PAUSE)
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+    if metadata is not None:
+        if len(metadata) > 16:
+            raise invalid("metadata may have at most 16 entries", "metadata")
+        for key, value in metadata.items():
+            if len(key) > 64 or len(value) > 512:
+                raise invalid("metadata's keys may have 64 letters and its values 512", "metadata")
+
+
+def _too_many(message: str) -> ApiError:
+    return ApiError(message, kind="rate_limit_error", code="too_many_batches", retry_after=60.0)

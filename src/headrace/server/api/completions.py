@@ -1,0 +1,195 @@
+"""`/v1/completions`: its parameters, and its answers, whole and as chunks.
+
+Owns the table of the endpoint and the shapes of the answers. A prompt may be a text, token ids, or several of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from headrace.config import Limits
+from headrace.gateway.api_errors import invalid
+from headrace.gateway.requests.text_request import Asked, Choice, Piece, TokenLogprob, Usage, total
+from headrace.gateway.serving.exchange import Exchange
+from headrace.server.api.chat_completions import Chunks, StreamOptions, metadata_of, usage_of
+from headrace.server.api.common_parameters import (
+    EXTRAS,
+    SAMPLING,
+    STREAM,
+    asked_extras,
+    check_count,
+    check_least,
+    guided,
+    guiding,
+    sampling_of,
+    stops_of,
+)
+from headrace.server.http.body_parameters import Parameter, Table, read
+
+DEFAULT_TOKENS: Final = 16  # of an answer that asks for no limit, as the service has it
+
+Ids = list[Annotated[int, Meta(ge=0)]]
+
+TABLE: Final[Table] = {
+    "model": Parameter("The model that answers; the configured one where none is named.", str),
+    "prompt": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
+    "max_tokens": Parameter("Most tokens of an answer; 16 where it is not given.", Annotated[int, Meta(ge=0)]),
+    **SAMPLING,
+    "logprobs": Parameter("How many likeliest tokens are reported at each place.", Annotated[int, Meta(ge=0)]),
+    "echo": Parameter("The prompt's text before the answer's.", bool),
+    "stream": STREAM["stream"],
+    "stream_options": Parameter("include_usage: a last chunk with the usage.", StreamOptions),
+    **{name: each for name, each in EXTRAS.items() if name not in ("chat_template_kwargs", "sources", "overflow")},
+    "best_of": Parameter("", refused="ask for n answers and choose", harmless=(1,)),
+    "suffix": Parameter("", refused="the models served here do not fill in the middle", harmless=("",)),
+}
+
+
+def read_completion(body: bytes, headers: Mapping[str, str], limits: Limits) -> Asked:
+    return completion_of(read(body, TABLE), headers, limits)
+
+
+def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -> Asked:
+    options: StreamOptions | None = given.get("stream_options")
+    if options is not None and not given.get("stream"):
+        raise invalid("'stream_options' goes with stream: true", "stream_options")
+    prompts = prompts_of(given["prompt"], "prompt", limits.prompts)
+    logprobs = given.get("logprobs")
+    if logprobs is not None:
+        check_count("logprobs", logprobs, limits.logprobs, least=0)
+    echo = given.get("echo", False)
+    if given.get("max_tokens") == 0:
+        raise invalid("'max_tokens' must be at least 1; /v1/score measures a prompt alone", "max_tokens")
+    check_least(given, given.get("max_tokens", DEFAULT_TOKENS))
+    n = check_count("n", given.get("n", 1), limits.choices)
+    if n * len(prompts) > limits.prompts:
+        raise invalid(f"'n' times the prompts may be {limits.prompts} at most, not {n * len(prompts)}", "n")
+    return Asked(
+        model=given.get("model", ""),
+        prompts=prompts,
+        grammar=guided(given),
+        grammar_of=guiding(given) or "grammar",
+        sampling=sampling_of(given, logprobs=logprobs),
+        max_tokens=given.get("max_tokens", DEFAULT_TOKENS),
+        stop=stops_of(given.get("stop"), limits),
+        n=n,
+        echo=echo,
+        prompt_logprobs=logprobs if echo else None,
+        stream=given.get("stream", False),
+        include_usage=options is not None and options.include_usage,
+        **asked_extras(given, headers),
+    )
+
+
+def prompts_of(value: Any, name: str, most: int) -> list[str | list[int]]:
+    """A text, token ids, or a list of either, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise invalid(f"'{name}' must be a text, token ids, or a list of either, and not empty", name)
+    items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+    if all(type(item) is int for item in items):
+        return [_ids(items, name)]
+    check_count(name, len(items), most)
+    found: list[str | list[int]] = []
+    for place, item in enumerate(items):
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, list) and item:
+            found.append(_ids(item, f"{name}[{place}]"))  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            raise invalid(f"'{name}[{place}]' must be a text or token ids", f"{name}[{place}]")
+    return found
+
+
+def _ids(value: Sequence[Any], name: str) -> list[int]:
+    for item in value:
+        if type(item) is not int or item < 0:
+            raise invalid(f"'{name}': a token id is a number from 0 on", name)
+    return list(value)
+
+
+# Answers
+
+
+def whole_completion(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
+    return {
+        **_head(exchange),
+        "choices": [
+            {
+                "index": choice.index,
+                "text": choice.content,
+                "logprobs": _logprobs(choice.logprobs, 0),
+                "finish_reason": choice.finish,
+            }
+            for choice in choices
+        ],
+        "usage": usage_of(total([choice.usage for choice in choices], exchange.asked.n)),
+        "headrace": exchange.told([choice.usage for choice in choices]),
+        **metadata_of(exchange),
+    }
+
+
+def _head(exchange: Exchange) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{exchange.id}",
+        "object": "text_completion",
+        "created": exchange.created,
+        "model": exchange.model,
+        "system_fingerprint": exchange.fingerprint,
+    }
+
+
+def _logprobs(found: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    offsets: list[int] = []
+    for each in found:
+        offsets.append(offset)
+        offset += len(each.shown)
+    return {
+        "tokens": [each.text for each in found],
+        # The very first token of a prompt has none.
+        "token_logprobs": [each.logprob for each in found],
+        "top_logprobs": [None if each.logprob is None else _likeliest(each) for each in found],
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(each: TokenLogprob) -> dict[str, float]:
+    # Parts of characters look alike; the likelier one has the name.
+    return {text: logprob for text, _, logprob in reversed(each.top)}
+
+
+class CompletionStream(Chunks):
+    """The chunks of one exchange, as server-sent events."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, _head(exchange))
+        self._offsets: dict[int, int] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(self, piece: Piece) -> bytes:
+        if piece.finish is not None:
+            self._usages[piece.index] = piece.usage or Usage()
+        elif not piece.content and not piece.logprobs:
+            return b""
+        elif piece.logprobs is None:
+            # A token's text, as nearly all pieces are: the same bytes as below, without the objects.
+            before, after = b'{"index":%d,"text":' % piece.index, b',"logprobs":null,"finish_reason":null}'
+            return b"".join((self._before, before, self._encode(piece.content), after, self._after))
+        offset = self._offsets.get(piece.index, 0)
+        if piece.logprobs:
+            self._offsets[piece.index] = offset + sum(len(each.shown) for each in piece.logprobs)
+        choice = {
+            "index": piece.index,
+            "text": piece.content,
+            "logprobs": _logprobs(piece.logprobs, offset),
+            "finish_reason": piece.finish,
+        }
+        return self._before + self._encode(choice) + self._after

@@ -1,0 +1,65 @@
+"""An answer's pieces as runs, each of one kind, for dialects whose streams are blocks with a beginning and an end.
+
+Owns Runs and its Steps. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.gateway.requests.text_request import CallDelta, Piece
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What a piece does to a run."""
+
+    does: Literal["begin", "more", "end"]
+    kind: Kind
+    text: str = ""  # of "more"
+    call: CallDelta | None = None  # of a call's "begin"
+
+
+class Runs:
+    """An answer as a row of runs, each of one kind and one call: pieces go in, and what begins, goes on and ends comes
+    out. One run is open at a time, and none after the last piece."""
+
+    def __init__(self) -> None:
+        self._kind: Kind | None = None
+        self._call = -1  # index of the last call that began
+
+    def take(self, piece: Piece) -> list[Step]:
+        steps: list[Step] = []
+        calls = list(piece.calls)
+        # What else is new came after the end of the call that is open.
+        while self._kind == "call" and calls and calls[0].index == self._call:
+            steps.append(Step("more", "call", calls.pop(0).arguments))
+        if piece.reasoning:
+            self._say("reasoning", piece.reasoning, steps)
+        if piece.content:
+            self._say("text", piece.content, steps)
+        for call in calls:
+            if self._kind != "call" or call.index != self._call:
+                self._end(steps)
+                self._kind, self._call = "call", call.index
+                steps.append(Step("begin", "call", call=call))
+            if call.arguments:
+                steps.append(Step("more", "call", call.arguments))
+        if piece.finish is not None:
+            self._end(steps)
+        return steps
+
+    def _say(self, kind: Kind, text: str, steps: list[Step]) -> None:
+        if self._kind != kind:
+            self._end(steps)
+            self._kind = kind
+            steps.append(Step("begin", kind))
+        steps.append(Step("more", kind, text))
+
+    def _end(self, steps: list[Step]) -> None:
+        if self._kind is not None:
+            steps.append(Step("end", self._kind))
+        self._kind = None

@@ -1,0 +1,74 @@
+"""Calls that write no text on their way through limits and budgets: embeddings, rerank, score.
+
+Owns the order: what a call wants is reserved before anything is computed, and settled however it ends. What such a call
+is and does is vectors's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from msgspec.structs import replace
+
+from headrace.gateway.accounts.access import surface_of
+from headrace.gateway.api_errors import as_api_error
+from headrace.gateway.flow.services import Parts
+from headrace.gateway.ledger.budgets import Refuse
+from headrace.gateway.ledger.ledger_records import Entry
+from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.serving.exchange import Caller
+from headrace.server.api.vectors import Prepared
+
+
+async def measured(
+    parts: Parts, caller: Caller, prepared: Prepared, endpoint: str, *, model: str = ""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The answer, and headers beside it. ApiError where it is refused or fails."""
+    served = prepared.work.served
+    surface = surface_of(caller, prepared.work.wished, "batch")
+    prepared.work.on(surface)
+    reservation = await parts.limiter.reserve(
+        parts.scopes(caller, served.name, surface),
+        input_tokens=prepared.input_tokens,
+        most_output=0,
+        tenant=caller.tenant,
+        surface=surface,
+        closed=parts.settings_of(caller).fail == "closed",
+    )
+    headers = reservation.headers()
+    id = secrets.token_urlsafe(18)
+    ended, charged = "finished", False
+    try:
+        if parts.ledger is not None:
+            entry = Entry(
+                id=id,
+                tenant=caller.tenant,
+                endpoint=endpoint,
+                model=model or served.name,
+                variant=served.name,
+                key=caller.key,
+                surface=surface,
+                prompt_tokens=prepared.input_tokens,
+            )
+            # Another variant's vectors are of another kind, so none stands in for this one.
+            verdict = await parts.ledger.reserve(entry, output_tokens=0, most_tokens=0, falls=False)
+            if isinstance(verdict, Refuse):
+                raise verdict.error()
+            charged = True
+        return await prepared.run(), headers
+    except BaseException as error:
+        ended = as_api_error(error).kind if isinstance(error, Exception) else "gone"
+        raise
+    finally:
+        used = replace(prepared.usage)
+        refused = ended != "finished" and used == Usage()  # before anything was computed
+        if charged and parts.ledger is not None:
+            if refused:
+                parts.ledger.release(id)
+            else:
+                parts.charge(id, used, ended=ended)
+        if refused:
+            reservation.release_soon()
+        else:
+            reservation.settle_soon(used.prompt_tokens, 0, whole=False)

@@ -1,0 +1,211 @@
+"""The items of `/v1/responses`: checked as they come, turned into messages for chat templates, and written.
+
+Owns their shapes and their ids. Knows no request and no answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from headrace.config import Limits
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.server.api.common_parameters import check_count
+from headrace.server.api.messages import object_of
+from headrace.server.http.body_parameters import convert
+
+_TEXTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+class MessageItem(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    parsed_arguments: Any = None  # the client's own
+
+
+class ResultItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+    id: str | None = None
+    status: str | None = None
+    name: str | None = None
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
+    encrypted_content: str | None = None  # another service's, and closed to us: nothing of it reaches the model
+    status: str | None = None
+
+
+class ItemPart(Struct, forbid_unknown_fields=True):
+    """A part of an item's content, other than a refusal."""
+
+    type: str
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None  # the client's own
+    prompt_cache_breakpoint: Any = None  # common prefixes are found without it
+
+
+def items_of(given: str | list[dict[str, Any]], limits: Limits, *, least: int) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    check_count("input", len(given), limits.messages, least=least)
+    return [_item(item, f"input[{place}]") for place, item in enumerate(given)]
+
+
+def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """An item as it is kept: checked, with its type and an id, its content as parts."""
+    given = without_nulls(given)
+    kind = given.get("type", "message")
+    match kind:
+        case "message":
+            message: MessageItem = convert(given, MessageItem, where)
+            own = "output_text" if message.role == "assistant" else "input_text"
+            content = message.content
+            parts = [part_of(own, content)] if isinstance(content, str) else _parts(content, f"{where}.content")
+            found = {"id": message.id or new_id("msg"), "role": message.role, "content": parts}
+            return {"type": kind, "status": message.status or "completed", **found}
+        case "function_call":
+            call: CallItem = convert(given, CallItem, where)
+            found = {"id": call.id or new_id("fc"), "call_id": call.call_id, "name": call.name}
+            return {"type": kind, "status": call.status or "completed", **found, "arguments": call.arguments}
+        case "function_call_output":
+            result: ResultItem = convert(given, ResultItem, where)
+            output = result.output
+            output = output if isinstance(output, str) else _parts(output, f"{where}.output")
+            found = {"id": result.id or new_id("fco"), "call_id": result.call_id, "output": output}
+            return {"type": kind, "status": result.status or "completed", **found}
+        case "reasoning":
+            reasoning: ReasoningItem = convert(given, ReasoningItem, where)
+            parts = _parts(reasoning.content, f"{where}.content")
+            summary = _parts(reasoning.summary, f"{where}.summary")
+            return {"type": kind, "id": reasoning.id or new_id("rs"), "summary": summary, "content": parts}
+        case "item_reference":
+            why = f"'{where}': items cannot be referred to; send them, or use previous_response_id"
+            raise ApiError(why, parameter=where, code="unsupported_parameter")
+        case _:
+            why = f"'{where}': items of the type '{str(kind)[:100]}' cannot be read"
+            raise ApiError(why, parameter=f"{where}.type", code="unsupported_parameter")
+
+
+def _parts(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for place, each in enumerate(given):
+        at = f"{where}[{place}]"
+        part = without_nulls(each)
+        kind = part.get("type")
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            parts.append(part_of("output_text", part["refusal"]))
+            continue
+        if kind not in _TEXTS:
+            raise invalid(f"'{at}': parts of the type '{str(kind)[:100]}' cannot be read, only text", f"{at}.type")
+        parts.append(part_of(kind, convert(part, ItemPart, at).text))
+    return parts
+
+
+def part_of(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
+
+
+def without_nulls(given: Any) -> Any:
+    """Clients' own dumps of items name every field that there is; a null is the same as an absent one."""
+    if not isinstance(given, dict):
+        return given
+    values: dict[str, Any] = given  # pyright: ignore[reportUnknownVariableType]
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+def messages_of(instructions: str | None, items: Sequence[Any], *, whole: bool) -> list[dict[str, Any]]:
+    """`whole`: no earlier items are to come, so that every result is of a call among these."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    calls: dict[str, str] = {}
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                _append(_assistant(messages), "content", _text_of(item["content"]))
+            case "message":
+                role = "user" if item["role"] == "user" else "system"
+                if role == "system" and messages and messages[-1]["role"] == "system":
+                    _append(messages[-1], "content", _text_of(item["content"]))  # many templates know no second one
+                else:
+                    messages.append({"role": role, "content": _text_of(item["content"])})
+            case "reasoning":
+                if text := _text_of(item["content"] or item["summary"]):
+                    _append(_assistant(messages), "reasoning_content", text)
+            case "function_call":
+                function = {"name": item["name"], "arguments": object_of(item["arguments"])}
+                if function["arguments"] is None:
+                    function["arguments"] = item["arguments"]
+                calls[item["call_id"]] = item["name"]
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case _:
+                messages.append(_result(item, calls, whole=whole))
+    return messages
+
+
+def _result(item: Mapping[str, Any], calls: Mapping[str, str], *, whole: bool) -> dict[str, Any]:
+    id, output = item["call_id"], item["output"]
+    if whole and id not in calls:
+        raise invalid(f"'input': there is no function call with the call_id '{id[:100]}'", "input")
+    content = output if isinstance(output, str) else _text_of(output)
+    named = {"name": calls[id]} if id in calls else {}
+    return {"role": "tool", "content": content, "tool_call_id": id, **named}
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's turn that the next item belongs to: what it says, thinks and calls in a row is one turn."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _append(message: dict[str, Any], name: str, text: str) -> None:
+    message[name] = f"{message[name]}\n{text}" if message.get(name) else text
+
+
+def _text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def reasoning_item(id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+def message_item(id: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    content = [{**part_of("output_text", text), "logprobs": logprobs}]
+    return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": content}
+
+
+def call_item(id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    found = {"call_id": call_id, "name": name, "arguments": arguments}
+    return {"id": id, "type": "function_call", "status": "completed", **found}

@@ -1,0 +1,153 @@
+"""Responses kept for /v1/responses with `store: true`, so that a later request can go on from them.
+
+Owns the table of stored responses: what the conversation was (items) and what was answered (body), both JSON that is
+kept and never looked into. They have a time to live, and bounds on their number and bytes: beyond these the oldest of
+the tenant that keeps most go first, so that nobody pushes out another's. A response belongs to one tenant; for every
+other it does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.database import Database, Page, check_listing, rows_of
+
+_LIST_MOST: Final = 100
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str
+    created_at: int  # seconds since 1970
+    expires_at: int
+    items: list[Any]  # the conversation up to this answer
+    body: dict[str, Any]  # as the client got it
+
+
+class ResponseStore:
+    def __init__(
+        self,
+        db: Database,
+        *,
+        hours: float = 720.0,  # that a response is kept
+        count: int = 10_000,
+        total_bytes: int = 1024**3,  # 1 GiB
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._db = db
+        self._seconds = hours * 3600
+        self._count = count
+        self._bytes = total_bytes
+        self._clock = clock
+
+    async def put(self, id: str, tenant: str, items: list[Any], body: dict[str, Any]) -> None:
+        """Keep it, in place of the tenant's own with this id. Meanwhile `items` and `body` must not change."""
+        now = self._clock()
+
+        def put(connection: sqlite3.Connection) -> None:
+            encoded = encode(items), encode(body)
+            size = sum(map(len, encoded))
+            if size > self._bytes:
+                raise ApiError("the response is too long to be stored", code="response_too_large", status=413)
+            _sweep(connection, now)
+            connection.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
+            self._make_room(connection, size)
+            connection.execute(
+                "INSERT INTO responses (id, tenant, created_at, expires_at, bytes, items, body) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (id, tenant, int(now), int(now + self._seconds), size, *encoded),
+            )
+
+        await self._db.run(put)
+
+    async def get(self, id: str, tenant: str) -> StoredResponse:
+        now = self._clock()
+        return await self._db.run(lambda connection: _find(connection, id, tenant, now))
+
+    async def items(
+        self, id: str, tenant: str, *, after: str | None = None, limit: int = 20, order: str = "desc"
+    ) -> Page[Any]:
+        """A part of its items; `after` is the id of one of them."""
+        checked = check_listing(limit=limit, most=_LIST_MOST, order=order)
+        items = (await self.get(id, tenant)).items
+        if checked == "desc":
+            items = items[::-1]
+        if after is not None:
+            places = [place for place, item in enumerate(items) if isinstance(item, dict) and item.get("id") == after]  # pyright: ignore[reportUnknownMemberType]
+            if not places:
+                raise invalid("there is nothing with this id to list from", "after")
+            items = items[places[0] + 1 :]
+        return Page(items[:limit], len(items) > limit)
+
+    async def delete(self, id: str, tenant: str) -> None:
+        now = self._clock()
+
+        def delete(connection: sqlite3.Connection) -> None:
+            changed = connection.execute(
+                "DELETE FROM responses WHERE tenant = ? AND id = ? AND expires_at > ?", (tenant, id, now)
+            )
+            if changed.rowcount == 0:
+                raise _unknown()
+
+        await self._db.run(delete)
+
+    async def sweep(self) -> int:
+        """Remove what has expired; how many responses that were."""
+        now = self._clock()
+        return await self._db.run(lambda connection: _sweep(connection, now))
+
+    def _make_room(self, connection: sqlite3.Connection, size: int) -> None:
+        while True:
+            count, total = connection.execute("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM responses").fetchone()
+            if count < self._count and total + size <= self._bytes:
+                return
+            by = "COUNT(*)" if count >= self._count else "SUM(bytes)"
+            connection.execute(
+                "DELETE FROM responses WHERE seq = (SELECT MIN(seq) FROM responses WHERE tenant = "
+                f"(SELECT tenant FROM responses GROUP BY tenant ORDER BY {by} DESC, MIN(seq) LIMIT 1))"
+            )
+
+
+def encode(value: Any) -> bytes:
+    """JSON, also of texts that are no Unicode (lone surrogates), which some clients send."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
+def _sweep(connection: sqlite3.Connection, now: float) -> int:
+    return connection.execute("DELETE FROM responses WHERE expires_at <= ?", (now,)).rowcount
+
+
+def _find(connection: sqlite3.Connection, id: str, tenant: str, now: float) -> StoredResponse:
+    rows = rows_of(
+        connection, "SELECT * FROM responses WHERE tenant = ? AND id = ? AND expires_at > ?", (tenant, id, now)
+    )
+    if not rows:
+        raise _unknown()
+    row = rows[0]
+    return StoredResponse(
+        row["id"],
+        row["tenant"],
+        row["created_at"],
+        row["expires_at"],
+        json.loads(row["items"]),
+        json.loads(row["body"]),
+    )
+
+
+def _unknown() -> ApiError:
+    return ApiError(
+        "there is no stored response with this id",
+        kind="not_found_error",
+        parameter="response_id",
+        code="response_not_found",
+    )

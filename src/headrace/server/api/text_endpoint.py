@@ -1,0 +1,161 @@
+"""The endpoints that answer with text, in whatever dialect: read, run, deliver, settle.
+
+Owns Dialect (how an endpoint reads a body and writes answers) and the delivery of one exchange, whole or as events.
+Settling happens once on every way out: an answer, an error, a client that left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.config import Limits
+from headrace.gateway.api_errors import ApiError, as_api_error
+from headrace.gateway.flow.text_flow import Way
+from headrace.gateway.requests.event_writer import EventWriter
+from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart
+from headrace.gateway.routing.composition import choices_of
+from headrace.gateway.serving.exchange import Exchange
+from headrace.server.http.body_parameters import Table
+from headrace.server.http.endpoint_call import Call, GoneError, Reply
+
+if TYPE_CHECKING:
+    from headrace.gateway.flow.services import Parts
+    from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    name: str
+    table: Table
+    read: Callable[[bytes, Mapping[str, str], Limits], Asked]
+    whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
+    events: Callable[[Exchange], EventWriter]
+    errors: str = "openai"  # the shape of errors
+    keep: Callable[[], Awaitable[None]] | None = None  # called when all is written but the last that a client hears
+    relays: bool = False  # an upstream's own events are ours
+
+
+async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> dict[str, Any]:
+    """The body of an answer, for a caller that has no connection to watch, such as a batch."""
+    way = Way(exchange, parts)
+    with _settling(way):
+        await way.begin()
+        body = dialect.whole(exchange, await choices_of(way))
+        if dialect.keep is not None:
+            await dialect.keep()
+        return body
+
+
+async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts) -> None:
+    """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
+    way = Way(exchange, parts)
+    with _settling(way, call.watch(way.cancel)):
+        await way.begin()
+        if way.gone:
+            raise GoneError  # while its prompt was cut into tokens
+        if exchange.asked.stream:
+            relayed = way.relayed() if dialect.relays else None
+            if relayed is None:
+                await _stream(call, way, dialect, headers)
+            else:
+                await _relay(call, way, relayed, dialect, headers)
+        else:
+            choices = await choices_of(way)
+            if way.gone:
+                raise GoneError
+            body = dialect.whole(exchange, choices)
+            if dialect.keep is not None:
+                await dialect.keep()
+            timed = {**headers, **way.headers(), "server-timing": exchange.server_timing()}
+            await call.reply(Reply.json(body, headers=timed))
+
+
+@contextmanager
+def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[None]:
+    """Settles at the end, whatever it is, and watches the client no more."""
+    error: ApiError | None = None
+    try:
+        yield
+    except GoneError:
+        raise
+    except Exception as caught:
+        error = as_api_error(caught)
+        raise
+    except asyncio.CancelledError:
+        error = ApiError("the server has ended", kind="overloaded_error", code="draining")
+        raise
+    finally:
+        if unwatch is not None:
+            unwatch()
+        way.settle(error)
+
+
+async def _relay(
+    call: Call, way: Way, relayed: UpstreamAnswering, dialect: Dialect, headers: Mapping[str, str]
+) -> None:
+    """As _stream, with an upstream's bytes."""
+    first: list[bytes] = []
+
+    def hold(data: bytes) -> bool:
+        first.append(data)
+        return False
+
+    ended = await relayed.relay(hold, dialect.events)
+    if not first or way.gone:
+        raise GoneError
+    await call.begin_events({**headers, **way.headers()})
+    try:
+        await call.write(b"".join(first))
+        while not ended:
+            ended = await relayed.relay(call.offer, dialect.events)
+            if not ended:
+                await call.room()
+        if way.gone:
+            raise GoneError
+    except GoneError:
+        raise
+    except Exception as error:
+        await call.write(dialect.events(way.exchange).error(as_api_error(error)), more=False)
+        raise
+    await call.write(b"", more=False)
+
+
+async def _stream(call: Call, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
+    """An error that is raised once the reply has begun was told to the client already."""
+    first: list[Piece] = []
+
+    def hold(piece: Piece) -> bool:
+        first.append(piece)
+        return False
+
+    await way.run(hold)  # what is refused has its own status, so nothing is sent before
+    if not first:
+        raise GoneError
+    events = dialect.events(way.exchange)  # it is known by now which variant answers
+    written, offer = events.piece, call.offer
+
+    def write(piece: Piece) -> bool:
+        data = events.restart(piece) if isinstance(piece, Restart) else written(piece)
+        return offer(data) if data else True
+
+    beginning = events.begin() + events.piece(first[0])
+    await call.begin_events({**headers, **way.headers()})
+    try:
+        await call.write(beginning)
+        while not await way.run(write):
+            await call.room()
+        if way.gone:
+            raise GoneError
+        last = events.end()
+        if dialect.keep is not None:
+            await dialect.keep()
+    except GoneError:
+        raise
+    except Exception as error:
+        await call.write(events.error(as_api_error(error)), more=False)
+        raise
+    await call.write(last, more=False)

@@ -1,0 +1,64 @@
+"""`/tokenize` and `/detokenize`: what a model's tokenizer makes of texts, chats and token ids.
+
+Owns the tables and the answers of the two endpoints. An upstream's tokens are known where its configuration names a
+tokenizer, and then as far as that is the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from headrace.config import Limits
+from headrace.gateway.api_errors import invalid
+from headrace.gateway.serving.engine_answering import tokens_of
+from headrace.gateway.serving.fleet import Served, no_tokens
+from headrace.server.api.chat_completions import Message, messages_of
+from headrace.server.http.body_parameters import Parameter, Table
+
+_LIMITS: Final = Limits()
+_MODEL: Final = Parameter("The model; the configured one where none is named.", str)
+
+TOKENIZE: Final[Table] = {
+    "model": _MODEL,
+    "prompt": Parameter("A text; or else `messages`.", str),
+    "messages": Parameter("A chat, put through the model's template.", Annotated[list[Message], Meta(min_length=1)]),
+    "add_generation_prompt": Parameter("Whether the chat ends where the model is to speak.", bool),
+    "add_special_tokens": Parameter("Whether a text gets the model's beginning and end.", bool),
+    "return_token_strs": Parameter("Whether each token's text is reported too.", bool),
+}
+DETOKENIZE: Final[Table] = {
+    "model": _MODEL,
+    "tokens": Parameter("Token ids.", list[Annotated[int, Meta(ge=0)]], required=True),
+}
+
+
+async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+    if ("prompt" in given) == ("messages" in given):
+        raise invalid("give either 'prompt' or 'messages'", "prompt")
+    tokenizer = served.own_tokenizer
+    if tokenizer is None:
+        raise no_tokens(served.name)
+    if "messages" in given:
+        ends = given.get("add_generation_prompt", True)
+        text = tokenizer.apply_template(messages_of(given["messages"], _LIMITS), add_generation_prompt=ends)
+        tokens = await tokens_of(served, text, "messages", whole=True)
+    else:
+        whole = not given.get("add_special_tokens", True)
+        tokens = await tokens_of(served, given["prompt"], "prompt", whole=whole) if given["prompt"] else ()
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.known_context, "tokens": list(tokens)}
+    if given.get("return_token_strs"):
+        found["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return found
+
+
+async def detokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+    tokenizer, tokens = served.own_tokenizer, given["tokens"]
+    if tokenizer is None:
+        raise no_tokens(served.name)
+    for token in tokens:
+        if token >= tokenizer.vocab_size:
+            raise invalid(f"there is no token {token}", "tokens")
+    return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}

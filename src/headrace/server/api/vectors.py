@@ -1,0 +1,334 @@
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: what a model makes of texts without writing any.
+
+Owns the tables of these endpoints, their reading and their answers. A call is prepared first, by which everything is
+said that is wrong with it and its tokens are known, and run then: limits and budgets are reserved in between. All of it
+runs on the background surface unless the caller says otherwise, in as many engine requests as there are texts; an
+upstream gets all texts in one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from headrace.config import Limits
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sequence_answer import Answer
+from headrace.errors import HeadraceError
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.serving.engine_answering import tokens_of
+from headrace.gateway.serving.exchange import Caller
+from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
+from headrace.server.api.common_parameters import EXTRAS, check_count
+from headrace.server.api.completions import prompts_of
+from headrace.server.http.body_parameters import Parameter, Table
+
+_AT_ONCE: Final = 64  # texts of one call that are with the engine
+_OWN: Final = {name: EXTRAS[name] for name in ("surface", "priority", "user")}
+_MODEL: Final = Parameter("The model; the configured one where none is named.", str)
+
+EMBEDDINGS: Final[Table] = {
+    "model": _MODEL,
+    "input": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
+    "encoding_format": Parameter(
+        "float: numbers; base64: 32-bit floats, little end first.", Literal["float", "base64"]
+    ),
+    "dimensions": Parameter("Keeps the first so many numbers, scaled to the length of 1.", Annotated[int, Meta(ge=1)]),
+    **_OWN,
+}
+RERANK: Final[Table] = {
+    "model": _MODEL,
+    "query": Parameter("What is looked for.", str, required=True),
+    "documents": Parameter(
+        "Texts to put in order.", Annotated[list[str | dict[str, str]], Meta(min_length=1)], required=True
+    ),
+    "top_n": Parameter("How many of them to hand back; all by default.", Annotated[int, Meta(ge=1)]),
+    "return_documents": Parameter("Whether their texts are handed back too.", bool),
+    "max_chunks_per_doc": Parameter("", refused="documents are not cut", harmless=(1,)),
+    "rank_fields": Parameter("", refused="a document is its `text`", harmless=(["text"],)),
+    **_OWN,
+}
+SCORE: Final[Table] = {
+    "model": _MODEL,
+    "prompt": Parameter("The text before, or one for each of `continuations`.", str | list[str], required=True),
+    "continuations": Parameter(
+        "Texts whose likelihood after it is wanted.", Annotated[list[str], Meta(min_length=1)], required=True
+    ),
+    "return_tokens": Parameter("Whether each token's log-probability is reported too.", bool),
+    **_OWN,
+}
+
+
+class Work:
+    """Texts of one call, for one model: taken, by which they are counted, and then run."""
+
+    def __init__(self, served: Served, caller: Caller, given: Mapping[str, Any]) -> None:
+        self.served = served
+        self.wished: str = given.get("surface") or ""  # the surface that the request itself names
+        self.surface = self.wished or caller.surface or "batch"
+        self.input_tokens = 0  # of what was taken; estimated for an upstream without a tokenizer
+        self.usage = Usage()  # of what was computed, also where the rest failed
+        self._caller = caller
+        self._priority: int = given.get("priority", 0)
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._requests: list[Request] = []
+        self._texts: list[str | Sequence[int]] = []  # that an upstream gets
+
+    def on(self, surface: str) -> None:
+        """Runs there."""
+        if surface != self.surface:
+            self.surface = surface
+            self._requests = [replace(request, surface=surface) for request in self._requests]
+
+    async def embed(self, texts: Mapping[str, str | Sequence[int]]) -> NDArray[np.float32]:
+        """The vectors of texts, each with its name for errors."""
+        await self.take(texts)
+        return await self.vectors()
+
+    async def take(self, texts: Mapping[str, str | Sequence[int]]) -> None:
+        """Texts to be embedded. ApiError where one of them cannot be."""
+        upstream = self.served.upstream
+        if upstream is not None:
+            self.input_tokens += await text_tokens(upstream, texts)
+            self._texts += texts.values()
+            return
+        for name, text in texts.items():
+            self.add(await tokens_of(self.served, text, name), "embed")
+            await asyncio.sleep(0)  # cutting thousands of texts takes a while, and others are to be served meanwhile
+
+    def add(self, tokens: tuple[int, ...], kind: Literal["embed", "score"], *, score_from: int = 0) -> None:
+        """One text, for an engine."""
+        self.input_tokens += len(tokens)
+        self._requests.append(
+            Request(
+                id="",
+                prompt=tokens,
+                kind=kind,
+                score_from=score_from,
+                sampling=Sampling(logprobs=1) if kind == "score" else Sampling(),
+                tenant=self._caller.tenant,
+                weight=self._caller.weight,
+                salt=self._caller.tenant,
+                surface=self.surface,
+                priority=self._priority,
+            )
+        )
+
+    async def vectors(self) -> NDArray[np.float32]:
+        """A row for each text that was taken."""
+        upstream = self.served.upstream
+        if upstream is None:
+            return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in await self.answers()])
+        found, self.usage = await embedded(
+            upstream,
+            self._texts,
+            tokens=self.input_tokens,
+            due=upstream.clock() + upstream.config.timeouts.total_s,
+            priority=self._priority,
+        )
+        self.served.width = found.shape[1]
+        return found
+
+    async def answers(self) -> list[Answer]:
+        """The engine's. ApiError where one text fails; then the others are cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(request)) for request in self._requests]
+        except BaseExceptionGroup as errors:
+            raise as_api_error(_first(errors)) from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, request: Request) -> Answer:
+        answer = Answer(0)
+        async with self._room:
+            stream = self.served.engine.stream(request)
+            async with stream:
+                async for output in stream:
+                    answer.add(output)
+        ending = answer.ending
+        if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
+            raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")
+        self.usage.prompt_tokens += ending.usage.prompt_tokens
+        self.usage.cached_tokens += ending.usage.cached_tokens
+        self.usage.prefill_s += ending.usage.prefill_s
+        self.usage.decode_s += ending.usage.decode_s
+        return answer
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A call that was read and counted, and found to be right. Nothing of it runs before `run`."""
+
+    work: Work
+    finish: Callable[[], Awaitable[dict[str, Any]]]
+
+    @property
+    def input_tokens(self) -> int:
+        """Of all texts together, as they are charged; estimated for an upstream without a tokenizer."""
+        return self.work.input_tokens
+
+    @property
+    def surface(self) -> str:
+        return self.work.surface
+
+    @property
+    def usage(self) -> Usage:
+        """What was computed, once it has run; also where it failed."""
+        return self.work.usage
+
+    async def run(self) -> dict[str, Any]:
+        """The answer's body. ApiError where the model fails. To be called once."""
+        return await self.finish()
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> Exception:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _first(error)  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(error, Exception):
+            return error
+    return HeadraceError("cancelled")
+
+
+def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(lengths, 1e-12)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    told: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    if usage.cached_tokens:  # they may have another price
+        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return told
+
+
+# Embeddings
+
+
+async def prepared_embeddings(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+    texts = prompts_of(given["input"], "input", limits.texts)
+    dimensions: int | None = given.get("dimensions")
+    _check_dimensions(dimensions, served.width)
+    work = Work(served, caller, given)
+    await work.take({f"input[{place}]": text for place, text in enumerate(texts)})
+    plain = given.get("encoding_format", "float") == "float"
+    return Prepared(work, partial(_embeddings, work, dimensions, plain=plain))
+
+
+async def _embeddings(work: Work, dimensions: int | None, *, plain: bool) -> dict[str, Any]:
+    vectors = _unit(await work.vectors())
+    _check_dimensions(dimensions, vectors.shape[1])  # an upstream's first vectors tell how long they are
+    if dimensions is not None:
+        vectors = _unit(vectors[:, :dimensions])
+    return {
+        "object": "list",
+        "model": work.served.name,
+        "data": [
+            {"object": "embedding", "index": place, "embedding": vector.tolist() if plain else _base64(vector)}
+            for place, vector in enumerate(vectors)
+        ],
+        "usage": _usage(work.usage),
+    }
+
+
+def _check_dimensions(dimensions: int | None, width: int) -> None:
+    """`width`: 0 where it is not known yet."""
+    if dimensions is not None and width and dimensions > width:
+        raise invalid(f"'dimensions' must be 1 to {width}, not {dimensions}", "dimensions")
+
+
+def _base64(vector: NDArray[np.float32]) -> str:
+    return base64.b64encode(np.ascontiguousarray(vector, dtype="<f4").tobytes()).decode("ascii")
+
+
+# Rerank
+
+
+async def prepared_rerank(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+    """By the cosine between the embeddings of the query and of each document."""
+    documents = [_document(each, place) for place, each in enumerate(given["documents"])]
+    check_count("documents", len(documents), limits.texts)
+    work = Work(served, caller, given)
+    named = {f"documents[{place}]": document for place, document in enumerate(documents)}
+    await work.take({"query": given["query"], **named})
+    return Prepared(work, partial(_rerank, work, documents, given))
+
+
+async def _rerank(work: Work, documents: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    vectors = _unit(await work.vectors())
+    scores = (vectors[1:] @ vectors[0]).tolist()
+    order = sorted(range(len(documents)), key=lambda place: -scores[place])[: given.get("top_n")]
+    results: list[dict[str, Any]] = []
+    for place in order:
+        result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
+        if given.get("return_documents"):
+            result["document"] = {"text": documents[place]}
+        results.append(result)
+    return {"model": work.served.name, "results": results, "usage": _usage(work.usage)}
+
+
+def _document(document: str | dict[str, str], place: int) -> str:
+    if isinstance(document, str):
+        return document
+    if set(document) != {"text"}:
+        raise invalid(f"'documents[{place}]' must be a text, or an object with a text", f"documents[{place}]")
+    return document["text"]
+
+
+# Score
+
+
+async def prepared_score(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+    """The log-probability of each continuation after its prompt."""
+    if served.upstream is not None:
+        raise ApiError(
+            f"'{served.name}' is served by an upstream; a score needs a model that runs here",
+            parameter="model",
+            code="unsupported_parameter",
+        )
+    if served.kind != "decoder":
+        raise invalid(f"'{served.name}' makes embeddings; a score needs a model that writes", "model")
+    continuations: list[str] = given["continuations"]
+    check_count("continuations", len(continuations), limits.texts)
+    prompts = given["prompt"]
+    before = [prompts] * len(continuations) if isinstance(prompts, str) else prompts
+    if len(before) != len(continuations):
+        raise invalid("'prompt' must be one text, or as many as there are continuations", "prompt")
+    work = Work(served, caller, given)
+    for place, (prompt, text) in enumerate(zip(before, continuations, strict=True)):
+        # Cut as one text: what comes before may change where the first token of the rest begins.
+        start = await tokens_of(served, prompt, "prompt")
+        whole = await tokens_of(served, prompt + text, f"continuations[{place}]")
+        if len(whole) <= len(start):
+            raise ApiError("a continuation has no tokens of its own", parameter=f"continuations[{place}]")
+        work.add(whole, "score", score_from=len(start))
+        await asyncio.sleep(0)
+    return Prepared(work, partial(_score, work, tokens=bool(given.get("return_tokens"))))
+
+
+async def _score(work: Work, *, tokens: bool) -> dict[str, Any]:
+    """`tokens`: whether each one's log-probability is told."""
+    data: list[dict[str, Any]] = []
+    for place, answer in enumerate(await work.answers()):
+        found = answer.prompt or []
+        item: dict[str, Any] = {
+            "index": place,
+            "logprob": float(sum(token.logprob or 0.0 for token in found)),
+            "tokens": len(found),
+            "likeliest": all(token.top and token.top[0][0] == token.token for token in found),
+        }
+        if tokens:
+            item["token_logprobs"] = [{"token": token.token, "logprob": token.logprob} for token in found]
+        data.append(item)
+    return {"object": "list", "model": work.served.name, "data": data, "usage": _usage(work.usage)}

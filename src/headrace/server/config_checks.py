@@ -1,0 +1,197 @@
+"""What must hold in a configuration beyond each value's own type and range.
+
+Owns the rules between keys, and those that need what the engine knows: its surfaces and a variant's options. Those of
+a single part of the gateway are its own, and are called here. Every rule yields what breaks it, so that all mistakes
+are told at once. Knows neither files nor how a value got there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from headrace.config import Config, KeyConfig, ModelConfig, PriceConfig, digest_of, names_of, upstreams_of, variants_of
+from headrace.config.loader import read_config
+from headrace.config.toml_text import HIDDEN, key_path, quoted
+from headrace.config.upstream_section import findings as upstream_findings
+from headrace.engine.interface.variant_check import check_variant
+from headrace.errors import RequestError
+from headrace.gateway.accounts import account_rules as tenants
+from headrace.gateway.degradation.ladder import ladder_config as ladders
+from headrace.gateway.ledger.prices import PriceError, price
+from headrace.gateway.routing import routing_checks as routing
+from headrace.surfaces import SURFACES
+
+Finding = tuple[str, str]  # a key by its path, and what is wrong with it
+
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*")
+_ALIAS: Final = re.compile(r"[\x21-\x7e]+")
+_VARIANT_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+_SECRET: Final = re.compile(r"[\x21-\x7e]+")  # what an HTTP header can carry after `Bearer `
+_SHA256: Final = re.compile(r"[0-9A-Fa-f]{64}")
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+
+
+def load_config(
+    path: Path | None = None, *, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None
+) -> Config:
+    """Read and check the configuration; see config.loader.read_config."""
+    return read_config(path, environ=environ, flags=flags, check=findings)
+
+
+def findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    yield from _origins(config.server.cors_origins)
+    yield from _models(config)
+    for name, surface in config.surfaces.items():
+        where = key_path("surfaces", name)
+        wrong = list(_surface(name, where))
+        yield from wrong or ladders.findings(name, surface, f"{where}.ladder")
+    yield from _keys(config.keys, environ)
+    for name, model in config.models.items():
+        for full, upstream in upstreams_of(name, model).items():
+            suffix = full.removeprefix(name)[1:]
+            where = key_path("models", name, "upstreams", suffix) if suffix else key_path("models", name, "upstream")
+            yield from upstream_findings(upstream, environ, where)
+    served = names_of(config)
+    yield from tenants.findings(config, served)
+    yield from routing.findings(config.routing, served)
+    for name, each in config.prices.items():
+        yield from _price(name, each, served)
+    yield from _caches(config, served)
+    if config.storage.files_bytes < config.storage.file_bytes:
+        yield (
+            "storage.files_bytes",
+            f"expected at least storage.file_bytes, {config.storage.file_bytes}, found {config.storage.files_bytes}",
+        )
+
+
+def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Finding]:
+    where = key_path("prices", name)
+    if name not in served:
+        yield where, f"there is no model or variant {quoted(name)}; there are {', '.join(map(quoted, served))}"
+    for kind in ("input", "cached", "output", "second"):
+        try:
+            price(input=getattr(config, kind) or 0)
+        except PriceError as error:
+            yield f"{where}.{kind}", str(error)
+
+
+def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
+    exact, semantic = config.cache.exact, config.cache.semantic
+    used = semantic.mode != "off" or any(each.caches.semantic not in (None, "off") for each in config.tenants.values())
+    if used and semantic.embedder not in served:
+        there = ", ".join(map(quoted, served))
+        yield "cache.semantic.embedder", f"expected a served encoder, one of {there}, found {quoted(semantic.embedder)}"
+    if exact.tenant_bytes > exact.bytes:
+        yield "cache.exact.tenant_bytes", f"expected at most cache.exact.bytes, {exact.bytes}"
+    summary = config.shaping.summary_model
+    if summary and summary not in served:
+        yield "shaping.summary_model", f"there is no model or variant {quoted(summary)}"
+
+
+def _origins(origins: Sequence[str]) -> Iterator[Finding]:
+    for place, origin in enumerate(origins):
+        if not _ORIGIN.fullmatch(origin):
+            yield (
+                f"server.cors_origins[{place}]",
+                f'expected "*" or an origin such as "https://example.org", without a path, found {quoted(origin)}',
+            )
+
+
+def _models(config: Config) -> Iterator[Finding]:
+    if not config.models:
+        yield "models", "expected at least one model"
+    if config.default_model is not None and config.default_model not in config.models:
+        known = ", ".join(map(quoted, config.models))
+        yield "default_model", f"expected one of the models, {known}, found {quoted(config.default_model)}"
+    taken = {name: f"the model {quoted(name)}" for name in config.models}
+    for name, model in config.models.items():
+        for variant in (*model.variants, *model.upstreams):
+            taken[f"{name}@{variant}"] = f"a variant of the model {quoted(name)}"
+    for name, model in config.models.items():
+        where = key_path("models", name)
+        if not _MODEL_NAME.fullmatch(name):
+            yield where, "expected a model's name to begin with a letter or digit and go on with those and . _ : / + -"
+        for place, alias in enumerate(model.aliases):
+            here = f"{where}.aliases[{place}]"
+            if not _ALIAS.fullmatch(alias):
+                yield here, f"expected a name of ASCII characters without spaces, found {quoted(alias)}"
+            elif alias in taken:
+                yield here, f"{quoted(alias)} is {taken[alias]} already"
+            else:
+                taken[alias] = f"an alias of {quoted(name)}"
+        yield from _surface(model.surface, f"{where}.surface")
+        yield from _variants(name, model, where)
+
+
+def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
+    for kind, names in (("variants", model.variants), ("upstreams", model.upstreams)):
+        for variant in names:
+            if not _VARIANT_NAME.fullmatch(variant):
+                yield key_path("models", name, kind, variant), "expected a name of letters, digits and . _ -"
+    for variant in model.variants:
+        if variant in model.upstreams:
+            yield key_path("models", name, "upstreams", variant), "this is the name of one of its variants already"
+    try:
+        variants = variants_of(name, model, {})
+    except RequestError as error:
+        yield where, str(error)
+        return
+    wrong_before = ""
+    for full, variant in variants.items():
+        try:
+            check_variant(variant)
+        except RequestError as error:
+            if str(error) == wrong_before:
+                continue  # the variants have it from the options
+            wrong_before = str(error)
+            suffix = full.removeprefix(name)[1:]
+            place = key_path("models", name, "variants", suffix) if suffix else f"{where}.options"
+            yield f"{place}.{error.parameter}" if error.parameter else place, str(error)
+
+
+def _surface(name: str, where: str) -> Iterator[Finding]:
+    if name not in SURFACES:
+        yield where, f"there is no surface {quoted(name)}; there are {', '.join(SURFACES)}"
+
+
+def _keys(keys: Sequence[KeyConfig], environ: Mapping[str, str]) -> Iterator[Finding]:
+    names: dict[str, int] = {}
+    digests: dict[str, int] = {}
+    for place, key in enumerate(keys):
+        where = f"keys[{place}]"
+        first = names.setdefault(key.name, place)
+        if first != place:
+            yield f"{where}.name", f"{quoted(key.name)} is the name of keys[{first}] already"
+        if key.surface is not None:
+            yield from _surface(key.surface, f"{where}.surface")
+        wrong = list(_secret(key, where, environ))
+        if wrong:
+            yield from wrong
+            continue
+        first = digests.setdefault(digest_of(key, environ), place)
+        if first != place:
+            yield where, f"this is the same secret as that of keys[{first}]"
+
+
+def _secret(key: KeyConfig, where: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    given = [name for name in ("key", "key_env", "key_sha256") if getattr(key, name) is not None]
+    if len(given) != 1:
+        yield where, f"expected exactly one of key, key_env and key_sha256, found {' and '.join(given) or 'none'}"
+    elif key.key_sha256 is not None:
+        if not _SHA256.fullmatch(key.key_sha256):
+            yield f"{where}.key_sha256", "expected 64 hexadecimal digits"
+    elif key.key_env is not None:
+        if not environ.get(key.key_env):
+            yield f"{where}.key_env", f"the environment variable {key.key_env} is not set, or empty"
+        elif not _SECRET.fullmatch(environ[key.key_env]):
+            yield (
+                f"{where}.key_env",
+                f"expected ASCII characters without spaces and line breaks in the environment variable {key.key_env}",
+            )
+    elif key.key == HIDDEN:
+        yield f"{where}.key", f"{quoted(HIDDEN)} is what is shown in place of a secret, and no secret"
+    elif not _SECRET.fullmatch(key.key or ""):
+        yield f"{where}.key", "expected ASCII characters without spaces"

@@ -1,0 +1,204 @@
+"""One request of a connection with its response, in the words of ASGI.
+
+Owns Turn: the body as the application asks for it, and the response's framing. Whose turn it is, and what a client may
+do meanwhile, is the connection's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import re
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from headrace.server.http.edge import Connection
+
+Message = MutableMapping[str, Any]
+
+# Our extensions of ASGI, each a way around a coroutine.
+PUSH: Final = "headrace.push"  # writes a part of the body at once; whether there is more room
+BODY: Final = "headrace.body"  # the request's body where all of it is there and none was asked for; else None
+GONE: Final = "headrace.gone"  # calls back once, in a turn of the loop of its own, when the client has left
+
+STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+_REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read to keep the connection
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class Turn:
+    """One request and its response, in the words of ASGI."""
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_leaving",
+        "_told",
+        "_unwritten",
+        "_waiter",
+        "body",
+        "complete",
+        "declared",
+        "expects",
+        "keep",
+        "left",
+        "lost",
+        "modern",
+        "received",
+        "scope",
+        "started",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        scope: dict[str, Any],
+        *,
+        keep: bool,
+        modern: bool,
+        declared: int | None,
+        expects: bool,
+    ) -> None:
+        self.scope = scope
+        scope["extensions"] = {PUSH: self.push, BODY: self.take, GONE: self.when_gone}
+        self.keep = keep  # the connection, after the response
+        self.modern = modern  # HTTP/1.1, not 1.0
+        self.declared = declared  # bytes of the body; None where it comes in chunks
+        self.expects = expects  # the client waits for our word before it sends the body
+        self.body = bytearray()  # that came, and the application has not asked for
+        self.received = 0  # bytes of the body
+        self.whole = False  # all of the body has come
+        self.left = False  # the client says nothing more, so the application is told that it is gone
+        self.lost = False  # what is sent is dropped
+        self.started = False  # the response
+        self.complete = False
+        self._connection = connection
+        self._told = False  # the application has all of the body
+        self._chunked = False
+        self._unwritten: int | None = None  # bytes that the response still owes; None where it did not say how many
+        self._waiter: asyncio.Future[None] | None = None
+        self._leaving: Callable[[], None] | None = None  # called when the client leaves
+
+    async def receive(self) -> Message:
+        connection = self._connection
+        while not (self.left or self.complete):
+            if self.body or (self.whole and not self._told):
+                body, self.body = bytes(self.body), bytearray()
+                self._told = self.whole
+                connection.pace()
+                return {"type": "http.request", "body": body, "more_body": not self.whole}
+            if self.expects:
+                self.expects = False
+                connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return {"type": "http.disconnect"}
+
+    def take(self) -> bytes | None:
+        """See BODY."""
+        if self.left or self.complete or self._told or not self.whole or self.expects:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self._told = True
+        self._connection.pace()
+        return body
+
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
+        """See GONE. None: nobody wants to know any more."""
+        self._leaving = callback
+        if callback is not None and self.left:
+            self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self.left and self._leaving is not None:
+            leaving, self._leaving = self._leaving, None
+            asyncio.get_running_loop().call_soon(leaving)
+
+    def lose(self) -> None:
+        self.left = self.lost = True
+        self.wake()
+
+    async def send(self, message: Message) -> None:
+        connection = self._connection
+        if not connection.room.is_set():
+            await connection.room.wait()
+        if self.lost:
+            return
+        if message["type"] == "http.response.start":
+            self._start(message["status"], message.get("headers", ()))
+        else:
+            self._write(message.get("body", b""), more=message.get("more_body", False))
+
+    def push(self, body: bytes) -> bool:
+        """A part of the body, written without a wait; whether there is room for more. See PUSH."""
+        connection = self._connection
+        if self._chunked and not (self.lost or self.complete):  # as nearly all are: `_write` in short
+            connection.write(b"%x\r\n%b\r\n" % (len(body), body))
+        elif not self.lost:
+            self._write(body, more=True)
+        return not connection.full
+
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if self.started:
+            raise RuntimeError("the response has begun already")
+        connection = self._connection
+        length: int | None = None
+        lines = [STATUS[status], connection.edge.date()]
+        for name, value in headers:
+            if _CONTROL.search(value):
+                raise RuntimeError(f"the response's header {name!r} has a control character")
+            if name == b"connection":
+                self.keep = self.keep and value.lower() != b"close"
+                continue
+            if name == b"content-length":
+                length = int(value)
+            lines += (name, b": ", value, b"\r\n")
+        if connection.edge.draining or not (self.whole or self._rest_is_short()):
+            self.keep = False
+        if self.scope["method"] == "HEAD" or status in (204, 304):
+            self._unwritten = 0
+        elif length is not None:
+            self._unwritten = length
+        elif self.modern:
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self.keep = False  # its end is the connection's
+        if not self.keep:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self.started, self.expects = True, False
+        connection.write(b"".join(lines))
+
+    def _rest_is_short(self) -> bool:
+        """Whether what is still to come of the body may be read only to be dropped."""
+        return self.declared is not None and not self.expects and self.declared - self.received <= _REST
+
+    def _write(self, body: bytes, *, more: bool) -> None:
+        if not self.started or self.complete:
+            raise RuntimeError("a response has a beginning and one end")
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more:
+                data += b"0\r\n\r\n"
+        elif self.scope["method"] == "HEAD":
+            data = b""
+        else:
+            data = body
+            if self._unwritten is not None:
+                self._unwritten -= len(body)
+                if self._unwritten < 0 or (self._unwritten and not more):
+                    raise RuntimeError("the response is not as long as it said")
+        if data:
+            self._connection.write(data)
+        if not more:
+            self.complete = True
+            self.wake()
+            self._connection.ended(self)

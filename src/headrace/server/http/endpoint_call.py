@@ -1,0 +1,232 @@
+"""One HTTP request as an endpoint sees it, and the replies that it can give.
+
+Owns Call (headers, path, query, body within bounds, the watch for a client that leaves) and Reply. Speaks ASGI; knows
+no endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.serving.exchange import Caller
+from headrace.server.http.asgi_turn import BODY, GONE, PUSH
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+T = TypeVar("T")
+
+JSON = b"application/json"
+_encode = msgspec.json.Encoder().encode
+
+
+class GoneError(Exception):
+    """The client left before it had said all."""
+
+
+class Reply(msgspec.Struct):
+    body: bytes
+    status: int = 200
+    type: bytes = JSON
+    headers: dict[str, str] = {}
+
+    @classmethod
+    def json(cls, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
+        return cls(_encode(value), status, headers=headers or {})
+
+
+class Call:
+    __slots__ = (
+        "_offered",
+        "_push",
+        "_receive",
+        "_send",
+        "_take",
+        "_when_gone",
+        "caller",
+        "headers",
+        "id",
+        "noted",
+        "params",
+        "scope",
+        "started",
+        "status",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, id: str) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        # The edge's ways around coroutines; another ASGI server has none.
+        extensions: Mapping[str, Any] = scope.get("extensions", {})
+        self._push: Callable[[bytes], bool] | None = extensions.get(PUSH)
+        self._take: Callable[[], bytes | None] | None = extensions.get(BODY)
+        self._when_gone: Callable[[Callable[[], None] | None], None] | None = extensions.get(GONE)
+        self._offered = b""  # and what waits to be sent there
+        self.id = id  # of the request, in its headers and in the log
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.params: dict[str, str] = {}  # of the path
+        self.caller = Caller()
+        self.started = False  # the reply's status is on its way
+        self.status = 0
+        self.noted: dict[str, Any] = {}  # for the log
+
+    def query(self) -> dict[str, str]:
+        try:
+            pairs = parse_qsl(self.scope["query_string"].decode("ascii"), keep_blank_values=True, max_num_fields=32)
+        except (UnicodeDecodeError, ValueError):
+            raise invalid("the query cannot be read") from None
+        return dict(pairs)
+
+    async def body(self, most: int, seconds: float) -> bytes:
+        """All of it; ApiError where it is too long or takes too long."""
+        if self._take is not None and (whole := self._take()) is not None:
+            if len(whole) > most:
+                raise _too_large(most)
+            return whole
+        chunks: list[bytes] = []
+        async for chunk in self.chunks(most, seconds):
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def chunks(self, most: int, seconds: float) -> AsyncIterator[bytes]:
+        """The body as it comes. What is done with a chunk before the next is asked for takes from the time, too."""
+        declared = self.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+            raise _too_large(most)
+        received = 0
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            try:
+                # Around this wait alone: at a yield, the timeout would hit whatever the caller does then.
+                async with asyncio.timeout_at(end):
+                    message = await self._receive()
+            except TimeoutError:
+                raise ApiError(
+                    f"the body did not come within {seconds:g} s", status=408, code="request_timeout"
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise GoneError
+            chunk: bytes = message.get("body", b"")
+            received += len(chunk)
+            if received > most:
+                raise _too_large(most)
+            if chunk:
+                yield chunk
+            if not message.get("more_body", False):
+                return
+
+    async def gone(self) -> None:
+        """Returns when the client has left. To be called when the body was read."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+
+    def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back when the client has left, until what it gives is called. To be called when the body was read."""
+        if (when_gone := self._when_gone) is not None:
+            when_gone(callback)
+            return lambda: when_gone(None)
+        watch = asyncio.ensure_future(self.gone())
+        watch.add_done_callback(lambda done: None if done.cancelled() else callback())
+
+        def end() -> None:
+            watch.cancel()
+
+        return end
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result; GoneError where the client leaves before, and then the work is cancelled."""
+        working = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self.gone())
+        try:
+            await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise GoneError
+        finally:
+            for task in (working, watch):
+                task.cancel()
+            await asyncio.gather(working, watch, return_exceptions=True)
+
+    async def reply(self, reply: Reply) -> None:
+        headers = [
+            (b"content-type", reply.type),
+            (b"content-length", str(len(reply.body)).encode()),
+            (b"x-request-id", self.id.encode()),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()),
+        ]
+        await self._begin(reply.status, headers)
+        body = b"" if self.scope["method"] == "HEAD" else reply.body
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.started, self.status = True, status
+
+    async def begin_events(self, headers: Mapping[str, str]) -> None:
+        """Starts a reply of server-sent events."""
+        raw = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # a proxy before us is not to wait for more
+            (b"x-request-id", self.id.encode()),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+        ]
+        await self._begin(200, raw)
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Waits where the client does not read; the connection itself is cut when that takes too long."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @property
+    def offer(self) -> Callable[[bytes], bool]:
+        """Writes more without a wait. False: then `room` is to be waited for before anything else is written."""
+        return self._keep if self._push is None else self._push
+
+    def _keep(self, data: bytes) -> bool:
+        self._offered += data
+        return False
+
+    async def room(self) -> None:
+        """Waits until the client has read enough."""
+        data, self._offered = self._offered, b""
+        await self.write(data)
+
+    async def begin_download(self, length: int, type: str, filename: str, headers: Mapping[str, str]) -> None:
+        raw = [
+            (b"content-type", type.encode("latin-1")),
+            (b"content-length", str(length).encode()),
+            (b"content-disposition", f'attachment; filename="{filename}"'.encode("latin-1", "replace")),
+            (b"x-content-type-options", b"nosniff"),
+            (b"x-request-id", self.id.encode()),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+        ]
+        await self._begin(200, raw)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(f"the body is longer than {most} bytes", status=413, code="request_too_large")
+
+
+def error_reply(error: ApiError, dialect: str) -> Reply:
+    body = error.anthropic() if dialect == "anthropic" else error.openai()
+    headers = dict(error.headers)
+    if error.retry_after is not None:
+        # Never less than was meant, and what a sum of floats has too much is none.
+        millis = max(1, -(-round(error.retry_after * 1e6) // 1000))
+        headers["retry-after"] = str(-(-millis // 1000))  # whole seconds are what every client can read
+        headers["retry-after-ms"] = str(millis)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Reply.json(body, status=error.status, headers=headers)

@@ -1,0 +1,136 @@
+"""The OpenAPI document of the server, and a page that shows it.
+
+Owns both. What is in the document follows from the routes and their tables, so that it cannot differ from what the
+endpoints take. The page needs no network: it is plain HTML made from the document.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace import __version__
+from headrace.server.http.body_parameters import Table, schema
+
+if TYPE_CHECKING:
+    from headrace.server.http.route import Route
+
+_ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_ANTHROPIC_ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+
+
+def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:
+    """`keys`: whether clients must send one."""
+    components: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if route.listed:
+            paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, components, keys=keys)
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": __version__, "description": "OpenAI-compatible, and a little more."},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return found
+
+
+def _operation(route: Route, components: dict[str, Any], *, keys: bool) -> dict[str, Any]:
+    name = _name(route)
+    error = "AnthropicError" if route.errors == "anthropic" else "Error"
+    refused = {
+        "description": "An error, as its `type` and `message` say.",
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
+    }
+    operation: dict[str, Any] = {
+        "operationId": name,
+        "summary": route.about,
+        "responses": {"200": {"description": "Done."}, "4XX": refused, "5XX": refused},
+    }
+    parameters: list[dict[str, Any]] = [
+        {"name": part[1:-1], "in": "path", "required": True, "schema": {"type": "string"}}
+        for part in route.path.split("/")
+        if part.startswith("{")
+    ]
+    if parameters:
+        operation["parameters"] = parameters
+    if route.table is not None:
+        body = schema(route.table, f"{name}_body", components)
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if keys and not route.open:
+        operation["security"] = [{"key": []}]
+    return operation
+
+
+def _name(route: Route) -> str:
+    words = [part.strip("{}") for part in route.path.split("/") if part and part != "v1"]
+    return "_".join([route.method.lower(), *words]).replace(".", "_")
+
+
+def page(routes: Iterable[Route]) -> bytes:
+    """Every endpoint with its parameters, as HTML."""
+    parts: list[str] = []
+    for route in routes:
+        if not route.listed:
+            continue
+        parts.append(f"<h2><code>{route.method} {html.escape(route.path)}</code></h2><p>{html.escape(route.about)}</p>")
+        if route.table is not None:
+            parts.append(_rows(route.table))
+    return (_PAGE % "\n".join(parts)).encode()
+
+
+def _rows(table: Table) -> str:
+    rows: list[str] = []
+    for name, parameter in table.items():
+        about = (
+            f"<b>refused:</b> {html.escape(parameter.refused)}" if parameter.refused else html.escape(parameter.about)
+        )
+        needed = " (required)" if parameter.required else ""
+        rows.append(f"<tr><td><code>{name}</code>{needed}</td><td>{about}</td></tr>")
+    return f"<table><tr><th>parameter</th><th>meaning</th></tr>{''.join(rows)}</table>"
+
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Headrace</title>
+<meta name="viewport" content="width=device-width">
+<style>
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100%% } td, th { text-align: left; padding: .3rem .6rem; vertical-align: top;
+border-bottom: 1px solid color-mix(in srgb, currentColor 20%%, transparent) } td:first-child { white-space: nowrap }
+</style></head><body>
+<h1>Headrace</h1>
+<p>Every endpoint with every parameter that it takes or refuses. The same as a machine reads it:
+<a href="openapi.json">openapi.json</a>.</p>
+%s
+</body></html>
+"""

@@ -1,0 +1,241 @@
+"""From a configuration to a server that runs, and to its end.
+
+Owns the order of starting (socket, engines, ready) and of ending (take nothing new, let what runs finish, stop the
+engines). What the server answers is the app's, how it speaks the edge's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Generator
+from typing import Final
+
+import structlog
+
+from headrace.config import Config
+from headrace.errors import HeadraceError
+from headrace.gateway.serving.fleet import Fleet, Loading
+from headrace.server.http.request_log import configure_log
+
+log: Final = structlog.stdlib.get_logger("headrace")
+
+_BACKLOG: Final = 2048  # connections that the kernel keeps for us
+_GARBAGE: Final = (5_000, 20, 20)  # when its generations are looked at; a request leaves next to no cycles
+_OWN_FILES: Final = 512  # open files that are no connections: models, the database, uploads, workers' sockets
+_HURRY: Final = 2.0  # seconds that the engines and the storage have once somebody is impatient
+
+
+class AddressError(HeadraceError):
+    """The address cannot be listened on."""
+
+
+def run(
+    config: Config,
+    *,
+    ready: Callable[[str], None] | None = None,
+    loading: Loading | None = None,
+    fleet: Fleet | None = None,
+) -> None:
+    """Serves until a signal ends it, with a process of its own. `ready` hears the server's URL once it takes requests.
+    `fleet`: the configuration's models by default."""
+
+    def started(url: str) -> None:
+        # What is there now stays: the collector need not look at it again, which takes tens of milliseconds each time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GARBAGE)
+        if ready is not None:
+            ready(url)
+
+    configure_log(config.log)
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(serve(config, ready=started, loading=loading, fleet=fleet))
+
+
+async def serve(
+    config: Config,
+    *,
+    ready: Callable[[str], None] | None = None,
+    loading: Loading | None = None,
+    signals: bool = True,
+    fleet: Fleet | None = None,
+) -> None:
+    """`fleet`: the configuration's models by default."""
+    await Server(config, fleet=fleet, loading=loading).run(ready=ready, signals=signals)
+
+
+class Server:
+    """All of it belongs to one event loop. AddressError, ModelError or RequestError where it cannot be."""
+
+    def __init__(self, config: Config, *, fleet: Fleet | None = None, loading: Loading | None = None) -> None:
+        self.config = config
+        with contextlib.ExitStack() as undo:
+            self.listening = listen(config)
+            undo.callback(self.listening.close)
+            self.fleet = Fleet.of(config, loading, early=True) if fleet is None else fleet
+            undo.callback(self.fleet.abandon)
+            self._make()
+            undo.pop_all()
+
+    def _make(self) -> None:
+        """All but the engines, which load meanwhile: therefore these are imported only now."""
+        from headrace.gateway.database import Database
+        from headrace.gateway.flow.services import Parts
+        from headrace.server.app import App
+        from headrace.server.durable_state import State
+        from headrace.server.http.edge import Bounds, Edge
+
+        config = self.config
+        self.database = Database(config.storage.path)
+        self.parts = Parts(config, self.fleet, self.database, os.environ)
+        self.url = url_of(config, self.listening)
+        self.state = State(config, self.database, self.parts.directory)
+        self.app = App(config, self.fleet, self.parts, routes=self.state.routes())
+        self.state.attach(self.app)
+        self.edge = Edge(self.app, Bounds.of(config.server))
+        self._ending = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def end(self) -> None:
+        """Once: let what runs finish. Twice: now."""
+        if self._ending.is_set():
+            self._hurry.set()
+            return
+        self.app.draining = True
+        self._ending.set()
+        log.info("draining", running=self.app.running)
+
+    async def run(self, *, ready: Callable[[str], None] | None = None, signals: bool = True) -> None:
+        with _signals(self.end) if signals else contextlib.nullcontext():
+            starting: asyncio.Task[None] | None = None
+            try:
+                _allow_connections(self.config.server.connections)
+                await self.edge.listen(self.listening, _BACKLOG)
+                starting = asyncio.create_task(self._start())
+                if await _first(starting, self._ending):
+                    starting.result()
+                    if ready is not None:
+                        ready(self.url)
+                await self._ending.wait()
+                await self.edge.drain(self.config.server.drain_s, self._hurry)
+            finally:
+                self.app.draining = True
+                if starting is not None:
+                    starting.cancel()
+                    await asyncio.gather(starting, return_exceptions=True)
+                await self.edge.close()
+                await self._close()
+                self.listening.close()
+
+    async def _start(self) -> None:
+        await self.fleet.start(lambda name: log.info("loading", model=name))
+        await self.parts.start(self.app)
+        self.app.ready = True
+        log.info("ready", models=sorted(self.fleet.served))
+        try:
+            await self.state.start()
+        except Exception as error:  # what needs no storage is served all the same
+            log.error("storage failed", exc_info=error)
+
+    async def _close(self) -> None:
+        async def both() -> None:
+            await self.state.close()
+            await self.parts.close()
+            await self.fleet.close()
+            await self.database.close()
+
+        closing = asyncio.create_task(both())
+        if not await _first(closing, self._hurry):
+            await asyncio.wait({closing}, timeout=_HURRY)
+            closing.cancel()
+        for problem in await asyncio.gather(closing, return_exceptions=True):
+            if isinstance(problem, Exception):
+                log.error("the end failed", exc_info=problem)
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
+    """Waits for either; whether the task is done."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return task.done()
+
+
+def _allow_connections(wanted: int) -> None:
+    """As many open files as the connections need, where the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft < needed:
+        log.warning("too few open files are allowed for server.connections", allowed=soft, needed=needed)
+
+
+@contextlib.contextmanager
+def _signals(end: Callable[[], None]) -> Generator[None]:
+    loop = asyncio.get_running_loop()
+    wanted = (signal.SIGINT, signal.SIGTERM)
+    for each in wanted:
+        loop.add_signal_handler(each, end)
+    try:
+        yield
+    finally:
+        for each in wanted:
+            loop.remove_signal_handler(each)
+
+
+def listen(config: Config) -> socket.socket:
+    """The socket. AddressError where the port is taken or the host is none of ours."""
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise AddressError(f"cannot listen on {host}: {error.strerror or error}") from None
+    except ValueError:  # it cannot even be asked for
+        raise AddressError(f"cannot listen on {host[:100]!r}: that is no host's name") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A client whose machine is gone is noticed, whether something is on the way to it or not. Connections inherit
+        # this. The time is above the reader's, so that one that is only slow is the edge's to cut.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            patience = max(10, round(config.server.reader_s * 2))
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience * 1000)
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience)
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)  # seconds
+        found.bind(address)
+        found.listen(_BACKLOG)
+        found.setblocking(False)
+    except OSError as error:
+        found.close()
+        reason = error.strerror or str(error)
+        raise AddressError(f"cannot listen on {host}:{port}: {reason[:1].lower()}{reason[1:]}") from None
+    return found
+
+
+def url_of(config: Config, listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()

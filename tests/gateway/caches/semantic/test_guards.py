@@ -1,0 +1,112 @@
+"""Each guard refuses what it is for, says why, and leaves the same question in other words alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.gateway.caches.semantic import guards
+from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guards import GUARDS, refused
+from tests.gateway.caches.semantic.pairs import Split, pairs
+
+
+@pytest.mark.parametrize(
+    ("reason", "one", "other"),
+    [
+        ("polarity", "How do I turn on the cache?", "How do I turn the cache off?"),
+        ("polarity", "How do I enable the cache?", "How do I deactivate the cache?"),
+        ("polarity", "Is the replica healthy?", "Is the replica unhealthy?"),
+        ("polarity", "How do I deploy with downtime?", "How do I deploy without downtime?"),
+        ("order", "The test passes here and fails there.", "The test fails here and passes there."),
+        ("negation", "Which services can reach the internet?", "Which services can't reach the internet?"),
+        ("negation", "Send a mail if the check is green.", "Send a mail unless the check is green."),
+        ("number", "Give me two ideas.", "Give me seven ideas."),
+        ("number", "Is 5 GB enough?", "Is 5 MB enough?"),
+        ("date", "Who is on call today?", "Who is on call tomorrow?"),
+        ("date", "Move it to 9 am.", "Move it to 9 pm."),
+        ("name", "Is our data in Dublin?", "Is our data in Frankfurt?"),
+        ("identifier", "What does --dry-run do?", "What does --force do?"),
+        ("identifier", "What does cp -r do?", "What does cp -R do?"),
+        ("identifier", 'It says "not found"', 'It says "access denied"'),
+        ("alternative", "Restart it in staging.", "Restart it in production."),
+        ("kind of question", "Why do we shard the table?", "Who shards the table?"),
+        ("extent", "Log out of all devices.", "Log out of this device."),
+        ("superlative", "Which region is the cheapest?", "Which region is cheap?"),
+        ("direction", "Copy the file from the server to the laptop.", "Copy the file from the laptop to the server."),
+        ("direction", "Does the scheduler call the executor?", "Does the executor call the scheduler?"),
+        ("direction", "Is a set faster than a list here?", "Is a list faster than a set here?"),
+        ("direction", "Count down from 10 to 5", "Count down from 5 to 10"),
+        ("condition", "How do I set an alarm?", "How do I set an alarm that repeats?"),
+        ("another word", "How do I create a branch?", "How do I create a wiki?"),
+        ("language", "How do I change my password?", "Wie ändere ich mein Passwort?"),
+        ("language", "Is there an app?", "アプリはありますか?"),
+    ],
+)
+def test_what_changes_the_answer_is_refused_with_its_reason(reason: str, one: str, other: str) -> None:
+    assert refused(one, other) == reason
+    assert refused(other, one) is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("How do I turn on the cache?", "How can I enable the cache?"),
+        ("How do I turn the cache off?", "How do I disable the cache?"),
+        ("Which files are not included?", "Which files are excluded?"),
+        ("Why doesn't the container start?", "Why does the container not start?"),
+        ("How do I stop it from updating itself?", "How do I prevent it from updating itself?"),
+        ("Is a password of 8 characters enough?", "Is a password of eight characters enough?"),
+        ("How do I connect to Postgres from Django?", "connect django to postgres"),
+        ("In Python, how do I reverse a list?", "How do I reverse a list in Python?"),
+        ("Which is faster, a list or a set?", "What is faster, a set or a list?"),
+        ("What is the size limit of attachments?", "What is the attachment size limit?"),
+        ("Where is my invoice?", "Hello! Could you please tell me where my invoice is? Thanks a lot!"),
+        ("How does the scheduler pick a request?", "How is a request picked by the scheduler?"),
+        ("What is rate limiting?", "Explain rate limiting."),
+        ("HOW DO I CLOSE A TICKET?", "How do I close a ticket?"),
+        ("How do I set up a k8s cluster?", "How do I set up a Kubernetes cluster?"),
+    ],
+)
+def test_the_same_in_other_words_is_let_through(one: str, other: str) -> None:
+    assert refused(one, other) is None
+    assert refused(other, one) is None
+
+
+def test_a_question_is_let_through_to_itself() -> None:
+    for pair in pairs():
+        assert refused(pair.one, pair.one) is None, pair.one
+
+
+@pytest.mark.parametrize(
+    ("split", "least", "most"), [("train", 0.96, 0.05), ("test", 0.93, 0.10), ("late", 0.88, 0.25)]
+)
+def test_guards_refuse_most_wrong_pairs_and_few_right_ones(split: Split, least: float, most: float) -> None:
+    found = pairs(split)
+    wrong = [refused(pair.other, pair.one) is not None for pair in found if not pair.shared]
+    right = [refused(pair.other, pair.one) is not None for pair in found if pair.shared]
+    assert sum(wrong) >= least * len(wrong)
+    assert sum(right) <= most * len(right)
+
+
+def test_guards_are_chosen_by_the_caller() -> None:
+    one, other = "Give me two ideas.", "Give me seven ideas."
+    assert refused(one, other, (guards.dates, guards.names)) is None
+    assert refused(one, other, (guards.numbers,)) == "number"
+    assert len(set(GUARDS)) == len(GUARDS)
+
+
+def test_any_text_can_be_read() -> None:
+    for text in (
+        "",
+        " ",
+        "?",
+        "\0\ud800",
+        "a-" * 5000,
+        "1," * 5000,
+        "not " * 3000,
+        "\u201c\u201d\u2018\u2019",
+        "🙂 🙂",
+        "ẞ" * 100,
+    ):
+        assert read(text).text == text
+        assert refused(text, text) is None

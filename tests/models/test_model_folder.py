@@ -1,0 +1,149 @@
+"""Opening a model folder: what is wrong with a folder is said by path and tensor, and a hub id is asked of the hub."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ModelError, RequestError
+from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
+from headrace.models.model_folder import find_model, open_model
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def change_shapes(folder: Path, change: Callable[[Shapes], None]) -> None:
+    """Writes the model's file again with other tensors: zeros of the changed shapes."""
+    path = folder / "model.safetensors"
+    shapes: Shapes = {name: entry.shape for name, entry in SafetensorsFile.open(path).tensors.items()}
+    change(shapes)
+
+    def zeros(shape: tuple[int, ...]) -> Callable[[], list[bytes]]:
+        count = 1
+        for size in shape:
+            count *= size
+        return lambda: [bytes(2 * count)]
+
+    write_safetensors(path, {name: ("BF16", shape, zeros(shape)) for name, shape in shapes.items()})
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_model_folder_opens_with_every_tensor_in_place(tiny_folder: Path) -> None:
+    folder = open_model(tiny_folder)
+    for name, shape in folder.shapes.items():
+        assert folder.tensor(name).data.shape == shape
+
+
+def test_a_missing_tensor_is_named(tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:
+    folder = copy_of(tiny_folder)
+    change_shapes(folder, lambda shapes: shapes.pop("model.layers.1.mlp.down_proj.weight") and None)
+    with pytest.raises(ModelError) as caught:
+        open_model(folder)
+    assert caught.value.tensor == "model.layers.1.mlp.down_proj.weight"
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:
+    folder = copy_of(tiny_folder)
+    change_shapes(folder, lambda shapes: shapes.update({"model.layers.0.self_attn.o_proj.weight": (8, 24)}))
+    with pytest.raises(ModelError, match="8x24") as caught:
+        open_model(folder)
+    assert caught.value.tensor == "model.layers.0.self_attn.o_proj.weight"
+
+
+def test_a_tensor_with_too_few_rows_is_named(tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:
+    folder = copy_of(tiny_folder)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    change_shapes(folder, lambda shapes: shapes.update({name: (shapes[name][0] - 16, shapes[name][1])}))
+    with pytest.raises(ModelError, match="expected") as caught:
+        open_model(folder)
+    assert caught.value.tensor == name
+
+
+def test_a_config_that_promises_more_than_the_weights_hold_is_refused(
+    tiny_folder: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    folder = copy_of(tiny_folder)
+    change_config(folder, vocab_size=1 << 20)
+    with pytest.raises(ModelError, match="1048576") as caught:
+        open_model(folder)
+    assert caught.value.tensor == "model.embed_tokens.weight"
+
+
+def test_pickles_are_refused_by_name(tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:
+    folder = copy_of(tiny_folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickle") as caught:
+        open_model(folder)
+    assert str(caught.value.path).endswith("pytorch_model.bin")
+
+
+def test_an_unknown_architecture_is_refused_with_what_is_known(
+    tiny_folder: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    folder = copy_of(tiny_folder)
+    change_config(folder, architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelError, match="LlamaForCausalLM"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_what_is_no_folder_is_refused(place: str, tmp_path: Path) -> None:
+    path = tmp_path / place
+    if place == "file":
+        path.write_text("")
+    with pytest.raises(ModelError, match="folder"):
+        open_model(path)
+
+
+def test_a_path_is_found_before_the_hub_is_asked(tiny_folder: Path) -> None:
+    assert find_model(str(tiny_folder)) == tiny_folder
+
+
+@pytest.mark.parametrize("name", ["../nowhere", "/nowhere/at/all", "a/b/c", "x", "own er/name", "owner/"])
+def test_what_is_neither_path_nor_hub_id_is_refused(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        find_model(name)
+    assert caught.value.parameter == "model"
+
+
+def test_a_hub_id_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(RequestError, match=r"headrace\[hub\]"):
+        find_model("owner/some-model")
+
+
+def test_a_hub_id_is_fetched_without_pickles(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tiny_folder)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.chdir(tmp_path)
+    assert find_model("owner/some-model") == tiny_folder
+    assert asked["name"] == "owner/some-model"
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["allow_patterns"])
+
+
+def test_a_hub_that_fails_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **_: Any) -> str:
+        raise OSError(f"{name} is out of reach\nwith a long story")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    with pytest.raises(RequestError, match="out of reach") as caught:
+        find_model("owner/some-model")
+    assert "\n" not in str(caught.value)

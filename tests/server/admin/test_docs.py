@@ -1,0 +1,80 @@
+"""The shell examples of docs/admin.md, run as they stand there; and its tables against the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.cli import main
+from headrace.config.tenant_section import AdminConfig, FastConfig, KeyConfig, TenantConfig
+from headrace.server.config_checks import load_config
+from tests.support.admin_server import ROOT, administered
+from tests.support.running_server import asynchronous
+
+DOCS = Path(__file__).parents[3] / "docs"
+ADMIN = (DOCS / "admin.md").read_text(encoding="utf-8")
+TENANTS = (DOCS / "tenants.md").read_text(encoding="utf-8")
+CURL, COMMAND = re.findall(r"^```sh\n(.*?)^```", ADMIN, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not there")
+@asynchronous
+async def test_the_examples_with_curl_work(tmp_path: Path) -> None:
+    async with administered(tmp_path) as running:
+        process = await asyncio.create_subprocess_exec(
+            *("bash", "-euc", CURL.replace("localhost:8000", running.url.removeprefix("http://"))),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "HEADRACE_ADMIN_KEY": ROOT},
+        )
+        out, error = await process.communicate()
+        assert process.returncode == 0, error.decode()
+        assert b'"error"' not in out
+        assert running.administration.shared.epoch == 2
+
+
+@asynchronous
+async def test_the_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)
+    async with administered(tmp_path) as running:
+        for line in COMMAND.splitlines():
+            words = shlex.split(line)
+            assert words[0] == "headrace"
+            assert await asyncio.to_thread(main, [*words[1:], "--url", running.url]) == 0, line
+        assert running.administration.shared.epoch == 5
+
+
+def rows(text: str, heading: str) -> set[str]:
+    """Names in the first column of the table with this heading."""
+    table = re.search(rf"^\| {re.escape(heading)}.*?(?=\n\n|\n\Z)", text, re.MULTILINE | re.DOTALL)
+    assert table is not None, heading
+    return {name for line in table[0].splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+def test_every_key_of_the_configuration_is_in_its_table() -> None:
+    def fields(section: Any) -> set[str]:
+        return {field.name for field in msgspec.structs.fields(section)}
+
+    assert rows(ADMIN, "key of `[admin]`") == fields(AdminConfig)
+    assert rows(ADMIN, "key of `[fast]`") == fields(FastConfig)
+    assert rows(TENANTS, "key of `[tenants.NAME]`") == fields(TenantConfig)
+    more = fields(KeyConfig) - {"name", "key", "key_env", "key_sha256", "tenant", "weight", "surface"}
+    assert rows(TENANTS, "key of `[[keys]]`") == more
+
+
+def test_the_configurations_in_the_pages_are_right(tmp_path: Path) -> None:
+    environ = {"OPS_KEY": "ops-secret", "RED_MOBILE_KEY": "red-secret"}
+    blocks = [block for page in (TENANTS, ADMIN) for block in re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)]
+    assert len(blocks) == 4
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        load_config(path, environ=environ)

@@ -1,0 +1,187 @@
+"""The tables of the endpoints: every documented parameter is honoured or refused, and nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from msgspec import Meta, Struct
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from headrace.config import Limits
+from headrace.gateway.api_errors import ApiError
+from headrace.server import durable_state as state
+from headrace.server.api import chat_completions as chat
+from headrace.server.api import completions, messages, responses, vectors
+from headrace.server.api import tokenize as tokens
+from headrace.server.api.common_parameters import asked_extras
+from headrace.server.http.body_parameters import Parameter, Table, convert, converted, read, schema
+
+TABLES: Mapping[str, Table] = {
+    "chat": chat.TABLE,
+    "completions": completions.TABLE,
+    "responses": responses.TABLE,
+    "messages": messages.TABLE,
+    "embeddings": vectors.EMBEDDINGS,
+    "rerank": vectors.RERANK,
+    "score": vectors.SCORE,
+    "tokenize": tokens.TOKENIZE,
+    "detokenize": tokens.DETOKENIZE,
+    "batches": state.BATCHES,
+}
+EACH = [pytest.param(table, name, id=f"{where}-{name}") for where, table in TABLES.items() for name in table]
+
+
+class Nothing:
+    """A value of no type that JSON has."""
+
+
+def error_of(values: Mapping[str, Any], table: Table) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        converted(values, table)
+    assert raised.value.status == 400
+    return raised.value
+
+
+@pytest.mark.parametrize(("table", "name"), EACH)
+def test_every_parameter_is_honoured_or_refused_with_a_reason(table: Table, name: str) -> None:
+    parameter = table[name]
+    if parameter.refused is None:
+        assert parameter.about
+        assert not parameter.harmless
+        msgspec.json.schema(parameter.type)  # it can be documented
+    else:
+        assert len(parameter.refused) > 8
+        assert not parameter.required
+
+
+@pytest.mark.parametrize(("table", "name"), EACH)
+def test_a_refused_parameter_is_named_with_the_reason(table: Table, name: str) -> None:
+    parameter = table[name]
+    if parameter.refused is None:
+        return
+    error = error_of({name: Nothing()}, table)
+    assert (error.parameter, error.code) == (name, "unsupported_parameter")
+    assert parameter.refused in error.message
+    alone = {name: parameter}
+    for value in (None, *parameter.harmless):
+        assert converted({name: value}, alone) == {}  # it asks for nothing
+
+
+@pytest.mark.parametrize("where", TABLES)
+def test_an_unknown_parameter_is_named(where: str) -> None:
+    error = error_of({"colour": "red"}, TABLES[where])
+    assert (error.parameter, error.code) == ("colour", "unknown_parameter")
+    assert "'colour'" in error.message
+
+
+@pytest.mark.parametrize("where", TABLES)
+def test_a_parameter_that_is_missing_is_named(where: str) -> None:
+    required = [name for name, each in TABLES[where].items() if each.required]
+    if required:
+        error = error_of({}, TABLES[where])
+        assert (error.parameter, error.code) == (required[0], "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("table", "documented"),
+    [
+        (chat.TABLE, chat_create_params.CompletionCreateParamsStreaming),
+        (completions.TABLE, completion_create_params.CompletionCreateParamsStreaming),
+        (vectors.EMBEDDINGS, embedding_create_params.EmbeddingCreateParams),
+    ],
+)
+def test_every_parameter_that_openai_documents_is_in_the_table(table: Table, documented: type) -> None:
+    names = set(typing.get_type_hints(documented, localns=vars(chat_create_params)))
+    assert names - set(table) == set()
+
+
+class Inner(Struct, forbid_unknown_fields=True):
+    count: Annotated[int, Meta(ge=1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "path", "code"),
+    [
+        ("a", int, "name", "invalid_value"),
+        ([1, "a"], list[int], "name[1]", "invalid_value"),
+        ([{"count": 0}], list[Inner], "name[0].count", "invalid_value"),
+        ([{"count": 1, "more": 2}], list[Inner], "name[0].more", "unknown_parameter"),
+        ([{}], list[Inner], "name[0].count", "missing_required_parameter"),
+        ({"key": "a"}, dict[str, int], "name", "invalid_value"),
+        ({"key": {"more": 1}}, dict[str, Inner], "name.more", "unknown_parameter"),
+        (True, int, "name", "invalid_value"),
+        ("1", int, "name", "invalid_value"),
+        (float("nan"), Annotated[float, Meta(ge=0)], "name", "invalid_value"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_path(value: Any, wanted: Any, path: str, code: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        convert(value, wanted, "name")
+    assert (raised.value.parameter, raised.value.code) == (path, code)
+    assert path in raised.value.message
+    assert "$" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"[]", b"1", b"null", b'"a"', b'{"a":', b"{'a': 1}", b'{"a": "\xff"}', b"[" * 10**5]
+)
+def test_a_body_that_is_no_object_is_a_bad_request(body: bytes) -> None:
+    with pytest.raises(ApiError) as raised:
+        read(body, {})
+    assert raised.value.status == 400
+
+
+def test_null_is_the_same_as_nothing() -> None:
+    assert converted({"a": None}, {"a": Parameter("", int)}) == {}
+    with pytest.raises(ApiError):
+        converted({"a": None}, {"a": Parameter("", int, required=True)})
+
+
+def test_a_long_name_is_cut_in_the_error() -> None:
+    assert len(error_of({"x" * 10_000: 1}, {}).message) < 200
+
+
+@pytest.mark.parametrize("where", TABLES)
+def test_the_schema_has_what_is_honoured_and_no_more(where: str) -> None:
+    components: dict[str, Any] = {}
+    schema(TABLES[where], "Body", components)
+    body = components["Body"]
+    assert set(body["properties"]) == {name for name, each in TABLES[where].items() if each.refused is None}
+    assert body["additionalProperties"] is False
+    assert set(body["required"]) == {name for name, each in TABLES[where].items() if each.required}
+
+
+def test_headers_are_read_where_the_body_says_nothing() -> None:
+    headers = {"x-headrace-deadline-ms": "250", "x-headrace-priority": "-2", "x-headrace-cache": "off", "host": "x"}
+    found = asked_extras({"priority": 4}, headers)
+    assert (found["deadline_s"], found["priority"], found["cache"]) == (0.25, 4, "off")
+    assert "deadline_ms" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("deadline-ms", "nan"), ("deadline-ms", "-1"), ("cache", ""), ("colour", "red")]
+)
+def test_a_header_that_is_wrong_is_named_even_where_the_body_has_the_last_word(name: str, value: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        asked_extras({"deadline_ms": 5.0, "cache": "on"}, {f"x-headrace-{name}": value})
+    assert (raised.value.status, raised.value.parameter) == (400, f"x-headrace-{name}")
+
+
+def test_the_limits_of_the_configuration_hold() -> None:
+    limits = Limits(choices=2, messages=1, stop=1, logprobs=3, tools=1)
+    say = {"role": "user", "content": "a"}
+    for wishes, parameter in (
+        ({"n": 3}, "n"),
+        ({"messages": [say, say]}, "messages"),
+        ({"stop": ["a", "b"]}, "stop"),
+        ({"logprobs": True, "top_logprobs": 4}, "top_logprobs"),
+    ):
+        body = msgspec.json.encode({"messages": [say], **wishes})
+        with pytest.raises(ApiError) as raised:
+            chat.read_chat(body, {}, limits)
+        assert raised.value.parameter == parameter

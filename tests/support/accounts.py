@@ -1,0 +1,113 @@
+"""Tenants, keys and shared state for tests: clocks that are set by hand, stores that fail or wait when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, ModelConfig
+from headrace.config.tenant_section import AdminConfig, FastConfig, KeyConfig, TenantConfig
+from headrace.gateway.accounts.account_store import Change, Changes, Committed, SqliteStore
+from headrace.gateway.accounts.admin_operations import Who
+from headrace.gateway.accounts.audit_log import Entry
+from headrace.gateway.database import Database, unavailable
+from headrace.server.admin.administration import Administration
+
+WHO = Who("ops", "req_1")
+CONFIG = Config(models={"mini": ModelConfig(variants={"int4": {}, "golden": {}}), "draft": ModelConfig()})
+
+
+class Clock:
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faulty(SqliteStore):
+    """May be gone."""
+
+    gone = False
+    asked = 0
+
+    async def changes(self, since: int) -> Changes:
+        self.asked += 1
+        if self.gone:
+            raise unavailable("the server's storage cannot be used")
+        return await super().changes(since)
+
+    async def commit(self, change: Change) -> Committed:
+        if self.gone:
+            raise unavailable("the server's storage cannot be used")
+        return await super().commit(change)
+
+
+def entry(what: str = "test", **fields: Any) -> Entry:
+    given: dict[str, Any] = {"at": 1_700_000_000, "who": "ops", "what": what, **fields}
+    return Entry(**given)
+
+
+class Gateways:
+    """Several that share one storage, each with clocks of its own for durations."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database = Database(folder)
+        self.clock = Clock()
+        self.monotonic = Clock(1000.0)
+        self.made: list[Administration] = []
+
+    def store(self, **options: Any) -> Faulty:
+        return Faulty(self.database, clock=self.clock, **options)
+
+    async def gateway(
+        self,
+        *,
+        keys: Sequence[KeyConfig] = (),
+        tenants: Mapping[str, TenantConfig] | None = None,
+        admin: AdminConfig | None = None,
+        fast: FastConfig | None = None,
+        store: Faulty | None = None,
+        **options: Any,
+    ) -> Administration:
+        made = Administration(
+            CONFIG,
+            store or self.store(),
+            {},
+            keys=keys,
+            tenants=tenants,
+            admin=admin or AdminConfig(poll_s=3600.0),  # tests look for themselves
+            fast=fast or FastConfig(max_tokens=64),
+            clock=self.clock,
+            monotonic=self.monotonic,
+            **options,
+        )
+        await made.shared.start()
+        self.made.append(made)
+        return made
+
+    async def close(self) -> None:
+        for each in self.made:
+            await each.close()
+        await self.database.close()
+
+
+@asynccontextmanager
+async def gateways(folder: Path) -> AsyncGenerator[Gateways]:
+    found = Gateways(folder)
+    try:
+        async with asyncio.timeout(30.0):
+            yield found
+    finally:
+        await found.close()
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def declared(name: str = "root", key: str = "root-secret", **fields: Any) -> KeyConfig:
+    return KeyConfig(name=name, key=key, **fields)

@@ -1,0 +1,125 @@
+"""Encoders, a judge that was told what to say, and requests, for the semantic cache's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.interface.outputs import Ending, Output, Usage
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Sampling
+from headrace.engine.process.engine_client import OverloadedError
+from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.requests.text_request import Asked
+from headrace.models.text.tokenizer import Tokenizer
+
+WIDTH = 64
+
+
+class WordEmbedder:
+    """Texts of the same content words are near each other; everything else is not."""
+
+    name = "words"
+    width = WIDTH
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.delay_s = 0.0
+        self.fails = False
+
+    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.asked += texts
+        await asyncio.sleep(self.delay_s)
+        if self.fails:
+            raise OSError("the encoder is gone")
+        return np.stack([self.vector(text) for text in texts])
+
+    def vector(self, text: str) -> NDArray[np.float32]:
+        words = read(text).content or (text,)
+        rows = [
+            np.random.default_rng(int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())).normal(
+                size=WIDTH
+            )
+            for word in words
+        ]
+        total = np.sum(rows, axis=0)
+        return (total / np.linalg.norm(total)).astype(np.float32)
+
+
+class Told:
+    """A judge."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.asked: list[tuple[str, str]] = []
+
+    async def same(self, question: str, candidate: str) -> float:
+        self.asked.append((question, candidate))
+        return self.share
+
+
+def asking(text: str, *, before: Sequence[dict[str, Any]] = (), temperature: float = 0.0, **options: Any) -> Asked:
+    messages = [*before, {"role": "user", "content": text}]
+    return Asked(model="mini", messages=messages, sampling=Sampling(temperature=temperature), **options)
+
+
+class EncoderStream:
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.vector: NDArray[np.float32] | None = np.array([3.0, len(request.prompt), 0.0, 4.0], dtype="<f4")
+
+    async def __aenter__(self) -> EncoderStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        if self.vector is None:  # it says nothing
+            await asyncio.Event().wait()
+        usage = Usage(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0)
+        output = Output("r", 0, [], "", ending=Ending(Finish.STOP, usage))
+        assert self.vector is not None
+        output.vector = self.vector.astype("<f4").tobytes()
+        yield output
+
+
+class WordEngine:
+    """An engine whose vectors are WordEmbedder's."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.asked: list[Request] = []
+        self.embedder = WordEmbedder()
+        self.silent = self.fails = False
+        self._tokenizer = tokenizer
+
+    def stream(self, request: Request) -> Any:
+        self.asked.append(request)
+        if self.fails:
+            raise OverloadedError("the encoder is gone")
+        stream = EncoderStream(request)
+        words = [token for token in request.prompt if not self._tokenizer.is_special(token)]
+        stream.vector = None if self.silent else self.embedder.vector(self._tokenizer.decode(words))
+        return stream
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []
+
+
+class EncoderEngine:
+    """An engine whose vectors say how long a text was."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    def stream(self, request: Request) -> Any:
+        self.asked.append(request)
+        return EncoderStream(request)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []

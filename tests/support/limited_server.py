@@ -1,0 +1,221 @@
+"""A server with tenants, limits and prices, whose variants' engines a test controls, and clients that count.
+
+The clock of its limits is set by hand, so that what is refused, let in or made to wait does not hang on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.config import Config, KeyConfig, Log, Storage
+from headrace.config import Server as ServerConfig
+from headrace.engine.interface.outputs import Ending, Output, Usage
+from headrace.engine.interface.request import Finish
+from headrace.engine.process.output_stream import Stream
+from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.local_limits import LocalStore
+from headrace.server.server import Server
+from tests.support.running_server import (
+    CHAT,
+    Answer,
+    Client,
+    FakeEngine,
+    FakeFleet,
+    Running,
+    living,
+    request,
+    tokenizer,
+)
+
+ADMIN = KeyConfig(name="root", key="key-of-root", tenant="operator", admin="read")
+PATH = "/v1/chat/completions"
+
+
+@functools.cache
+def prompt_tokens() -> int:
+    """Of edging's CHAT."""
+    return len(tokenizer().encode(tokenizer().apply_template(CHAT["messages"]), False))
+
+
+class HandClock:
+    """Milliseconds that pass when a test says so. Who sleeps on it wakes then, or where it `stands` after a moment that
+    does not count."""
+
+    def __init__(self) -> None:
+        self.millis = 5_000_000
+        self.stands = False
+        self._sleeping: list[tuple[int, asyncio.Future[None]]] = []
+
+    def __call__(self) -> float:
+        return self.millis / 1000
+
+    async def sleep(self, seconds: float) -> None:
+        if self.stands:
+            await asyncio.sleep(0.005)
+            return
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleeping.append((self.millis + max(1, round(seconds * 1000)), woken))
+        await woken
+
+    @property
+    def sleeping(self) -> int:
+        return sum(1 for _, woken in self._sleeping if not woken.done())
+
+    def advance(self, millis: int) -> None:
+        self.millis += millis
+        due = [woken for until, woken in self._sleeping if until <= self.millis]
+        self._sleeping = [each for each in self._sleeping if each[0] > self.millis]
+        for woken in due:
+            if not woken.done():
+                woken.set_result(None)
+
+
+def key(name: str, tenant: str = "acme", **options: Any) -> KeyConfig:
+    return KeyConfig(name=name, key=f"key-of-{name}", tenant=tenant, **options)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+@dataclass
+class Serving(Running):
+    clock: HandClock = field(default_factory=HandClock)
+    engines: dict[str, FakeEngine] = field(default_factory=dict[str, FakeEngine])
+    talks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def ledger(self) -> Any:
+        return self.server.parts.ledger
+
+    def says(self, count: int, variant: str = "mini", *, at_once: int = 1) -> None:
+        """Every choice of a variant's answers is of so many tokens, which come in turns of the event loop."""
+
+        self.engines[variant].answer = lambda stream: self.talk(stream, count, at_once=at_once)
+
+    def talk(self, stream: Stream, tokens: int, *, at_once: int = 1) -> None:
+        talk = asyncio.create_task(_talk(stream, tokens, at_once))
+        self.talks.add(talk)
+        talk.add_done_callback(self.talks.discard)
+
+    async def chat_as(self, name: str, **changes: Any) -> Answer:
+        return await self.ask("POST", PATH, CHAT | changes, **bearer(name))
+
+    async def begin(self, name: str, **changes: Any) -> Counted:
+        """A stream whose head has come."""
+        client = await self.client()
+        await client.send(request("POST", PATH, CHAT | {"stream": True, **USAGE} | changes, **bearer(name)))
+        status, headers = await client.head()
+        return Counted(client, status, headers)
+
+    async def counted(self, name: str, **changes: Any) -> Counted:
+        """A stream, read to its end."""
+        found = await self.begin(name, **changes)
+        await found.rest()
+        found.client.leave()
+        return found
+
+    async def usage(self, by: str = "tenant") -> list[dict[str, Any]]:
+        answer = await self.ask("GET", f"/admin/v1/usage?format=json&by={by}", **bearer("root"))
+        assert answer.status == 200, answer.body
+        return answer.json["rows"]
+
+    def idle(self) -> bool:
+        return super().idle() and not any(engine.open for engine in self.engines.values())
+
+
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+
+
+@dataclass
+class Counted:
+    """One stream, as its client sees it."""
+
+    client: Client
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+    async def more(self) -> bytes:
+        """The next chunk; nothing at the end."""
+        chunk = await self.client.chunk()
+        self.body += chunk
+        return chunk
+
+    async def rest(self) -> None:
+        if self.headers.get("transfer-encoding") == "chunked":
+            while await self.more():
+                pass
+        else:
+            self.body += await self.client.reader.readexactly(int(self.headers["content-length"]))
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.status, self.headers, self.body)
+
+    @property
+    def tokens(self) -> int:
+        """Those that were seen: each has a text of its own."""
+        return self.body.count(b'"content":"w"')
+
+    @property
+    def finish(self) -> str | None:
+        found = [choice["finish_reason"] for event in self.answer.events for choice in event["choices"]]
+        return next((each for each in found if each), None)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """With the usage."""
+        return self.answer.events[-1]
+
+
+async def _talk(stream: Stream, tokens: int, at_once: int) -> None:
+    for number in range(tokens):
+        if number % at_once == 0:
+            await asyncio.sleep(0)
+        for index in range(stream.request.n):
+            if not stream.closed:
+                token(stream, index, end=number == tokens - 1)
+
+
+def token(stream: Stream, index: int = 0, *, end: bool = False) -> None:
+    """The next one of a choice."""
+    usage = Usage(len(stream.request.prompt), len(stream.tokens[index]) + 1, 0, 0, 0, 0.001, 0.002, 0.003)
+    stream.push(Output("", index, [1], "w", ending=Ending(Finish.STOP, usage) if end else None))
+
+
+@contextlib.asynccontextmanager
+async def served(
+    folder: Path, *variants: str, prepare: Callable[[Server], None] = lambda server: None, **sections: Any
+) -> AsyncGenerator[Serving]:
+    """`variants`: that there are beside mini. `prepare`: is given the server before it starts."""
+    engines = {name: FakeEngine() for name in ("mini", *variants)}
+    fleet = FakeFleet(engines["mini"])
+    for name, engine in engines.items():
+        fleet.served[name] = msgspec.structs.replace(fleet.served["mini"], name=name, engine=engine, fingerprint=name)
+    sections["keys"] = (*sections.get("keys", ()), ADMIN)
+    config = Config(
+        server=ServerConfig(port=0), log=Log(requests=False), storage=Storage(folder=str(folder)), **sections
+    )
+    clock = HandClock()
+    server = Server(config, fleet=fleet)
+    if config.limiting.redis_env is None:
+        parts = server.parts
+        parts.limiter = Limiter(local=LocalStore(clock=clock), clock=clock, sleep=clock.sleep, note=parts.limiter.note)
+    prepare(server)
+    async with living(
+        server, lambda task: Serving(server, engines["mini"], fleet, task, clock=clock, engines=engines)
+    ) as running:
+        yield running
