@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.engine.interface.variant_check import check_variant
 from headrace.errors import RequestError
 from headrace.surfaces import SURFACES, Surface, SurfaceOptions, surfaces_with
 from headrace.variant import Variant
@@ -33,7 +34,7 @@ from tests.support.tiny_engine import open_tiny
 )
 def test_what_cannot_be_served_names_its_option(options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(RequestError) as raised:
-        Variant.of("mini", **options).check()
+        check_variant(Variant.of("mini", **options))
     assert raised.value.parameter == parameter
 
 
