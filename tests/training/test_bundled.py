@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from headrace.engine.offline import logits
-from headrace.models.loading import BUNDLED, BUNDLED_NAMES, open_model
 
 from headrace import LLM
 from headrace.cli import main
+from headrace.engine.executors.runner import logits
+from headrace.models.model_folder import BUNDLED, BUNDLED_NAMES, open_model
 from training.card import acceptance, quality
 from training.evaluate import accepted, chosen_questions, greedy_answers, load, prompts_of, quick, share
 from training.rows import load_tasks
