@@ -27,7 +27,7 @@ help:
 	@echo "make services   install redis-server and postgres, which some tests start, from Debian's packages (as root)"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
 	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
-	@echo "make lint       check style and types"
+	@echo "make lint       check style, types and import contracts"
 	@echo "make format     put Python and C++ into the project's style"
 	@echo "make bench      time the server for five minutes, beside the committed results of it and its peers"
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
@@ -124,6 +124,7 @@ fuzz: $(STAMPS)/fuzz $(STAMPS)/runtime
 lint: $(STAMPS)/lint $(STAMPS)/runtime $(STAMPS)/test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/clang-format --dry-run -Werror $(CORE)
 

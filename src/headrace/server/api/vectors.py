@@ -17,25 +17,19 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from headrace.config import Limits
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Sampling
-from headrace.engine.interface.sequence_answer import Answer
-from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import Usage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import Served
-from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
+from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.server.api.common_parameters import EXTRAS, check_count
 from headrace.server.api.completions import prompts_of
 from headrace.server.http.body_parameters import Parameter, Table
 
-_AT_ONCE: Final = 64  # texts of one call that are with the engine
 _OWN: Final = {name: EXTRAS[name] for name in ("surface", "priority", "user")}
 _MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
@@ -71,106 +65,10 @@ SCORE: Final[Table] = {
 }
 
 
-class Work:
-    """Texts of one call, for one model: taken, by which they are counted, and then run."""
-
-    def __init__(self, served: Served, caller: Caller, given: Mapping[str, Any]) -> None:
-        self.served = served
-        self.wished: str = given.get("surface") or ""  # the surface that the request itself names
-        self.surface = self.wished or caller.surface or "batch"
-        self.input_tokens = 0  # of what was taken; estimated for an upstream without a tokenizer
-        self.usage = Usage()  # of what was computed, also where the rest failed
-        self._caller = caller
-        self._priority: int = given.get("priority", 0)
-        self._room = asyncio.Semaphore(_AT_ONCE)
-        self._requests: list[Request] = []
-        self._texts: list[str | Sequence[int]] = []  # that an upstream gets
-
-    def on(self, surface: str) -> None:
-        """Runs there."""
-        if surface != self.surface:
-            self.surface = surface
-            self._requests = [replace(request, surface=surface) for request in self._requests]
-
-    async def embed(self, texts: Mapping[str, str | Sequence[int]]) -> NDArray[np.float32]:
-        """The vectors of texts, each with its name for errors."""
-        await self.take(texts)
-        return await self.vectors()
-
-    async def take(self, texts: Mapping[str, str | Sequence[int]]) -> None:
-        """Texts to be embedded. ApiError where one of them cannot be."""
-        upstream = self.served.upstream
-        if upstream is not None:
-            self.input_tokens += await text_tokens(upstream, texts)
-            self._texts += texts.values()
-            return
-        for name, text in texts.items():
-            self.add(await tokens_of(self.served, text, name), "embed")
-            await asyncio.sleep(0)  # cutting thousands of texts takes a while, and others are to be served meanwhile
-
-    def add(self, tokens: tuple[int, ...], kind: Literal["embed", "score"], *, score_from: int = 0) -> None:
-        """One text, for an engine."""
-        self.input_tokens += len(tokens)
-        self._requests.append(
-            Request(
-                id="",
-                prompt=tokens,
-                kind=kind,
-                score_from=score_from,
-                sampling=Sampling(logprobs=1) if kind == "score" else Sampling(),
-                tenant=self._caller.tenant,
-                weight=self._caller.weight,
-                salt=self._caller.tenant,
-                surface=self.surface,
-                priority=self._priority,
-            )
-        )
-
-    async def vectors(self) -> NDArray[np.float32]:
-        """A row for each text that was taken."""
-        upstream = self.served.upstream
-        if upstream is None:
-            return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in await self.answers()])
-        found, self.usage = await embedded(
-            upstream,
-            self._texts,
-            tokens=self.input_tokens,
-            due=upstream.clock() + upstream.config.timeouts.total_s,
-            priority=self._priority,
-        )
-        self.served.width = found.shape[1]
-        return found
-
-    async def answers(self) -> list[Answer]:
-        """The engine's. ApiError where one text fails; then the others are cancelled."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(request)) for request in self._requests]
-        except BaseExceptionGroup as errors:
-            raise as_api_error(_first(errors)) from None
-        return [task.result() for task in tasks]
-
-    async def _one(self, request: Request) -> Answer:
-        answer = Answer(0)
-        async with self._room:
-            stream = self.served.engine.stream(request)
-            async with stream:
-                async for output in stream:
-                    answer.add(output)
-        ending = answer.ending
-        if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
-            raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")
-        self.usage.prompt_tokens += ending.usage.prompt_tokens
-        self.usage.cached_tokens += ending.usage.cached_tokens
-        self.usage.prefill_s += ending.usage.prefill_s
-        self.usage.decode_s += ending.usage.decode_s
-        return answer
-
-
 class Prepared(msgspec.Struct, frozen=True):
     """A call that was read and counted, and found to be right. Nothing of it runs before `run`."""
 
-    work: Work
+    work: TextEvaluation
     finish: Callable[[], Awaitable[dict[str, Any]]]
 
     @property
@@ -192,15 +90,6 @@ class Prepared(msgspec.Struct, frozen=True):
         return await self.finish()
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> Exception:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            return _first(error)  # pyright: ignore[reportUnknownArgumentType]
-        if isinstance(error, Exception):
-            return error
-    return HeadraceError("cancelled")
-
-
 def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / np.maximum(lengths, 1e-12)
@@ -220,13 +109,13 @@ async def prepared_embeddings(served: Served, caller: Caller, given: Mapping[str
     texts = prompts_of(given["input"], "input", limits.texts)
     dimensions: int | None = given.get("dimensions")
     _check_dimensions(dimensions, served.width)
-    work = Work(served, caller, given)
+    work = TextEvaluation(served, caller, given)
     await work.take({f"input[{place}]": text for place, text in enumerate(texts)})
     plain = given.get("encoding_format", "float") == "float"
     return Prepared(work, partial(_embeddings, work, dimensions, plain=plain))
 
 
-async def _embeddings(work: Work, dimensions: int | None, *, plain: bool) -> dict[str, Any]:
+async def _embeddings(work: TextEvaluation, dimensions: int | None, *, plain: bool) -> dict[str, Any]:
     vectors = _unit(await work.vectors())
     _check_dimensions(dimensions, vectors.shape[1])  # an upstream's first vectors tell how long they are
     if dimensions is not None:
@@ -259,13 +148,13 @@ async def prepared_rerank(served: Served, caller: Caller, given: Mapping[str, An
     """By the cosine between the embeddings of the query and of each document."""
     documents = [_document(each, place) for place, each in enumerate(given["documents"])]
     check_count("documents", len(documents), limits.texts)
-    work = Work(served, caller, given)
+    work = TextEvaluation(served, caller, given)
     named = {f"documents[{place}]": document for place, document in enumerate(documents)}
     await work.take({"query": given["query"], **named})
     return Prepared(work, partial(_rerank, work, documents, given))
 
 
-async def _rerank(work: Work, documents: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+async def _rerank(work: TextEvaluation, documents: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     vectors = _unit(await work.vectors())
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(documents)), key=lambda place: -scores[place])[: given.get("top_n")]
@@ -305,7 +194,7 @@ async def prepared_score(served: Served, caller: Caller, given: Mapping[str, Any
     before = [prompts] * len(continuations) if isinstance(prompts, str) else prompts
     if len(before) != len(continuations):
         raise invalid("'prompt' must be one text, or as many as there are continuations", "prompt")
-    work = Work(served, caller, given)
+    work = TextEvaluation(served, caller, given)
     for place, (prompt, text) in enumerate(zip(before, continuations, strict=True)):
         # Cut as one text: what comes before may change where the first token of the rest begins.
         start = await tokens_of(served, prompt, "prompt")
@@ -317,7 +206,7 @@ async def prepared_score(served: Served, caller: Caller, given: Mapping[str, Any
     return Prepared(work, partial(_score, work, tokens=bool(given.get("return_tokens"))))
 
 
-async def _score(work: Work, *, tokens: bool) -> dict[str, Any]:
+async def _score(work: TextEvaluation, *, tokens: bool) -> dict[str, Any]:
     """`tokens`: whether each one's log-probability is told."""
     data: list[dict[str, Any]] = []
     for place, answer in enumerate(await work.answers()):

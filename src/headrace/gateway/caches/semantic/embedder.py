@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.vector_index import unit
+from headrace.gateway.serving.text_evaluation import TextEvaluation
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller
@@ -58,10 +59,8 @@ class ServedEmbedder:
         return self._served.width
 
     async def embed(self, texts: Sequence[str]) -> Floats:
-        from headrace.server.api.vectors import Work
-
-        work = Work(self._served, self._caller, self._given)
-        return await work.embed({f"text {place}": text for place, text in enumerate(texts)})
+        evaluation = TextEvaluation(self._served, self._caller, self._given)
+        return await evaluation.embed({f"text {place}": text for place, text in enumerate(texts)})
 
 
 class BoundedEmbedding:

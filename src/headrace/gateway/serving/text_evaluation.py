@@ -1,0 +1,133 @@
+"""Embeds or scores texts with a served model, without generating any.
+
+Engines take one request per text, at most 64 of a call at once; an upstream takes all texts in one request. Reserving
+limits and budgets between counting and running is the caller's job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sequence_answer import Answer
+from headrace.errors import HeadraceError
+from headrace.gateway.api_errors import as_api_error
+from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.serving.engine_answering import tokens_of
+from headrace.gateway.serving.exchange import Caller
+from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
+
+_AT_ONCE: Final = 64  # texts of one call that are with the engine
+
+
+class TextEvaluation:
+    """The texts of one call, for one model: add them, which counts their tokens, then run them together."""
+
+    def __init__(self, served: Served, caller: Caller, given: Mapping[str, Any]) -> None:
+        self.served = served
+        self.wished: str = given.get("surface") or ""  # the surface that the request itself names
+        self.surface = self.wished or caller.surface or "batch"
+        self.input_tokens = 0  # of what was taken; estimated for an upstream without a tokenizer
+        self.usage = Usage()  # of what was computed, also where the rest failed
+        self._caller = caller
+        self._priority: int = given.get("priority", 0)
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._requests: list[Request] = []
+        self._texts: list[str | Sequence[int]] = []  # that an upstream gets
+
+    def on(self, surface: str) -> None:
+        """Runs there."""
+        if surface != self.surface:
+            self.surface = surface
+            self._requests = [replace(request, surface=surface) for request in self._requests]
+
+    async def embed(self, texts: Mapping[str, str | Sequence[int]]) -> NDArray[np.float32]:
+        """The vectors of texts, each with its name for errors."""
+        await self.take(texts)
+        return await self.vectors()
+
+    async def take(self, texts: Mapping[str, str | Sequence[int]]) -> None:
+        """Texts to be embedded. ApiError where one of them cannot be."""
+        upstream = self.served.upstream
+        if upstream is not None:
+            self.input_tokens += await text_tokens(upstream, texts)
+            self._texts += texts.values()
+            return
+        for name, text in texts.items():
+            self.add(await tokens_of(self.served, text, name), "embed")
+            await asyncio.sleep(0)  # cutting thousands of texts takes a while, and others are to be served meanwhile
+
+    def add(self, tokens: tuple[int, ...], kind: Literal["embed", "score"], *, score_from: int = 0) -> None:
+        """One text, for an engine."""
+        self.input_tokens += len(tokens)
+        self._requests.append(
+            Request(
+                id="",
+                prompt=tokens,
+                kind=kind,
+                score_from=score_from,
+                sampling=Sampling(logprobs=1) if kind == "score" else Sampling(),
+                tenant=self._caller.tenant,
+                weight=self._caller.weight,
+                salt=self._caller.tenant,
+                surface=self.surface,
+                priority=self._priority,
+            )
+        )
+
+    async def vectors(self) -> NDArray[np.float32]:
+        """A row for each text that was taken."""
+        upstream = self.served.upstream
+        if upstream is None:
+            return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in await self.answers()])
+        found, self.usage = await embedded(
+            upstream,
+            self._texts,
+            tokens=self.input_tokens,
+            due=upstream.clock() + upstream.config.timeouts.total_s,
+            priority=self._priority,
+        )
+        self.served.width = found.shape[1]
+        return found
+
+    async def answers(self) -> list[Answer]:
+        """The engine's. ApiError where one text fails; then the others are cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(request)) for request in self._requests]
+        except BaseExceptionGroup as errors:
+            raise as_api_error(_first(errors)) from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, request: Request) -> Answer:
+        answer = Answer(0)
+        async with self._room:
+            stream = self.served.engine.stream(request)
+            async with stream:
+                async for output in stream:
+                    answer.add(output)
+        ending = answer.ending
+        if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
+            raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")
+        self.usage.prompt_tokens += ending.usage.prompt_tokens
+        self.usage.cached_tokens += ending.usage.cached_tokens
+        self.usage.prefill_s += ending.usage.prefill_s
+        self.usage.decode_s += ending.usage.decode_s
+        return answer
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> Exception:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _first(error)  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(error, Exception):
+            return error
+    return HeadraceError("cancelled")
