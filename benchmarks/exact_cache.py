@@ -48,7 +48,7 @@ from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import Asked, Piece, Usage
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server.api.chat_completions import ChatStream
 
@@ -87,13 +87,13 @@ def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
     return [tuple(source.randrange(32_000) for _ in range(tokens)) for _ in range(count)]
 
 
-def key_of(served: Served, prompt: tuple[int, ...]) -> Wanted:
+def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> Wanted:
     wanted = wanted_of(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
     assert wanted is not None
     return wanted
 
 
-async def hit(cache: ExactCache, served: Served, prompt: tuple[int, ...]) -> int:
+async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...]) -> int:
     """The bytes written."""
     looked = await cache.look(key_of(served, prompt))
     assert looked.hit is not None
@@ -132,7 +132,7 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-async def measured(store: Store, served: Served, asked: list[Any], answer: list[Piece], seconds: float) -> Any:
+async def measured(store: Store, served: ServedVariant, asked: list[Any], answer: list[Piece], seconds: float) -> Any:
     cache = ExactCache(Guarded(store, get_s=5.0, put_s=5.0), Modes(mode="on"))
     end = time.perf_counter() + seconds
     filled: list[Any] = []
@@ -152,7 +152,7 @@ async def measured(store: Store, served: Served, asked: list[Any], answer: list[
     return {**found, "entries": size.entries, "bytes_per_entry": size.bytes // size.entries}
 
 
-# Served
+# ServedVariant
 
 
 def body(number: int, *, stream: bool) -> bytes:
@@ -277,7 +277,7 @@ async def main() -> None:
     if options.served:
         await main_served(options)
         return
-    variant = Served(
+    variant = ServedVariant(
         name="mini@int4",
         engine=NoEngine(),
         tokenizer=open_model(BUNDLED / "mini").tokenizer,

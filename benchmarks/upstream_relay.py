@@ -34,7 +34,7 @@ import uvloop
 from headrace.config.upstream_section import HealthConfig, UpstreamConfig
 from headrace.gateway.requests.text_request import Asked, Piece
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
 from headrace.models.model_folder import BUNDLED, open_model
@@ -120,7 +120,7 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
     config = UpstreamConfig(url=f"http://127.0.0.1:{port}/v1", model="served-there", health=HealthConfig(path=""))
     upstream = Upstream("mini@far", config)
     tokenizer = open_model(BUNDLED / "mini").tokenizer
-    served = Served(name="mini@far", engine=NoEngine(), tokenizer=tokenizer, context=8192)  # pyright: ignore
+    served = ServedVariant(name="mini@far", engine=NoEngine(), tokenizer=tokenizer, context=8192)  # pyright: ignore
     loop = asyncio.get_running_loop()
     clients: list[Client] = []
     for _ in range(streams):

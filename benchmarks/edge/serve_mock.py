@@ -23,7 +23,7 @@ from mock_engine import MockEngine
 from headrace.config import Config, Server, Storage
 from headrace.gateway.output.reasoning import reasoning_format_of
 from headrace.gateway.output.tool_formats import tool_format_of
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server import server
 from headrace.server.http import request_log as log
@@ -59,10 +59,10 @@ class _MockFleet(Fleet):
         """There is nothing to start."""
 
 
-def _served(name: str, tokens_per_s: float | None) -> Served:
+def _served(name: str, tokens_per_s: float | None) -> ServedVariant:
     tokenizer = open_model(BUNDLED / "mini").tokenizer
     template = None if tokenizer.tool_template is None else tokenizer.tool_template.source
-    return Served(
+    return ServedVariant(
         name=name,
         engine=MockEngine(tokenizer, tokens_per_s),
         tokenizer=tokenizer,

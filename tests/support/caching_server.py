@@ -15,7 +15,7 @@ from headrace.config import Config, KeyConfig, ModelConfig, Storage
 from headrace.config import Server as ServerConfig
 from headrace.config.cache_section import CacheConfig, ExactConfig, SemanticConfig
 from headrace.engine.process.output_stream import Stream
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.support.running_server import Answer, FakeEngine, FakeFleet, Running, living, request, say, until
@@ -105,7 +105,7 @@ async def rest(client: Any) -> bytes:
 class ManyFleet(FakeFleet):
     """The bundled tokenizer's `mini` with an engine of the test's, and other variants."""
 
-    def __init__(self, engine: FakeEngine, others: Mapping[str, Served]) -> None:
+    def __init__(self, engine: FakeEngine, others: Mapping[str, ServedVariant]) -> None:
         super().__init__(engine)
         Fleet.__init__(self, {**self.served, **others}, {}, "mini")
 
@@ -116,7 +116,7 @@ async def caching(
     *,
     exact: ExactConfig | None = None,
     semantic: SemanticConfig | None = None,
-    others: Mapping[str, Served] | None = None,
+    others: Mapping[str, ServedVariant] | None = None,
     **sections: Any,
 ) -> AsyncGenerator[Caching]:
     """At the end nothing of it is left. The exact cache is on unless `exact` says otherwise."""

@@ -14,7 +14,7 @@ import openai
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Asked, CallDelta, Choice, Piece, Usage
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 
 def exchange_for(asked: Asked) -> Exchange:
-    served = Served(name="mini", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
+    served = ServedVariant(name="mini", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
     return Exchange(caller=Caller(), asked=asked, served=served, id="one", prompt_tokens=20)
 
 

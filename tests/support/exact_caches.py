@@ -16,7 +16,7 @@ from headrace.gateway.caches.exact.exact_cache import Answer, ExactCache, Looked
 from headrace.gateway.caches.exact.in_flight import Flights, Terms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.requests.text_request import Asked, Piece, Usage
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
 USAGE = Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16, queue_s=0.1, prefill_s=0.2, decode_s=0.3)
@@ -30,9 +30,10 @@ class Clock:
         return self.now
 
 
-def served(**changes: Any) -> Served:
+def served(**changes: Any) -> ServedVariant:
     return replace(
-        Served(name="mini@int4", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1"), **changes
+        ServedVariant(name="mini@int4", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1"),
+        **changes,
     )
 
 

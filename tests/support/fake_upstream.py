@@ -16,7 +16,7 @@ from headrace.config.upstream_section import HealthConfig, Retries, Timeouts, Up
 from headrace.gateway.requests.text_request import Asked, Choice, Piece
 from headrace.gateway.routing.composition import choices_of
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
 from headrace.models.model_folder import BUNDLED, open_model
@@ -279,7 +279,7 @@ async def upstream_of(fake: Fake | str, **changes: Any) -> AsyncGenerator[Upstre
         await upstream.close()
 
 
-def served(**changes: Any) -> Served:
+def served(**changes: Any) -> ServedVariant:
     fields: dict[str, Any] = {
         "name": "mini@far",
         "engine": NoEngine(),
@@ -287,7 +287,7 @@ def served(**changes: Any) -> Served:
         "context": 2048,
         "fingerprint": "fp_far",
     }
-    return Served(**(fields | changes))
+    return ServedVariant(**(fields | changes))
 
 
 def exchange(*, tenant: str = "acme", **asked: Any) -> Exchange:

@@ -22,7 +22,7 @@ from headrace.config import Server as ServerConfig
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.process.output_stream import Stream
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.observe import metrics
@@ -110,7 +110,7 @@ def fails(error: Exception, *texts: str) -> Callable[[Stream], None]:
 
 class FakeFleet(Fleet):
     def __init__(self, engine: FakeEngine) -> None:
-        served = Served(name="mini", engine=engine, tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
+        served = ServedVariant(name="mini", engine=engine, tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
         super().__init__({"mini": served}, {}, "mini")
         self.loaded = asyncio.Event()
         self.loaded.set()

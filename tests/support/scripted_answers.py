@@ -13,15 +13,15 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, Finish, Piece, TokenLogprob, Usage, total
 from headrace.gateway.routing.composition import Answers, Restart, Take, count_of, part_of
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.running_server import FakeEngine, tokenizer
 
 PROMPT = 20  # tokens of every prompt
 Line = Piece | ApiError | asyncio.Event
 
 
-def served(name: str, surface: str = "chat") -> Served:
-    return Served(
+def served(name: str, surface: str = "chat") -> ServedVariant:
+    return ServedVariant(
         name=name, engine=FakeEngine(), tokenizer=tokenizer(), context=2048, fingerprint=f"fp_{name}", surface=surface
     )
 

@@ -26,7 +26,7 @@ from headrace.gateway.flow.services import Parts
 from headrace.gateway.requests.text_request import Asked
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.observe import metrics
 from headrace.server import openapi
 from headrace.server.api.chat_completions import TABLE as CHAT
@@ -48,8 +48,8 @@ from headrace.server.api.vectors import (
     prepared_rerank,
     prepared_score,
 )
+from headrace.server.http.api_call import ApiCall, GoneError, Receive, Response, Scope, Send, error_reply
 from headrace.server.http.body_parameters import Table, read
-from headrace.server.http.endpoint_call import Call, GoneError, Receive, Reply, Scope, Send, error_reply
 from headrace.server.http.route import ANTHROPIC, Handler, Route
 
 log: Final = structlog.stdlib.get_logger("headrace.requests")
@@ -147,11 +147,11 @@ class App:
         described = msgspec.json.encode(openapi.document(self.routes, keys=self.parts.directory.needed))
         shown = openapi.page(self.routes)
 
-        async def document(call: Call) -> None:
-            await self.reply(call, Reply(described))
+        async def document(call: ApiCall) -> None:
+            await self.reply(call, Response(described))
 
-        async def page(call: Call) -> None:
-            await self.reply(call, Reply(shown, type=b"text/html; charset=utf-8"))
+        async def page(call: ApiCall) -> None:
+            await self.reply(call, Response(shown, type=b"text/html; charset=utf-8"))
 
         return (
             Route("GET", "/openapi.json", document, "This document.", open=True, listed=False),
@@ -162,7 +162,7 @@ class App:
         if scope["type"] != "http":
             return
         began = time.monotonic()
-        call = Call(scope, receive, send, "")
+        call = ApiCall(scope, receive, send, "")
         asked_id = call.headers.get("x-request-id", "")
         own = _REQUEST_ID.fullmatch(asked_id) and not self.parts.directory.is_secret(asked_id)
         call.id = asked_id if own else f"req_{secrets.token_hex(12)}"
@@ -184,7 +184,7 @@ class App:
         finally:
             self._done(call, route, error, time.monotonic() - began)
 
-    async def _refuse(self, call: Call, error: ApiError, route: Route | None) -> None:
+    async def _refuse(self, call: ApiCall, error: ApiError, route: Route | None) -> None:
         shape = "openai" if route is None else route.errors
         try:
             reply = error_reply(error, shape)
@@ -196,7 +196,7 @@ class App:
             if not call.started:
                 await call.reply(error_reply(as_api_error(caught), shape))
 
-    def _done(self, call: Call, route: Route | None, error: ApiError | None, seconds: float) -> None:
+    def _done(self, call: ApiCall, route: Route | None, error: ApiError | None, seconds: float) -> None:
         path = "-" if route is None else route.path
         status = call.status or 499  # the client left before an answer
         metrics.of(metrics.http_requests, path, str(status)).inc()
@@ -207,14 +207,14 @@ class App:
             known["key"] = call.caller.key
         if error is not None:
             known |= {"error": error.code or error.kind, "parameter": error.parameter}
-        if call.noted:
-            known |= call.noted
+        if call.log_fields:
+            known |= call.log_fields
         for name in ("parameter", "user"):  # a client's own words
             if known.get(name):
                 known[name] = self.parts.directory.hidden(known[name])
         log.info("request", **known)
 
-    def _route(self, call: Call) -> Route:
+    def _route(self, call: ApiCall) -> Route:
         method, path = call.scope["method"], call.scope["path"]
         if method == "HEAD":
             method = "GET"
@@ -236,24 +236,24 @@ class App:
         shown = self.parts.directory.hidden(path)[:200]
         raise ApiError(f"there is no {shown}", kind="not_found_error", code="unknown_url")
 
-    def cors(self, call: Call) -> dict[str, str]:
+    def cors(self, call: ApiCall) -> dict[str, str]:
         origin = call.headers.get("origin")
         origins = self.config.server.cors_origins
         if origin is None or not ("*" in origins or origin in origins):
             return {}
         return {"access-control-allow-origin": "*" if "*" in origins else origin, "vary": "origin"}
 
-    async def _preflight(self, call: Call) -> None:
+    async def _preflight(self, call: ApiCall) -> None:
         headers = self.cors(call)
         if headers:
             headers["access-control-allow-methods"] = "GET, POST, DELETE, OPTIONS"
             headers["access-control-allow-headers"] = call.headers.get("access-control-request-headers", "*")
             headers["access-control-max-age"] = "600"
-        await call.reply(Reply(b"", 204, headers=headers))
+        await call.reply(Response(b"", 204, headers=headers))
 
     # What endpoints have in common
 
-    async def body(self, call: Call) -> bytes:
+    async def body(self, call: ApiCall) -> bytes:
         server = self.config.server
         return await call.body(server.body_bytes, server.body_s)
 
@@ -271,7 +271,7 @@ class App:
                 retry_after=1.0,
             )
 
-    async def answer(self, call: Call, exchange: Exchange, dialect: Dialect) -> None:
+    async def answer(self, call: ApiCall, exchange: Exchange, dialect: Dialect) -> None:
         """Delivers an answer, and notes in the log what it took."""
         self.running += 1
         metrics.running.set(self.running)
@@ -280,7 +280,7 @@ class App:
         finally:
             self.running -= 1
             metrics.running.set(self.running)
-            call.noted = exchange.noted()
+            call.log_fields = exchange.log_line()
 
     def exchange(self, caller: Caller, asked: Asked, endpoint: str) -> Exchange:
         """With the variant that is asked for, among those that the caller may use."""
@@ -288,24 +288,24 @@ class App:
         return Exchange(caller=caller, asked=asked, served=served, endpoint=endpoint)
 
     def _text(self, dialect: Dialect) -> Handler:
-        async def handler(call: Call) -> None:
+        async def handler(call: ApiCall) -> None:
             self.admit()
             asked = dialect.read(await self.body(call), call.headers, self.config.limits)
             await self.answer(call, self.exchange(call.caller, asked, call.scope["path"]), dialect)
 
         return handler
 
-    async def _count(self, call: Call) -> None:
+    async def _count(self, call: ApiCall) -> None:
         asked = read_count(await self.body(call), call.headers, self.config.limits)
         exchange = self.exchange(call.caller, asked, "/v1/messages/count_tokens")
         if exchange.served.upstream is not None:
             count = await self.parts.prompt_tokens(exchange)
         else:
             count = sum(len(prompt.tokens) for prompt in await prompts_of(exchange))
-        await self.reply(call, Reply.json({"input_tokens": count}))
+        await self.reply(call, Response.json({"input_tokens": count}))
 
     def _vectors(self, table: Table, prepare: Callable[..., Coroutine[Any, Any, Prepared]]) -> Handler:
-        async def handler(call: Call) -> None:
+        async def handler(call: ApiCall) -> None:
             self.admit()
             given = with_headers(read(await self.body(call), table), call.headers, table)
             served = find_model(call.caller, self.fleet, given.get("model", ""))
@@ -316,42 +316,44 @@ class App:
                 result, headers = await call.unless_gone(work)
             finally:
                 self.running -= 1
-            await self.reply(call, Reply.json(result, headers=headers))
+            await self.reply(call, Response.json(result, headers=headers))
 
         return handler
 
-    def _plain(self, table: Table, work: Callable[[Served, Mapping[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
-        async def handler(call: Call) -> None:
+    def _plain(
+        self, table: Table, work: Callable[[ServedVariant, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Handler:
+        async def handler(call: ApiCall) -> None:
             given = read(await self.body(call), table)
             served = find_model(call.caller, self.fleet, given.get("model", ""))
-            await self.reply(call, Reply.json(await work(served, given)))
+            await self.reply(call, Response.json(await work(served, given)))
 
         return handler
 
-    async def reply(self, call: Call, reply: Reply) -> None:
+    async def reply(self, call: ApiCall, reply: Response) -> None:
         reply.headers |= self.cors(call)
         await call.reply(reply)
 
     # Endpoints without a module of their own
 
-    async def _models(self, call: Call) -> None:
+    async def _models(self, call: ApiCall) -> None:
         data = [served.described() for served in visible_models(call.caller, self.fleet)]
-        await self.reply(call, Reply.json({"object": "list", "data": data}))
+        await self.reply(call, Response.json({"object": "list", "data": data}))
 
-    async def _model(self, call: Call) -> None:
-        await self.reply(call, Reply.json(find_model(call.caller, self.fleet, call.params["model"]).described()))
+    async def _model(self, call: ApiCall) -> None:
+        await self.reply(call, Response.json(find_model(call.caller, self.fleet, call.params["model"]).described()))
 
-    async def _live(self, call: Call) -> None:
-        await self.reply(call, Reply.json({"status": "live"}))
+    async def _live(self, call: ApiCall) -> None:
+        await self.reply(call, Response.json({"status": "live"}))
 
-    async def _ready(self, call: Call) -> None:
+    async def _ready(self, call: ApiCall) -> None:
         if self.ready and not self.draining:
-            await self.reply(call, Reply.json({"status": "ready", "models": sorted(self.fleet.served)}))
+            await self.reply(call, Response.json({"status": "ready", "models": sorted(self.fleet.served)}))
         else:
             status = "draining" if self.draining else "starting"
-            await self.reply(call, Reply.json({"status": status}, status=503, headers={"retry-after": "1"}))
+            await self.reply(call, Response.json({"status": status}, status=503, headers={"retry-after": "1"}))
 
-    async def _metrics(self, call: Call) -> None:
+    async def _metrics(self, call: ApiCall) -> None:
         for name, served in self.fleet.served.items():
             if served.upstream is not None:
                 metrics.upstream(name, served.upstream.state())
@@ -360,7 +362,7 @@ class App:
                     for replica, statistics in enumerate(await served.engine.stats()):
                         metrics.engine(name, replica, statistics)
         await self.parts.measure()
-        await self.reply(call, Reply(metrics.exposition(), type=metrics.CONTENT_TYPE.encode()))
+        await self.reply(call, Response(metrics.exposition(), type=metrics.CONTENT_TYPE.encode()))
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -26,8 +26,8 @@ from headrace.server.api.metered_endpoint import measured
 from headrace.server.api.response_store import ResponseStore
 from headrace.server.api.text_endpoint import answer_whole
 from headrace.server.api.vectors import EMBEDDINGS, prepared_embeddings
+from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import Parameter, Table, converted, read
-from headrace.server.http.endpoint_call import Call, Reply
 from headrace.server.http.multipart_upload import FIRST_FIELDS, Upload
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ class State:
         assert self._app is not None
         return self._app
 
-    async def _reply(self, call: Call, reply: Reply) -> None:
+    async def _reply(self, call: ApiCall, reply: Response) -> None:
         assert self._app is not None
         await self._app.reply(call, reply)
 
     # Files
 
-    async def _create_file(self, call: Call) -> None:
+    async def _create_file(self, call: ApiCall) -> None:
         storage, server = self._config.storage, self._config.server
         # As long as a body of the usual size may take, for each such part of it.
         seconds = server.body_s * max(1.0, storage.file_bytes / server.body_bytes)
@@ -143,23 +143,23 @@ class State:
             tenant=call.caller.tenant,
             expires_after=None if seconds_text is None else int(seconds_text[:12]),
         )
-        await self._reply(call, Reply.json(record.as_json()))
+        await self._reply(call, Response.json(record.as_json()))
 
-    async def _list_files(self, call: Call) -> None:
+    async def _list_files(self, call: ApiCall) -> None:
         asked = listing(call, ("after", "limit", "order", "purpose"))
         page = await self.files.list(call.caller.tenant, **asked)
-        await self._reply(call, Reply.json(page.as_json(lambda record: record.as_json())))
+        await self._reply(call, Response.json(page.as_json(lambda record: record.as_json())))
 
-    async def _file(self, call: Call) -> None:
+    async def _file(self, call: ApiCall) -> None:
         record = await self.files.get(call.params["file"], call.caller.tenant)
-        await self._reply(call, Reply.json(record.as_json()))
+        await self._reply(call, Response.json(record.as_json()))
 
-    async def _delete_file(self, call: Call) -> None:
+    async def _delete_file(self, call: ApiCall) -> None:
         id = call.params["file"]
         await self.files.delete(id, call.caller.tenant)
-        await self._reply(call, Reply.json({"id": id, "object": "file", "deleted": True}))
+        await self._reply(call, Response.json({"id": id, "object": "file", "deleted": True}))
 
-    async def _content(self, call: Call) -> None:
+    async def _content(self, call: ApiCall) -> None:
         record, pieces = await self.files.content(call.params["file"], call.caller.tenant)
         try:
             headers = self._attached().cors(call)
@@ -173,7 +173,7 @@ class State:
 
     # Batches
 
-    async def _create_batch(self, call: Call) -> None:
+    async def _create_batch(self, call: ApiCall) -> None:
         given = read(await self._attached().body(call), BATCHES)
         expires: ExpiresAfter | None = given.get("output_expires_after")
         record = await self.batches.create(
@@ -185,19 +185,19 @@ class State:
             metadata=given.get("metadata"),
             output_expires_after=None if expires is None else expires.seconds,
         )
-        await self._reply(call, Reply.json(record.as_json()))
+        await self._reply(call, Response.json(record.as_json()))
 
-    async def _list_batches(self, call: Call) -> None:
+    async def _list_batches(self, call: ApiCall) -> None:
         page = await self.batches.list(call.caller.tenant, **listing(call, ("after", "limit")))
-        await self._reply(call, Reply.json(page.as_json(lambda record: record.as_json())))
+        await self._reply(call, Response.json(page.as_json(lambda record: record.as_json())))
 
-    async def _batch(self, call: Call) -> None:
+    async def _batch(self, call: ApiCall) -> None:
         record = await self.batches.retrieve(call.params["batch"], call.caller.tenant)
-        await self._reply(call, Reply.json(record.as_json()))
+        await self._reply(call, Response.json(record.as_json()))
 
-    async def _cancel_batch(self, call: Call) -> None:
+    async def _cancel_batch(self, call: ApiCall) -> None:
         record = await self.batches.cancel(call.params["batch"], call.caller.tenant)
-        await self._reply(call, Reply.json(record.as_json()))
+        await self._reply(call, Response.json(record.as_json()))
 
     async def _run(
         self, url: str, body: dict[str, Any], owner: Owner, batch: str, custom_id: str

@@ -89,7 +89,7 @@ class Server:
         from headrace.gateway.flow.services import Parts
         from headrace.server.app import App
         from headrace.server.durable_state import State
-        from headrace.server.http.edge import Bounds, Edge
+        from headrace.server.http.edge import ConnectionBounds, Edge
 
         config = self.config
         self.database = Database(config.storage.path)
@@ -98,7 +98,7 @@ class Server:
         self.state = State(config, self.database, self.parts.directory)
         self.app = App(config, self.fleet, self.parts, routes=self.state.routes())
         self.state.attach(self.app)
-        self.edge = Edge(self.app, Bounds.of(config.server))
+        self.edge = Edge(self.app, ConnectionBounds.of(config.server))
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
 

@@ -11,14 +11,14 @@ from headrace.gateway.accounts.access import allows_model, check_profile, find_m
 from headrace.gateway.accounts.directory import EVERYBODY, Identified
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
 NAMES = ("mini", "mini@fast", "mini@int4", "draft", "secret-customer")
 
 
 def fleet() -> Fleet:
-    served = {name: Served(name=name, engine=NoEngine(), tokenizer=tokenizer(), context=64) for name in NAMES}
+    served = {name: ServedVariant(name=name, engine=NoEngine(), tokenizer=tokenizer(), context=64) for name in NAMES}
     return Fleet(served, {"gpt": "mini", "theirs": "secret-customer"}, "mini")
 
 

@@ -16,7 +16,7 @@ from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConf
 from headrace.engine.interface.request import Finish
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.cache_modes import Modes
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.server.http.request_log import configure_log
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, caching, finish, heard, question, rest, told
 from tests.support.exact_caches import Clock
@@ -511,8 +511,8 @@ async def test_who_goes_on_with_an_answer_keeps_to_its_own_limits(tmp_path: Path
         assert (await running.chat("A third", key=RED, max_tokens=3)).status == 429
 
 
-def other(name: str, engine: FakeEngine) -> Served:
-    return Served(name=name, engine=engine, tokenizer=tokenizer(), context=2048, fingerprint=f"fp_{name}")
+def other(name: str, engine: FakeEngine) -> ServedVariant:
+    return ServedVariant(name=name, engine=engine, tokenizer=tokenizer(), context=2048, fingerprint=f"fp_{name}")
 
 
 @asynchronous

@@ -28,7 +28,7 @@ from headrace.engine.interface.sampling import Chosen
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.routing.hedge import LEAST_SAMPLES
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import PATH, RED, Caching, caching, question, rest, told
 from tests.support.config_text import read
 from tests.support.running_server import (
@@ -53,8 +53,8 @@ class Idle(FakeEngine):
     idle = True
 
 
-def served(name: str, engine: FakeEngine) -> Served:
-    return Served(name=name, engine=engine, tokenizer=tokenizer(), context=2048, fingerprint=f"fp_{name}")
+def served(name: str, engine: FakeEngine) -> ServedVariant:
+    return ServedVariant(name=name, engine=engine, tokenizer=tokenizer(), context=2048, fingerprint=f"fp_{name}")
 
 
 @contextlib.asynccontextmanager

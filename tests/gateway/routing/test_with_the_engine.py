@@ -17,9 +17,9 @@ from headrace.gateway.routing.cascade import Cascade, CascadeAnswering
 from headrace.gateway.routing.composition import Answers, Factory, part_of
 from headrace.gateway.routing.fallback import FallbackAnswering, Step
 from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
-from headrace.gateway.serving.engine_answering import Answering
+from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.running_server import FakeEngine, asynchronous, tokenizer, until
 from tests.support.scripted_answers import Client, asked_for, deliver
 
@@ -27,11 +27,13 @@ from tests.support.scripted_answers import Client, asked_for, deliver
 class Variant:
     def __init__(self, name: str) -> None:
         self.engine = FakeEngine()
-        self.served = Served(name=name, engine=self.engine, tokenizer=tokenizer(), context=2048, fingerprint=name)
+        self.served = ServedVariant(
+            name=name, engine=self.engine, tokenizer=tokenizer(), context=2048, fingerprint=name
+        )
 
     def part(self, exchange: Exchange) -> Factory:
         def make(asked: Asked) -> Answers:
-            return Answering(part_of(exchange, self.served, asked))
+            return EngineAnswering(part_of(exchange, self.served, asked))
 
         return make
 

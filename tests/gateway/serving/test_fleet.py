@@ -13,7 +13,7 @@ from headrace.config.upstream_section import Retries, Takes, UpstreamConfig
 from headrace.engine.interface.request import Request
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.serving.fleet import Fleet, Served
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED
 from tests.support.running_server import asynchronous
@@ -21,7 +21,7 @@ from tests.support.running_server import asynchronous
 FAR = UpstreamConfig(url="http://127.0.0.1:9/v1", kind="openai")
 
 
-def one(upstream: UpstreamConfig, **fields: Any) -> Served:
+def one(upstream: UpstreamConfig, **fields: Any) -> ServedVariant:
     """A fleet's only variant."""
     (served,) = Fleet.of(Config(models={"far": ModelConfig(upstream=upstream, **fields)})).served.values()
     return served

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from headrace.config import Limits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, CallDelta, Piece, Usage
-from headrace.gateway.serving.engine_answering import Answering
+from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.server.api.content_blocks import Runs
 from headrace.server.api.messages import (
     COUNT_TABLE,
@@ -426,7 +426,7 @@ class Idle:
 def test_a_stream_begins_with_the_prompts_length() -> None:
     exchange = exchange_for(asked_of())
     exchange.served.engine = Idle()
-    answering = Answering(exchange)
+    answering = EngineAnswering(exchange)
     asyncio.run(answering.begin())
     (prompt,) = answering.prompts
     (start,) = events_of(MessageStream(exchange).begin())

@@ -17,7 +17,7 @@ from headrace.engine.interface.sampling import Chosen
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.server.api.vectors import Prepared, prepared_embeddings, prepared_rerank, prepared_score
 from tests.support.dialect_exchanges import tokenizer
 
@@ -80,8 +80,8 @@ class Engine:
         return []
 
 
-def served(engine: Engine, **options: Any) -> Served:
-    return Served(name="mini", engine=engine, tokenizer=tokenizer(), context=64, width=WIDTH, **options)
+def served(engine: Engine, **options: Any) -> ServedVariant:
+    return ServedVariant(name="mini", engine=engine, tokenizer=tokenizer(), context=64, width=WIDTH, **options)
 
 
 def run(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import Fleet, Served
+    from headrace.gateway.serving.fleet import Fleet, ServedVariant
 
 
 def allows_model(caller: Caller, name: str) -> bool:
@@ -26,12 +26,12 @@ def allows_model(caller: Caller, name: str) -> bool:
     return all(name in names or base in names for names in caller.models)
 
 
-def visible_models(caller: Caller, fleet: Fleet) -> list[Served]:
+def visible_models(caller: Caller, fleet: Fleet) -> list[ServedVariant]:
     """For /v1/models, in the fleet's order."""
     return [served for name, served in fleet.served.items() if allows_model(caller, name)]
 
 
-def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard") -> Served:
+def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard") -> ServedVariant:
     """As Fleet.find, among what the caller may use. Without a name it is the server's default, or where the caller may
     not use that, the first that it may. ApiError, the same for what it may not use and for what is not there."""
     check_profile(caller, profile)

@@ -28,7 +28,7 @@ async def run(course: Course, take: Take) -> bool:
         else:
             ended = await (_follow(course, take) if course.looks else course.answer.run(take))
     except ApiError as error:
-        if course.exchange.first or course.gone or not instead(course, error):
+        if course.exchange.first_at or course.gone or not instead(course, error):
             raise
         ended = await _follow(course, take)
     if ended and not course.gone:
@@ -100,8 +100,8 @@ def _look_at(course: Course, take: Take, piece: Piece) -> bool:
             return False  # it is given up in this very turn
         course.bound.reschedule(None)
     if course.follows:
-        exchange.last = time.monotonic()
-        exchange.first = exchange.first or exchange.last
+        exchange.last_at = time.monotonic()
+        exchange.first_at = exchange.first_at or exchange.last_at
     if course.wait is not None:
         course.wait.begun()
         course.wait = None
@@ -125,7 +125,7 @@ def _look_at(course: Course, take: Take, piece: Piece) -> bool:
 
 def _pays(course: Course) -> bool:
     """For what is generated, as things stand: where whoever began it leaves, another goes on paying."""
-    return course.answer.pays if isinstance(course.answer, Reader) else not course.exchange.by
+    return course.answer.pays if isinstance(course.answer, Reader) else not course.exchange.answered_by
 
 
 def _corrects(course: Course, piece: Piece) -> bool:
@@ -151,7 +151,7 @@ def _may(course: Course, count: int) -> bool:
     if course.charged:
         assert course.parts.ledger is not None
         if not course.parts.ledger.progress(course.exchange.id, count):
-            course.exchange.cut = "budget"
+            course.exchange.cut_by = "budget"
             return False
     return True
 
@@ -162,7 +162,7 @@ async def _let_out(course: Course, take: Take) -> bool:
     assert piece is not None
     exchange = course.exchange
     count = course.out + piece.tokens
-    if not exchange.cut:
+    if not exchange.cut_by:
         assert course.reservation is not None
         course.waits = asyncio.ensure_future(course.reservation.extend(count))
         try:
@@ -178,8 +178,8 @@ async def _let_out(course: Course, take: Take) -> bool:
             course.held = None
             return False
         if not granted or not _may(course, count):
-            exchange.cut = exchange.cut or "limit"
-    if not exchange.cut:
+            exchange.cut_by = exchange.cut_by or "limit"
+    if not exchange.cut_by:
         course.out = count
         course.tokens[piece.index] = course.tokens.get(piece.index, 0) + piece.tokens
         if piece.finish is not None:
@@ -207,4 +207,4 @@ def _stop(course: Course, take: Take) -> None:
             usage = summed((*(charge.usage for charge in course.tried()), usage))
         course.usages[index] = usage
         take(Piece(index, finish="length", usage=usage))
-    exchange.notes["cut"] = exchange.cut
+    exchange.notes["cut"] = exchange.cut_by

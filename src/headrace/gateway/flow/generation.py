@@ -20,7 +20,7 @@ async def generate(course: Course) -> None:
         course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
         course.follows = True
         if course.answer.role == "joiner":
-            exchange.by = "shared"
+            exchange.answered_by = "shared"
             exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "shared"
     else:
         course.own = parts.answers(exchange, course.plan)

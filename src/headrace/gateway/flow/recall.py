@@ -109,7 +109,7 @@ async def _look(course: Course, exchange: Exchange, *, stale: bool) -> Hit | Non
 
 def _hit(course: Course, answer: Hit, by: str, what: str) -> None:
     course.answer, course.follows = answer, True
-    course.exchange.by = by
+    course.exchange.answered_by = by
     course.exchange.headers["x-headrace-cache"] = f"{by}; {what}" if what else by
     course.exchange.notes["cache"] = by
 
@@ -134,7 +134,7 @@ def _extracted(course: Course) -> bool:
     course.telling.took("extract", Shaped("quotes", None, len(found.quotes)))
     pieces = [Piece(0, content=found.text), Piece(0, finish="stop", usage=Usage())]
     course.answer, course.follows = Hit(pieces, n=1), True
-    exchange.by = "extract"
+    exchange.answered_by = "extract"
     return True
 
 

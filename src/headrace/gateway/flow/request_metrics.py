@@ -17,16 +17,16 @@ def count_ended(model: str, exchange: Exchange, error: ApiError | None, *, gone:
     ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
     metrics.of(metrics.answers, model, tenant, ended).inc()
     usage = exchange.usage
-    if exchange.by:
-        metrics.of(metrics.answered_by, model, exchange.by).inc()
+    if exchange.answered_by:
+        metrics.of(metrics.answered_by, model, exchange.answered_by).inc()
     elif usage.prompt_tokens:
         metrics.of(metrics.tokens, model, tenant, "prompt").inc(usage.prompt_tokens)
         metrics.of(metrics.tokens, model, tenant, "cached").inc(usage.cached_tokens)
         metrics.of(metrics.tokens, model, tenant, "output").inc(usage.output_tokens)
-    if exchange.first:
-        metrics.of(metrics.ttft, model).observe(exchange.first - exchange.arrival)
-        metrics.of(metrics.duration, model).observe(exchange.last - exchange.arrival)
-        metrics.of(metrics.stages, "shape").observe(max(0.0, exchange.shaped - exchange.arrival))
+    if exchange.first_at:
+        metrics.of(metrics.ttft, model).observe(exchange.first_at - exchange.arrival)
+        metrics.of(metrics.duration, model).observe(exchange.last_at - exchange.arrival)
+        metrics.of(metrics.stages, "shape").observe(max(0.0, exchange.shaped_at - exchange.arrival))
         metrics.of(metrics.stages, "queue").observe(usage.queue_s)
         metrics.of(metrics.stages, "prefill").observe(usage.prefill_s)
         metrics.of(metrics.stages, "decode").observe(usage.decode_s)

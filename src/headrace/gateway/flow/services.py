@@ -63,7 +63,7 @@ from headrace.gateway.routing.composer import Composer, hedgings_of
 from headrace.gateway.routing.composition import Answers, choices_of, part_of
 from headrace.gateway.routing.health import Health
 from headrace.gateway.routing.router import Plan, Router
-from headrace.gateway.serving.engine_answering import Answering
+from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import Engine, Fleet
 from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
@@ -451,7 +451,7 @@ class Parts:
         """`alone`: nothing else takes part in the answer, so that it can begin anew while nobody has heard of it."""
         upstream = exchange.served.upstream
         if upstream is None:
-            return Answering(exchange)
+            return EngineAnswering(exchange)
         return UpstreamAnswering(exchange, upstream, anew=alone and not exchange.asked.stream)
 
     async def prompt_tokens(self, exchange: Exchange) -> int:

@@ -33,8 +33,8 @@ def settle(course: Course, error: ApiError | None = None) -> None:
         answer.cancel()
         facts = answer.facts()  # who leaves a shared generation before its end no longer pays for it
         course.free = not facts.pays
-        if exchange.by == "shared" and facts.pays:
-            exchange.by = ""  # who began it has left, and it became this one's
+        if exchange.answered_by == "shared" and facts.pays:
+            exchange.answered_by = ""  # who began it has left, and it became this one's
     if own is not None:
         own.settle(error)
     shared = course.shared
@@ -44,14 +44,14 @@ def settle(course: Course, error: ApiError | None = None) -> None:
     if isinstance(answer, Hit) and not course.looks:
         whole = answer.over
         exchange.usage, exchange.finish = answer.usage, answer.finish
-        exchange.last = time.monotonic()
-        exchange.first = exchange.first or exchange.last
+        exchange.last_at = time.monotonic()
+        exchange.first_at = exchange.first_at or exchange.last_at
     whole = whole and error is None
     gone = course.gone and not whole
-    if exchange.cut:
+    if exchange.cut_by:
         exchange.usage = total([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
         exchange.finish = "length"
-    elif shared is not None and not (course.free and exchange.by):
+    elif shared is not None and not (course.free and exchange.answered_by):
         exchange.usage = Usage() if course.free else shared.exchange.usage
     ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
     # Where nothing was done for it, it never was.
@@ -77,24 +77,24 @@ def _count(course: Course, whole: bool) -> None:
         elif course.free:  # but for what was let out while it paid
             course.reservation.settle_soon(0, course.reservation.out, whole=False)
         elif isinstance(course.made, Composed):  # what was tried before counts in the ledger alone
-            course.reservation.settle_soon(exchange.prompt_tokens, course.out, whole=whole and not exchange.cut)
+            course.reservation.settle_soon(exchange.prompt_tokens, course.out, whole=whole and not exchange.cut_by)
         else:
             course.reservation.settle_soon(
-                used.prompt_tokens or exchange.prompt_tokens, used.output_tokens, whole=whole and not exchange.cut
+                used.prompt_tokens or exchange.prompt_tokens, used.output_tokens, whole=whole and not exchange.cut_by
             )
     elif whole and not course.free and parts.ledger is not None and used.output_tokens:
         parts.limiter.estimates.learn(
             exchange.caller.tenant,
             exchange.surface,
             used.output_tokens,
-            round((exchange.last - exchange.arrival) * 1e6),
+            round((exchange.last_at - exchange.arrival) * 1e6),
         )
-    if parts.degrades(exchange.surface) and whole and not exchange.by and exchange.first:
+    if parts.degrades(exchange.surface) and whole and not exchange.answered_by and exchange.first_at:
         parts.pressure.answered(
             exchange.served.name,
             exchange.surface,
             tokens=used.output_tokens,
-            seconds=exchange.last - exchange.first,
+            seconds=exchange.last_at - exchange.first_at,
         )
 
 
@@ -106,16 +106,18 @@ def _charge(course: Course, facts: Facts | None, ended: str) -> None:
         return
     made = course.made
     instead = course.named if exchange.served.name != course.named else ""
-    if exchange.by == "extract":
+    if exchange.answered_by == "extract":
         parts.charge(exchange.id, Usage(), ended=ended, hit="extract")
-    elif course.free and exchange.cut:  # others have it, and one of them pays
+    elif course.free and exchange.cut_by:  # others have it, and one of them pays
         parts.charge(exchange.id, exchange.usage, ended=ended, hit="shared")
     elif course.free:
-        saved = facts.saved if facts is not None and exchange.by else Usage()
-        parts.charge(exchange.id, saved, ended=ended, hit="exact" if exchange.by == "stale" else exchange.by)
+        saved = facts.saved if facts is not None and exchange.answered_by else Usage()
+        parts.charge(
+            exchange.id, saved, ended=ended, hit="exact" if exchange.answered_by == "stale" else exchange.answered_by
+        )
     elif isinstance(made, Composed):
         charges = [charge for charge in made.charges if charge.charged]
-        if exchange.cut:  # what the client has of the answer, and not what was made of it
+        if exchange.cut_by:  # what the client has of the answer, and not what was made of it
             tried = course.tried()
             answer = _without(exchange.usage, summed(charge.usage for charge in tried))
             charges = [*tried, Charge(exchange.served.name, answer, "answer")]
@@ -141,9 +143,9 @@ def _charge_each(course: Course, charges: list[Charge], ended: str, instead: str
 
 def _keep(course: Course, whole: bool) -> None:
     recall = course.recall
-    if recall is None or recall.outcome == "hit" or not whole or course.exchange.by:
+    if recall is None or recall.outcome == "hit" or not whole or course.exchange.answered_by:
         return
-    if not course.exchange.cut and by_plan(course.exchange, course.plan):
+    if not course.exchange.cut_by and by_plan(course.exchange, course.plan):
         choice = Choice(0)
         for piece in course.said:
             choice.add(piece)

@@ -83,7 +83,7 @@ class CascadeAnswering(Composed):
             await self._escalate(f"it was refused ({error.code or error.kind})")
         else:
             self.exchange.prompt_tokens = small.exchange.prompt_tokens
-            self.exchange.shaped = small.exchange.shaped
+            self.exchange.shaped_at = small.exchange.shaped_at
 
     async def run(self, take: Take) -> bool:
         if self._serving is None and not await self._decide():

@@ -18,7 +18,7 @@ import msgspec
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart, Usage, total
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 
 Take = Callable[[Piece], bool]
 Clock = Callable[[], float]
@@ -60,10 +60,18 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
 
 
-def part_of(exchange: Exchange, served: Served, asked: Asked) -> Exchange:
+def part_of(exchange: Exchange, served: ServedVariant, asked: Asked) -> Exchange:
     """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
     return msgspec.structs.replace(
-        exchange, served=served, asked=asked, usage=Usage(), prompt_tokens=0, shaped=0.0, first=0.0, last=0.0, finish=""
+        exchange,
+        served=served,
+        asked=asked,
+        usage=Usage(),
+        prompt_tokens=0,
+        shaped_at=0.0,
+        first_at=0.0,
+        last_at=0.0,
+        finish="",
     )
 
 
@@ -196,8 +204,8 @@ class Composed(ABC):
     def _hand_over(self, take: Take) -> bool:
         """What is held goes first; False where the client wants no more for now."""
         while self._held:
-            if not self.exchange.first:
-                self.exchange.first = self._clock()
+            if not self.exchange.first_at:
+                self.exchange.first_at = self._clock()
             if not take(self._held.popleft()):
                 return False
         return True
@@ -209,9 +217,9 @@ class Composed(ABC):
         if part is not None:
             exchange.served = part.exchange.served  # which a part that is composed itself may have found out since
             exchange.prompt_tokens = part.exchange.prompt_tokens
-            exchange.shaped = exchange.shaped or part.exchange.shaped
-            exchange.first = exchange.first or part.exchange.first
-            exchange.last = part.exchange.last
+            exchange.shaped_at = exchange.shaped_at or part.exchange.shaped_at
+            exchange.first_at = exchange.first_at or part.exchange.first_at
+            exchange.last_at = part.exchange.last_at
             exchange.finish = part.exchange.finish
 
 

@@ -173,7 +173,7 @@ class FallbackAnswering(Composed):
                 told = error.code or error.kind
                 self.decisions.append(Decision("fallback", step.variant, f"the one before: {told}"))
             self.exchange.prompt_tokens = part.exchange.prompt_tokens
-            self.exchange.shaped = self.exchange.shaped or part.exchange.shaped
+            self.exchange.shaped_at = self.exchange.shaped_at or part.exchange.shaped_at
             if self.gone:
                 part.cancel()
             return
@@ -250,7 +250,7 @@ class FallbackAnswering(Composed):
         said = self._said.get(piece.index)
         if said is None:
             said = self._said[piece.index] = Said()
-            self.exchange.first = self.exchange.first or self._clock()
+            self.exchange.first_at = self.exchange.first_at or self._clock()
         said.add(piece)
         if piece.finish is not None:
             assert self._serving is not None

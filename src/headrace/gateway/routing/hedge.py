@@ -143,7 +143,7 @@ class HedgedAnswering(Composed):
         self._began = self._clock()
         await first.begin()
         self.exchange.prompt_tokens = first.exchange.prompt_tokens
-        self.exchange.shaped = first.exchange.shaped
+        self.exchange.shaped_at = first.exchange.shaped_at
 
     async def run(self, take: Take) -> bool:
         if self._serving is None:

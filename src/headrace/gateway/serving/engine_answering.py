@@ -22,13 +22,13 @@ from headrace.gateway.api_errors import ApiError, as_api_error, invalid
 from headrace.gateway.output.output_reader import Reader
 from headrace.gateway.requests.text_request import Piece, Tool, Usage, total
 from headrace.gateway.serving.exchange import Exchange, Prompt
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 
 _LONG_TEXT: Final = 16 * 1024  # characters that take a thread of their own to be rendered and cut into tokens
 _GRAMMAR_LIMITS: Final = GrammarLimits()
 
 
-class Answering:
+class EngineAnswering:
     """An exchange under way: begun, run to its end, settled."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -88,9 +88,9 @@ class Answering:
             try:
                 while (output := stream.take()) is not None:
                     piece = readers[place, output.index].read(output)
-                    exchange.last = time.monotonic()
-                    if not exchange.first:
-                        exchange.first = exchange.last
+                    exchange.last_at = time.monotonic()
+                    if not exchange.first_at:
+                        exchange.first_at = exchange.last_at
                     if piece.finish is not None:
                         self._ended(piece)
                     if not take(piece):
@@ -174,7 +174,7 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
                 told.parameter = "messages"
             raise told from None
     exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
-    exchange.shaped = exchange.shaped or time.monotonic()
+    exchange.shaped_at = exchange.shaped_at or time.monotonic()
     return found
 
 
@@ -210,7 +210,7 @@ def _as_template_takes(tool: Tool) -> dict[str, Any]:
 
 
 async def tokens_of(
-    served: Served, text: str | Sequence[int], parameter: str, *, whole: bool = False
+    served: ServedVariant, text: str | Sequence[int], parameter: str, *, whole: bool = False
 ) -> tuple[int, ...]:
     """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens."""
     tokenizer = served.tokenizer
@@ -235,7 +235,7 @@ async def tokens_of(
     return tokens
 
 
-def _too_long(served: Served, count: str, parameter: str) -> ApiError:
+def _too_long(served: ServedVariant, count: str, parameter: str) -> ApiError:
     return ApiError(
         f"the context of '{served.name}' is {served.context} tokens, and the {parameter} alone {count}",
         parameter=parameter,

@@ -1,7 +1,6 @@
-"""Exchange: one request of a client from its arrival to its last byte, with whose it is and how long what took.
+"""Exchange: one client request from its arrival to its last byte: the caller, the request, timestamps and usage.
 
-Owns the identity of a request, its clock, and what a client is told of its stages. Each stage of the flow reads and
-writes it; it knows none of them.
+The stages of the flow read and write it. It decides nothing itself.
 """
 
 from __future__ import annotations
@@ -16,58 +15,60 @@ import msgspec
 from headrace.gateway.requests.text_request import Asked, Usage, total
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import Served
+    from headrace.gateway.serving.fleet import ServedVariant
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who calls, by the key."""
+    """The owner of the API key that a request came with."""
 
-    key: str = ""  # its name in the configuration; never the secret
+    key: str = ""  # the key's name in the configuration; never the secret
     tenant: str = ""
     weight: float = 1.0
     surface: str | None = None
 
 
 class Prompt(NamedTuple):
-    """One prompt of a request, cut for a variant."""
+    """One prompt of a request, tokenised for a variant."""
 
     tokens: tuple[int, ...]
     tail: str  # the end of its text
 
 
 class Exchange(msgspec.Struct, kw_only=True):
+    """Timestamps are on the monotonic clock; 0.0 means "not yet"."""
+
     caller: Caller
     asked: Asked
-    served: Served
+    served: ServedVariant
     id: str = msgspec.field(default_factory=lambda: secrets.token_urlsafe(18))
     arrival: float = msgspec.field(default_factory=time.monotonic)
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
-    prompt_tokens: int = 0  # of all prompts, once they are tokens
-    shaped: float = 0.0  # when the prompt was tokens; on the monotonic clock, as the others
-    first: float = 0.0  # when the engine's first output came
-    last: float = 0.0  # when its last came
+    prompt_tokens: int = 0  # of all prompts together
+    shaped_at: float = 0.0  # when the prompt was tokenised
+    first_at: float = 0.0  # when the first output came
+    last_at: float = 0.0  # when the latest output came
     usage: Usage = msgspec.field(default_factory=Usage)
-    finish: str = ""  # of the choices, for the log
+    finish: str = ""
     endpoint: str = ""  # the route's path
-    surface: str = ""  # that it runs on, once it is known whose it is
-    prompts: dict[str, list[Prompt]] = {}  # by variant, once cut
-    by: str = ""  # what answered in the place of an engine: exact, stale, shared, semantic, extract
-    cut: str = ""  # what ended the answer early: limit, budget
-    headers: dict[str, str] = {}  # of the answer, from the stages
-    logged: dict[str, Any] = {}  # for the log alone; parts share it
-    notes: dict[str, Any] = {}  # what the answer's own field says beside the times
+    surface: str = ""  # set by `identify`
+    prompts: dict[str, list[Prompt]] = {}  # by variant, once tokenised
+    answered_by: str = ""  # exact, stale, shared, semantic or extract; empty for an engine or an upstream
+    cut_by: str = ""  # what ended the answer early: limit or budget
+    headers: dict[str, str] = {}  # response headers set by the stages
+    log_fields: dict[str, Any] = {}  # for the log line only; shared with the parts of a composed generation
+    notes: dict[str, Any] = {}  # further entries of the response's `headrace` field
 
     @property
     def model(self) -> str:
-        """As the client is told."""
+        """The variant that answers, as reported to the client."""
         return self.served.name
 
     @property
     def fingerprint(self) -> str:
         return self.served.fingerprint
 
-    def told(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """What an answer says of its own making; milliseconds."""
+    def report(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Return the response's `headrace` field. Times are milliseconds."""
         usage = total(list(usages), max(self.asked.n, 1))
         return {
             "queue_ms": _ms(usage.queue_s),
@@ -79,41 +80,41 @@ class Exchange(msgspec.Struct, kw_only=True):
             **self.notes,
         }
 
-    def noted(self) -> dict[str, Any]:
-        """For the log."""
+    def log_line(self) -> dict[str, Any]:
+        """Return the fields of this exchange's line in the request log."""
         usage, asked = self.usage, self.asked
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.model,
             "finish": self.finish,
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
-            "shape_ms": _ms(max(0.0, self.shaped - self.arrival)) if self.shaped else None,
+            "shape_ms": _ms(max(0.0, self.shaped_at - self.arrival)) if self.shaped_at else None,
             "queue_ms": _ms(usage.queue_s),
             "prefill_ms": _ms(usage.prefill_s),
             "decode_ms": _ms(usage.decode_s),
-            "ttft_ms": _ms(self.first - self.arrival) if self.first else None,
+            "ttft_ms": _ms(self.first_at - self.arrival) if self.first_at else None,
         }
-        if self.by:
-            found["by"] = self.by
-        if self.cut:
-            found["cut"] = self.cut
+        if self.answered_by:
+            fields["by"] = self.answered_by
+        if self.cut_by:
+            fields["cut"] = self.cut_by
         if "degraded" in self.notes:
-            found["degraded"] = ",".join(self.notes["degraded"])
-        found |= self.logged
+            fields["degraded"] = ",".join(self.notes["degraded"])
+        fields |= self.log_fields
         if asked.user is not None:
-            found["user"] = asked.user
-        return found
+            fields["user"] = asked.user
+        return fields
 
     def server_timing(self) -> str:
-        """The header of that name, for an answer that is whole."""
+        """Return the `Server-Timing` header of a complete answer."""
         usage, now = self.usage, time.monotonic()
         spent = {
-            "shape": max(0.0, self.shaped - self.arrival),
+            "shape": max(0.0, self.shaped_at - self.arrival),
             "queue": usage.queue_s,
             "prefill": usage.prefill_s,
             "decode": usage.decode_s,
-            "post": max(0.0, now - self.last) if self.last else 0.0,
+            "post": max(0.0, now - self.last_at) if self.last_at else 0.0,
             "total": now - self.arrival,
         }
         return ", ".join(f"{name};dur={_ms(seconds)}" for name, seconds in spent.items())

@@ -1,7 +1,6 @@
-"""The models that a server serves: each variant with its engine or its upstream, its tokenizer, and how it speaks.
+"""The served models: every variant with its engine or upstream, tokenizer and output formats.
 
-Owns Served (one variant, ready for requests) and Fleet (all of them, by the names that clients may use). Starting and
-watching processes is the engine's, connections are the upstream's; this only says which there are.
+Does not start or supervise processes (engine) or hold connections (upstreams).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _Runs(Protocol):
     async def close(self) -> None: ...
 
 
-class Served(msgspec.Struct, kw_only=True):
+class ServedVariant(msgspec.Struct, kw_only=True):
     """One variant. Where an upstream answers, `engine` and perhaps `tokenizer` are there in name only: each use of them
     is an ApiError that says so, so that what only engines can do needs no question of its own."""
 
@@ -151,7 +150,7 @@ class _NoTokenizer(Tokenizer):
 class Fleet:
     """All variants of a configuration. All of it belongs to one event loop."""
 
-    def __init__(self, served: Mapping[str, Served], aliases: Mapping[str, str], default: str) -> None:
+    def __init__(self, served: Mapping[str, ServedVariant], aliases: Mapping[str, str], default: str) -> None:
         self.served = dict(served)
         self.aliases = dict(aliases)
         self.default = default
@@ -169,7 +168,7 @@ class Fleet:
         """Opens the models' folders. HeadraceError for what cannot be served. `environ`: where the upstreams' keys are,
         this process's by default. `early`: the first engine begins to load at once, so that its processes do while this
         one reads tokenizers and whatever else it needs; then the fleet is to be started or abandoned."""
-        made: dict[str, tuple[Served, _Runs]] = {}
+        made: dict[str, tuple[ServedVariant, _Runs]] = {}
         runs: list[AsyncLLM] = []
         aliases: dict[str, str] = {}
         keys = os.environ if environ is None else environ
@@ -213,7 +212,7 @@ class Fleet:
             for each in self._runs.values():
                 ending.push_async_callback(each.close)
 
-    def find(self, name: str, profile: str = "standard") -> Served:
+    def find(self, name: str, profile: str = "standard") -> ServedVariant:
         """By a model's name, an alias, or MODEL@VARIANT; the default for no name. A profile other than the standard one
         is the variant of that name; where there is none, the fast one is the model itself."""
         wanted = name or self.default
@@ -265,7 +264,7 @@ def _engine(
     )
 
 
-def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> Served:
+def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> ServedVariant:
     folder = open_model(find_model(engine.variant.model))
     tokenizer = engine.tokenizer
     template = None if tokenizer.tool_template is None else tokenizer.tool_template.source
@@ -277,7 +276,7 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
         if model.reasoning_format
         else reasoning_format_of(template, tokenizer)
     )
-    return Served(
+    return ServedVariant(
         name=name,
         engine=engine.client,
         tokenizer=tokenizer,
@@ -293,10 +292,10 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
     )
 
 
-def served_by(upstream: Upstream, model: ModelConfig, config: Config) -> Served:
+def served_by(upstream: Upstream, model: ModelConfig, config: Config) -> ServedVariant:
     """A variant that an upstream answers for."""
     takes, context = upstream.takes, upstream.config.context
-    return Served(
+    return ServedVariant(
         name=upstream.name,
         engine=_NoEngine(upstream.name),
         tokenizer=upstream.tokenizer or _NoTokenizer(upstream.name),

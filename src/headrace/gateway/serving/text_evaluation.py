@@ -22,7 +22,7 @@ from headrace.gateway.api_errors import as_api_error
 from headrace.gateway.requests.text_request import Usage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
 
 _AT_ONCE: Final = 64  # texts of one call that are with the engine
@@ -31,7 +31,7 @@ _AT_ONCE: Final = 64  # texts of one call that are with the engine
 class TextEvaluation:
     """The texts of one call, for one model: add them, which counts their tokens, then run them together."""
 
-    def __init__(self, served: Served, caller: Caller, given: Mapping[str, Any]) -> None:
+    def __init__(self, served: ServedVariant, caller: Caller, given: Mapping[str, Any]) -> None:
         self.served = served
         self.wished: str = given.get("surface") or ""  # the surface that the request itself names
         self.surface = self.wished or caller.surface or "batch"

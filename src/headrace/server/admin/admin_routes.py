@@ -26,8 +26,8 @@ from headrace.gateway.database import Page
 from headrace.gateway.limits.limit_set import LimitSet
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.admin_protocols import UsageExport, UsageFilters
+from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import Table, converted, json_object
-from headrace.server.http.endpoint_call import Call, Reply
 
 if TYPE_CHECKING:
     from headrace.server.http.route import Route
@@ -39,7 +39,7 @@ _LOCAL_CALLER: Final = Identified(key="local", admin="write")
 _BODY_S: Final = 30.0  # for a body
 _DAY: Final = 86_400.0  # seconds
 
-Work = Callable[[Call], Awaitable[Any]]
+Work = Callable[[ApiCall], Awaitable[Any]]
 
 
 class AdminRoutes:
@@ -90,21 +90,21 @@ class AdminRoutes:
     def _route(self, method: str, path: str, work: Work, about: str, table: Table | None = None) -> Route:
         from headrace.server.http.route import Route
 
-        async def handler(call: Call) -> None:
+        async def handler(call: ApiCall) -> None:
             call.headers = {name: value for name, value in call.headers.items() if name != "origin"}
             call.caller = self._admitted(call)
             if holds_secret(f"{call.scope['path']} {call.scope['query_string'].decode('latin-1')}"):
                 raise _secret_where_none_belongs()
             found = await work(call)
             if isinstance(found, dict):
-                await call.reply(_private(Reply.json(found)))
+                await call.reply(_private(Response.json(found)))
             if method != "GET":
                 log.info("done", request=hidden(call.id), who=call.caller.key, route=path, method=method)
 
         # Open for the application, which would ask for a key before it says that there is no such path.
         return Route(method, path, handler, about, table, open=True, listed=self._listed)
 
-    def _admitted(self, call: Call) -> Identified:
+    def _admitted(self, call: ApiCall) -> Identified:
         if call.scope.get(LOCAL) is True:
             return _LOCAL_CALLER
         directory = self._operations.directory
@@ -118,7 +118,7 @@ class AdminRoutes:
             raise ApiError("the API key may only read the admin API", kind="permission_error", code="admin_read_only")
         return caller
 
-    async def _given(self, call: Call, table: Table, *, empty: bool = False) -> dict[str, Any]:
+    async def _given(self, call: ApiCall, table: Table, *, empty: bool = False) -> dict[str, Any]:
         """`empty`: a body may be missing."""
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
@@ -128,12 +128,12 @@ class AdminRoutes:
             raise invalid("the body has texts that are no Unicode", code="invalid_value")
         return converted(values, table)
 
-    def _who(self, call: Call) -> Who:
+    def _who(self, call: ApiCall) -> Who:
         return Who(call.caller.key, hidden(call.id))
 
     # The state
 
-    async def _epoch(self, call: Call) -> dict[str, Any]:
+    async def _epoch(self, call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})
         shared = self._operations.shared
         await shared.refresh()
@@ -148,20 +148,20 @@ class AdminRoutes:
 
     # Tenants
 
-    async def _list_tenants(self, call: Call) -> dict[str, Any]:
+    async def _list_tenants(self, call: ApiCall) -> dict[str, Any]:
         asked = tables.page_query(call)
         page = self._operations.tenants(after=asked.get("after"), limit=asked["limit"])
         return _listed(page, "name")
 
-    async def _create_tenant(self, call: Call) -> dict[str, Any]:
+    async def _create_tenant(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.TENANT)
         settings = tables.new_settings(given)
         return await self._operations.create_tenant(self._who(call), given["name"], settings)
 
-    async def _tenant(self, call: Call) -> dict[str, Any]:
+    async def _tenant(self, call: ApiCall) -> dict[str, Any]:
         return self._operations.tenant(call.params["tenant"])
 
-    async def _change_tenant(self, call: Call) -> dict[str, Any]:
+    async def _change_tenant(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.TENANT_CHANGE)
 
         def change(before: TenantConfig) -> TenantConfig:
@@ -169,26 +169,26 @@ class AdminRoutes:
 
         return await self._operations.change_tenant(self._who(call), call.params["tenant"], change)
 
-    async def _delete_tenant(self, call: Call) -> dict[str, Any]:
+    async def _delete_tenant(self, call: ApiCall) -> dict[str, Any]:
         return await self._operations.delete_tenant(self._who(call), call.params["tenant"])
 
-    async def _limits(self, call: Call) -> dict[str, Any]:
+    async def _limits(self, call: ApiCall) -> dict[str, Any]:
         return self._part(call.params["tenant"], tables.LIMITS)
 
-    async def _budgets(self, call: Call) -> dict[str, Any]:
+    async def _budgets(self, call: ApiCall) -> dict[str, Any]:
         return self._part(call.params["tenant"], tables.BUDGETS)
 
     def _part(self, tenant: str, table: Table) -> dict[str, Any]:
         shown = self._operations.tenant(tenant)
         return {"tenant": tenant, **{name: shown[name] for name in table}}
 
-    async def _set_limits(self, call: Call) -> dict[str, Any]:
+    async def _set_limits(self, call: ApiCall) -> dict[str, Any]:
         return await self._set_part(call, tables.LIMITS, "limits")
 
-    async def _set_budgets(self, call: Call) -> dict[str, Any]:
+    async def _set_budgets(self, call: ApiCall) -> dict[str, Any]:
         return await self._set_part(call, tables.BUDGETS, "budgets")
 
-    async def _set_part(self, call: Call, table: Table, what: str) -> dict[str, Any]:
+    async def _set_part(self, call: ApiCall, table: Table, what: str) -> dict[str, Any]:
         given = await self._given(call, table)
         tenant = call.params["tenant"]
 
@@ -200,12 +200,12 @@ class AdminRoutes:
 
     # Keys
 
-    async def _list_keys(self, call: Call) -> dict[str, Any]:
+    async def _list_keys(self, call: ApiCall) -> dict[str, Any]:
         asked = tables.page_query(call, tenant=str)
         page = await self._operations.keys(tenant=asked.get("tenant"), after=asked.get("after"), limit=asked["limit"])
         return _listed(page, "id")
 
-    async def _create_key(self, call: Call) -> dict[str, Any]:
+    async def _create_key(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.KEY)
         if "expires_at" in given and "expires_in_s" in given:
             raise invalid("'expires_at' and 'expires_in_s' say the same", "expires_in_s")
@@ -223,19 +223,19 @@ class AdminRoutes:
         )
         return await self._operations.create_key(self._who(call), new)
 
-    async def _key(self, call: Call) -> dict[str, Any]:
+    async def _key(self, call: ApiCall) -> dict[str, Any]:
         return await self._operations.key(call.params["key"])
 
-    async def _rotate_key(self, call: Call) -> dict[str, Any]:
+    async def _rotate_key(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.ROTATE, empty=True)
         return await self._operations.rotate_key(self._who(call), call.params["key"], given.get("overlap_s", _DAY))
 
-    async def _revoke_key(self, call: Call) -> dict[str, Any]:
+    async def _revoke_key(self, call: ApiCall) -> dict[str, Any]:
         return await self._operations.revoke_key(self._who(call), call.params["key"])
 
     # Usage and caches
 
-    async def _export(self, call: Call) -> None:
+    async def _export(self, call: ApiCall) -> None:
         asked = tables.query(call, tables.USAGE)
         if "by" in asked:
             asked["by"] = tables.dimensions(asked["by"])
@@ -260,7 +260,7 @@ class AdminRoutes:
                 await call.write(piece)
         await call.write(b"", more=False)
 
-    async def _invalidate(self, call: Call) -> dict[str, Any]:
+    async def _invalidate(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.INVALIDATE)
         return await self._operations.invalidate(
             self._who(call),
@@ -272,11 +272,11 @@ class AdminRoutes:
 
     # Fast mode
 
-    async def _fast(self, call: Call) -> dict[str, Any]:
+    async def _fast(self, call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})
         return {"object": "list", "data": self._operations.fast()}
 
-    async def _set_fast(self, call: Call) -> dict[str, Any]:
+    async def _set_fast(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.FAST)
         return await self._operations.set_fast(
             self._who(call),
@@ -286,12 +286,12 @@ class AdminRoutes:
             reason=given["reason"],
         )
 
-    async def _clear_fast(self, call: Call) -> dict[str, Any]:
+    async def _clear_fast(self, call: ApiCall) -> dict[str, Any]:
         return await self._operations.clear_fast(self._who(call), call.params.get("tenant"))
 
     # The audit log
 
-    async def _audit(self, call: Call) -> dict[str, Any]:
+    async def _audit(self, call: ApiCall) -> dict[str, Any]:
         """`order` asc from the oldest on, as verification needs it; desc from the newest on. `after` is a number."""
         asked = tables.query(call, {"after": int, "limit": int, "order": Literal["asc", "desc"]})
         limit = asked.get("limit", 100)
@@ -323,7 +323,7 @@ def _listed(page: Page[dict[str, Any]], id: str) -> dict[str, Any]:
     }
 
 
-def _private(reply: Reply) -> Reply:
+def _private(reply: Response) -> Response:
     reply.headers["cache-control"] = "no-store"
     return reply
 

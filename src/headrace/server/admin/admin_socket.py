@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from headrace.errors import HeadraceError
 from headrace.server.admin.admin_routes import LOCAL
-from headrace.server.http.edge import Application, Bounds, Connection, Edge
+from headrace.server.http.edge import Application, Connection, ConnectionBounds, Edge
 
 _WAITING: Final = 64  # connections that the kernel keeps for us
 Message = MutableMapping[str, Any]
@@ -30,7 +30,7 @@ class SocketError(HeadraceError):
 class AdminSocket:
     """All of it belongs to one event loop."""
 
-    def __init__(self, path: Path, application: Application, bounds: Bounds) -> None:
+    def __init__(self, path: Path, application: Application, bounds: ConnectionBounds) -> None:
         self.path = path.expanduser()
         self._edge = Edge(_marked(application), bounds)
         self._server: asyncio.Server | None = None

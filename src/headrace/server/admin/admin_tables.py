@@ -16,8 +16,8 @@ from headrace.config.tenant_section import BudgetConfig, CachesConfig, Rights, T
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.ledger.ledger_store import Dimension
 from headrace.gateway.limits.limit_set import LimitSet
+from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import Parameter, Table, convert
-from headrace.server.http.endpoint_call import Call
 from headrace.surfaces import SURFACES
 
 MOST_LISTED: Final = 1000
@@ -122,7 +122,7 @@ def changed_settings(before: TenantConfig, given: Mapping[str, Any]) -> TenantCo
     return new_settings({**kept, **{name: given[name] for name in _SETTINGS if name in given}})
 
 
-def query(call: Call, table: Mapping[str, Any]) -> dict[str, Any]:
+def query(call: ApiCall, table: Mapping[str, Any]) -> dict[str, Any]:
     """The query's parameters by name and type. ApiError for another one, and for a value that is none of its type."""
     found: dict[str, Any] = {}
     for name, text in call.query().items():
@@ -137,7 +137,7 @@ def query(call: Call, table: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def page_query(call: Call, **further: Any) -> dict[str, Any]:
+def page_query(call: ApiCall, **further: Any) -> dict[str, Any]:
     """That of a list: `after`, `limit`, and what else there is."""
     found = query(call, {"after": str, "limit": int, **further})
     if not 1 <= found.setdefault("limit", 100) <= MOST_LISTED:

@@ -28,7 +28,7 @@ from headrace.gateway.database import Database
 from headrace.server.admin.admin_protocols import UsageExport
 from headrace.server.admin.admin_routes import AdminRoutes
 from headrace.server.admin.admin_socket import AdminSocket
-from headrace.server.http.edge import Application, Bounds
+from headrace.server.http.edge import Application, ConnectionBounds
 
 if TYPE_CHECKING:
     from headrace.server.http.route import Route
@@ -98,7 +98,7 @@ class Administration:
         SocketError where the administrators' socket cannot be."""
         await self.shared.start()
         if self._admin.socket:
-            self._socket = AdminSocket(Path(self._admin.socket), application, Bounds.of(self._config.server))
+            self._socket = AdminSocket(Path(self._admin.socket), application, ConnectionBounds.of(self._config.server))
             await self._socket.start()
 
     async def close(self) -> None:

@@ -309,7 +309,7 @@ def whole_chat(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
         **_head(exchange, "chat.completion"),
         "choices": [_choice(choice) for choice in choices],
         "usage": usage_of(total([choice.usage for choice in choices], exchange.asked.n)),
-        "headrace": exchange.told([choice.usage for choice in choices]),
+        "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_of(exchange),
     }
 
@@ -401,7 +401,7 @@ class Chunks:
                 **self._head,
                 "choices": [],
                 "usage": usage_of(total(usages, exchange.asked.n)),
-                "headrace": exchange.told(usages),
+                "headrace": exchange.report(usages),
                 **metadata_of(exchange),
             }
             last = b"data: " + self._encode(chunk) + b"\n\n"

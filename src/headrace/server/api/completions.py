@@ -128,7 +128,7 @@ def whole_completion(exchange: Exchange, choices: Sequence[Choice]) -> dict[str,
             for choice in choices
         ],
         "usage": usage_of(total([choice.usage for choice in choices], exchange.asked.n)),
-        "headrace": exchange.told([choice.usage for choice in choices]),
+        "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_of(exchange),
     }
 

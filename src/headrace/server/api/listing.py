@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.server.http.endpoint_call import Call
+from headrace.server.http.api_call import ApiCall
 
 
-def listing(call: Call, names: Sequence[str]) -> dict[str, Any]:
+def listing(call: ApiCall, names: Sequence[str]) -> dict[str, Any]:
     """ApiError for a name that is none of these."""
     found: dict[str, Any] = {}
     for name, value in call.query().items():

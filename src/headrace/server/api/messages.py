@@ -434,7 +434,7 @@ def whole_message(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, An
         "stop_reason": _stop_reason(exchange, choice.finish, choice.stop, bool(choice.calls), choice.usage),
         "stop_sequence": choice.stop,
         "usage": _usage(choice.usage),
-        "headrace": exchange.told([choice.usage]),
+        "headrace": exchange.report([choice.usage]),
     }
 
 
@@ -473,7 +473,7 @@ def _stop_reason(exchange: Exchange, finish: Finish, stop: str | None, called: b
         case "deadline":
             return "deadline"
         case "length":
-            full = most is not None and usage.output_tokens < most and not exchange.cut
+            full = most is not None and usage.output_tokens < most and not exchange.cut_by
             return "model_context_window_exceeded" if full else "max_tokens"
         case _:
             return "tool_use" if called else "end_turn"
@@ -530,7 +530,7 @@ class MessageStream:
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": last.stop},
             usage=_usage(usage),
-            headrace=self._exchange.told([usage]),
+            headrace=self._exchange.report([usage]),
         ) + self._event("message_stop")
 
     def error(self, error: ApiError) -> bytes:

@@ -27,7 +27,7 @@ from headrace.server.api.responses import (
     with_history,
 )
 from headrace.server.api.text_endpoint import Dialect
-from headrace.server.http.endpoint_call import Call, Reply
+from headrace.server.http.api_call import ApiCall, Response
 
 if TYPE_CHECKING:
     from headrace.server.app import App
@@ -87,7 +87,7 @@ def routes(app_of: Callable[[], App], store: ResponseStore) -> tuple[Route, ...]
     """`app_of`: gives the application, which is made after its routes."""
     from headrace.server.http.route import Route
 
-    async def create(call: Call) -> None:
+    async def create(call: ApiCall) -> None:
         app = app_of()
         app.admit()
         tenant = call.caller.tenant
@@ -96,19 +96,19 @@ def routes(app_of: Callable[[], App], store: ResponseStore) -> tuple[Route, ...]
         answered = Answered(found, store, tenant)
         await app.answer(call, exchange, answered.dialect())
 
-    async def retrieve(call: Call) -> None:
+    async def retrieve(call: ApiCall) -> None:
         found = await store.get(call.params["response"], call.caller.tenant)
-        await app_of().reply(call, Reply.json(found.body))
+        await app_of().reply(call, Response.json(found.body))
 
-    async def delete(call: Call) -> None:
+    async def delete(call: ApiCall) -> None:
         id = call.params["response"]
         await store.delete(id, call.caller.tenant)
-        await app_of().reply(call, Reply.json({"id": id, "object": "response", "deleted": True}))
+        await app_of().reply(call, Response.json({"id": id, "object": "response", "deleted": True}))
 
-    async def items(call: Call) -> None:
+    async def items(call: ApiCall) -> None:
         asked = listing(call, ("after", "limit", "order"))
         page = await store.items(call.params["response"], call.caller.tenant, **asked)
-        await app_of().reply(call, Reply.json(page.as_json(lambda item: item)))
+        await app_of().reply(call, Response.json(page.as_json(lambda item: item)))
 
     return (
         Route("POST", "/v1/responses", create, "Answer, in items that can be gone on from.", TABLE),

@@ -361,7 +361,7 @@ def _ended(
         "incomplete_details": {"reason": _REASONS[finish]} if cut else None,
         "completed_at": None if cut else int(time.time()),
         "usage": _usage(usage),
-        "headrace": exchange.told([usage]),
+        "headrace": exchange.report([usage]),
     }
 
 

@@ -20,8 +20,8 @@ from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart
 from headrace.gateway.routing.composition import choices_of
 from headrace.gateway.serving.exchange import Exchange
+from headrace.server.http.api_call import ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import Table
-from headrace.server.http.endpoint_call import Call, GoneError, Reply
 
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Parts
@@ -50,7 +50,9 @@ async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> di
         return body
 
 
-async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts) -> None:
+async def deliver(
+    call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts
+) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
     way = Way(exchange, parts)
     with _settling(way, call.watch(way.cancel)):
@@ -71,7 +73,7 @@ async def deliver(call: Call, exchange: Exchange, dialect: Dialect, headers: Map
             if dialect.keep is not None:
                 await dialect.keep()
             timed = {**headers, **way.headers(), "server-timing": exchange.server_timing()}
-            await call.reply(Reply.json(body, headers=timed))
+            await call.reply(Response.json(body, headers=timed))
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[
 
 
 async def _relay(
-    call: Call, way: Way, relayed: UpstreamAnswering, dialect: Dialect, headers: Mapping[str, str]
+    call: ApiCall, way: Way, relayed: UpstreamAnswering, dialect: Dialect, headers: Mapping[str, str]
 ) -> None:
     """As _stream, with an upstream's bytes."""
     first: list[bytes] = []
@@ -124,7 +126,7 @@ async def _relay(
     await call.write(b"", more=False)
 
 
-async def _stream(call: Call, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
+async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
     first: list[Piece] = []
 

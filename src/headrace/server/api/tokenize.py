@@ -14,7 +14,7 @@ from msgspec import Meta
 from headrace.config import Limits
 from headrace.gateway.api_errors import invalid
 from headrace.gateway.serving.engine_answering import tokens_of
-from headrace.gateway.serving.fleet import Served, no_tokens
+from headrace.gateway.serving.fleet import ServedVariant, no_tokens
 from headrace.server.api.chat_completions import Message, messages_of
 from headrace.server.http.body_parameters import Parameter, Table
 
@@ -35,7 +35,7 @@ DETOKENIZE: Final[Table] = {
 }
 
 
-async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str, Any]:
     if ("prompt" in given) == ("messages" in given):
         raise invalid("give either 'prompt' or 'messages'", "prompt")
     tokenizer = served.own_tokenizer
@@ -54,7 +54,7 @@ async def tokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def detokenize(served: Served, given: Mapping[str, Any]) -> dict[str, Any]:
+async def detokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer, tokens = served.own_tokenizer, given["tokens"]
     if tokenizer is None:
         raise no_tokens(served.name)

@@ -24,7 +24,7 @@ from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import Usage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.server.api.common_parameters import EXTRAS, check_count
 from headrace.server.api.completions import prompts_of
@@ -105,7 +105,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 # Embeddings
 
 
-async def prepared_embeddings(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+async def prepared_embeddings(
+    served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits
+) -> Prepared:
     texts = prompts_of(given["input"], "input", limits.texts)
     dimensions: int | None = given.get("dimensions")
     _check_dimensions(dimensions, served.width)
@@ -144,7 +146,7 @@ def _base64(vector: NDArray[np.float32]) -> str:
 # Rerank
 
 
-async def prepared_rerank(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+async def prepared_rerank(served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
     """By the cosine between the embeddings of the query and of each document."""
     documents = [_document(each, place) for place, each in enumerate(given["documents"])]
     check_count("documents", len(documents), limits.texts)
@@ -178,7 +180,7 @@ def _document(document: str | dict[str, str], place: int) -> str:
 # Score
 
 
-async def prepared_score(served: Served, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+async def prepared_score(served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
     """The log-probability of each continuation after its prompt."""
     if served.upstream is not None:
         raise ApiError(

@@ -3,7 +3,7 @@
 Owns Edge (all connections, and what they share) and Connection (one socket: its bounds, and the order of what is asked
 on it). One request with its response is turn's, parsing httptools'. Knows nothing of what requests mean.
 
-    socket ──▶ Connection ──▶ Turn ──receive──▶ application ──send──▶ Turn ──▶ socket
+    socket ──▶ Connection ──▶ RequestCycle ──receive──▶ application ──send──▶ RequestCycle ──▶ socket
 
 Every wait for a client has an end: for its headers, for the rest of a body that nobody wants, for its next request, for
 room in its buffers. The wait for a body is the application's, which knows how long one may be. A connection on which
@@ -28,7 +28,7 @@ import msgspec
 
 from headrace.config import Server
 from headrace.observe import metrics
-from headrace.server.http.asgi_turn import STATUS, Message, Turn
+from headrace.server.http.request_cycle import STATUS, Message, RequestCycle
 
 log: Final = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _LINGER: Final = 2.0  # seconds that a client has to read why it is cut, while w
 _TOLD: Final = 64  # connections beyond the bound that are told so; further ones are closed without a word
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class ConnectionBounds(msgspec.Struct, frozen=True):
     connections: int
     header_bytes: int
     header_s: float
@@ -53,14 +53,14 @@ class Bounds(msgspec.Struct, frozen=True):
     reader_s: float
 
     @classmethod
-    def of(cls, server: Server) -> Bounds:
+    def of(cls, server: Server) -> ConnectionBounds:
         return cls(server.connections, server.header_bytes, server.header_s, server.idle_s, server.reader_s)
 
 
 class Edge:
     """All of it belongs to one event loop."""
 
-    def __init__(self, application: Application, bounds: Bounds) -> None:
+    def __init__(self, application: Application, bounds: ConnectionBounds) -> None:
         self.application = application
         self.bounds = bounds
         self.draining = False  # each connection is closed after the response that is under way
@@ -139,9 +139,9 @@ class Connection(asyncio.Protocol):
         self._paused = False  # the socket is not read
         self._timer: asyncio.TimerHandle | None = None  # for what the client is to do next
         self._reader_timer: asyncio.TimerHandle | None = None  # for it to read
-        self._running: Turn | None = None
-        self._waiting: deque[Turn] = deque()
-        self._reading: Turn | None = None  # whose body is not whole
+        self._running: RequestCycle | None = None
+        self._waiting: deque[RequestCycle] = deque()
+        self._reading: RequestCycle | None = None  # whose body is not whole
         # Of the message that is being read:
         self._in_head = False
         self._again = False  # a head that was read before is read once more
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
         version = self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _RefusalError(505, "only HTTP/1.1 is spoken here", "malformed")
-        turn = self._reading = Turn(
+        turn = self._reading = RequestCycle(
             self,
             self._scope(version),
             keep=version == "1.1" and self._parser.should_keep_alive(),
@@ -382,14 +382,14 @@ class Connection(asyncio.Protocol):
 
     # Turns
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: RequestCycle) -> None:
         self._wait(0.0, None)
         self._running = turn
         task = self._loop.create_task(self._run(turn))
         self.edge.tasks.add(task)
         task.add_done_callback(self.edge.tasks.discard)
 
-    async def _run(self, turn: Turn) -> None:
+    async def _run(self, turn: RequestCycle) -> None:
         try:
             await self.edge.application(turn.scope, turn.receive, turn.send)
         except Exception:
@@ -407,7 +407,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._refuse(500, "something went wrong inside of Headrace", None, kind="server_error")
 
-    def ended(self, turn: Turn) -> None:
+    def ended(self, turn: RequestCycle) -> None:
         """Its response is complete."""
         self._running = None
         if turn.keep and self._waiting:

@@ -7,11 +7,11 @@ from typing import Final
 
 import msgspec
 
+from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import Table
-from headrace.server.http.endpoint_call import Call
 
 ANTHROPIC: Final = "anthropic"  # the shape of errors
-Handler = Callable[[Call], Awaitable[None]]
+Handler = Callable[[ApiCall], Awaitable[None]]
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.flow.shared_generation import Shared
 from headrace.gateway.requests.text_request import CallDelta, Piece, Restart, TokenLogprob, Tool, Usage
 from headrace.gateway.routing.router import Plan
-from headrace.gateway.serving.engine_answering import Answering, prompts_of
+from headrace.gateway.serving.engine_answering import EngineAnswering, prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.server.api.chat_completions import ChatStream
 from headrace.server.api.completions import CompletionStream
@@ -609,7 +609,7 @@ async def begun(exchange: Exchange) -> tuple[Shared, Wanted]:
     prompts = [prompt.tokens for prompt in await prompts_of(exchange)]
     found = wanted_of(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
     assert found is not None
-    return Shared(Answering(exchange), Plan(exchange.served.name)), found
+    return Shared(EngineAnswering(exchange), Plan(exchange.served.name)), found
 
 
 @asynchronous

@@ -21,7 +21,7 @@ from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import Asked, Call, Choice, Tool
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.dialect_exchanges import tokenizer
 from tests.support.fake_encoders import EncoderEngine, Told, WordEmbedder, asking
 from tests.support.file_storage import Clock, asynchronous
@@ -500,7 +500,7 @@ def test_an_encoder_that_is_slow_or_gone_costs_a_bounded_wait_and_then_none() ->
 def test_a_served_encoder_embeds_for_its_caller() -> None:
     async def test() -> None:
         engine = EncoderEngine()
-        served = Served(
+        served = ServedVariant(
             name="minilm",
             engine=engine,
             tokenizer=tokenizer(),

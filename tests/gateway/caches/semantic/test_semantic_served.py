@@ -17,7 +17,7 @@ from headrace.engine.interface.request import Finish
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.output.tool_formats import tool_format_named
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, Caching, caching, question
 from tests.support.fake_encoders import WordEngine
 from tests.support.running_server import asynchronous, request, say, tokenizer, until, words
@@ -34,7 +34,7 @@ async def remembering(
 ) -> AsyncGenerator[tuple[Caching, WordEngine]]:
     encoder = WordEngine(tokenizer())
     others = {
-        "words": Served(
+        "words": ServedVariant(
             name="words", engine=encoder, tokenizer=tokenizer(), context=64, kind="encoder", width=64, fingerprint="w1"
         )
     }

@@ -13,7 +13,7 @@ from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.degradation.ladder.ladder_config import ladder_of
 from headrace.gateway.degradation.ladder.levels import Ladder
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest
 from tests.support.exact_caches import Clock
 from tests.support.running_server import Answer, FakeEngine, asynchronous, fails, request, say, tokenizer, until, words
@@ -243,7 +243,7 @@ async def pressed(folder: Path, *steps: str, **sections: Any) -> AsyncGenerator[
 async def test_each_step_is_taken_and_told(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.answer = words("small.")
-    small = Served(name="mini@fast", engine=engine, tokenizer=tokenizer(), context=2048, fingerprint="fp_fast")
+    small = ServedVariant(name="mini@fast", engine=engine, tokenizer=tokenizer(), context=2048, fingerprint="fp_fast")
     models = {"mini": ModelConfig(variants={"fast": {}})}
     async with pressed(tmp_path, others={"mini@fast": small}, models=models) as (running, pressure):
 

@@ -15,7 +15,7 @@ from headrace.config.upstream_section import Retries, Takes
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Served, served_by
+from headrace.gateway.serving.fleet import ServedVariant, served_by
 from headrace.server.api.tokenize import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from headrace.server.api.vectors import Prepared, prepared_embeddings, prepared_rerank, prepared_score
 from headrace.server.http.body_parameters import Table, read
@@ -49,7 +49,7 @@ async def embeds(line: Line) -> None:
 
 
 @contextlib.asynccontextmanager
-async def far(handler: Handler = embeds, **changes: Any) -> AsyncGenerator[tuple[Served, Fake]]:
+async def far(handler: Handler = embeds, **changes: Any) -> AsyncGenerator[tuple[ServedVariant, Fake]]:
     changes.setdefault("takes", EMBEDS)
     async with faking(handler) as fake, upstream_of(fake, **changes) as upstream:
         yield served_by(upstream, ModelConfig(), Config()), fake

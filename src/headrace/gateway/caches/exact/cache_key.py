@@ -21,7 +21,7 @@ from headrace.gateway.api_errors import invalid
 from headrace.gateway.requests.text_request import Asked
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import Served
+    from headrace.gateway.serving.fleet import ServedVariant
 
 FORMAT: Final = 1  # of the key; another one finds nothing that this one has stored
 TAGS: Final = "cache_tags"  # the key of a request's metadata that has them, with commas between
@@ -81,7 +81,7 @@ class Wanted(msgspec.Struct, frozen=True):
 def wanted_of(
     *,
     tenant: str,
-    served: Served,
+    served: ServedVariant,
     asked: Asked,
     prompts: Sequence[Sequence[int]] | None,
     seeded: bool,

@@ -21,7 +21,7 @@ from headrace.gateway.serving.text_evaluation import TextEvaluation
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller
-    from headrace.gateway.serving.fleet import Served
+    from headrace.gateway.serving.fleet import ServedVariant
 
 Floats = NDArray[np.float32]
 
@@ -43,7 +43,7 @@ class Embedder(Protocol):
 class ServedEmbedder:
     """An encoder among the served variants. The texts are the caller's requests: of its tenant and its fair share."""
 
-    def __init__(self, served: Served, caller: Caller, *, surface: str = "chat") -> None:
+    def __init__(self, served: ServedVariant, caller: Caller, *, surface: str = "chat") -> None:
         if served.kind != "encoder":
             raise HeadraceError(f"'{served.name}' makes no embeddings; the semantic cache needs an encoder")
         self._served = served

@@ -19,7 +19,7 @@ from headrace.gateway.degradation.shaping.conversation import Message
 from headrace.gateway.degradation.shaping.history import Summariser, SummaryOptions, fit, fit_with_summary
 from headrace.gateway.degradation.shaping.sources import Selected, SourceOptions, lifted, select, written
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.serving.fleet import Served
+from headrace.gateway.serving.fleet import ServedVariant
 
 log: Final = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Changed(msgspec.Struct, frozen=True):
     shaped: tuple[Shaped, ...] = ()
 
 
-def counter(served: Served) -> Callable[[str], int]:
+def counter(served: ServedVariant) -> Callable[[str], int]:
     """Tokens of a text."""
     if served.upstream is None:
         encode = served.tokenizer.encode
@@ -43,7 +43,9 @@ def counter(served: Served) -> Callable[[str], int]:
     return lambda text: -(-len(text.encode(errors="replace")) // _BYTES)
 
 
-def numbered(asked: Asked, served: Served, options: SourceOptions) -> tuple[Asked, Selected | None, tuple[Shaped, ...]]:
+def numbered(
+    asked: Asked, served: ServedVariant, options: SourceOptions
+) -> tuple[Asked, Selected | None, tuple[Shaped, ...]]:
     """With the request's sources chosen, numbered and written into its messages; None where it has none."""
     messages = asked.messages or []
     sources = asked.sources
@@ -64,7 +66,7 @@ def _tagged(message: Message) -> bool:
 
 async def fitted(
     asked: Asked,
-    served: Served,
+    served: ServedVariant,
     config: ShapingConfig,
     budget: int | None,  # tokens of the prompt, beside what the context has room for
     summariser: Summariser | None,

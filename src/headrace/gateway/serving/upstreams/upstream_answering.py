@@ -84,7 +84,7 @@ class UpstreamAnswering:
             secret=upstream.secret,
         )
         exchange.prompt_tokens = sum(counts)
-        exchange.shaped = upstream.clock()
+        exchange.shaped_at = upstream.clock()
 
     # Pieces
 
@@ -191,7 +191,7 @@ class UpstreamAnswering:
             exchange.usage = total(self.counted.usages, exchange.asked.n)
         if self.counted is not None:
             self._count(self.counted)
-        exchange.logged |= self.noted()
+        exchange.log_fields |= self.noted()
 
     def noted(self) -> dict[str, Any]:
         """For the log."""
@@ -240,15 +240,15 @@ class UpstreamAnswering:
 
     def _note_time(self) -> None:
         exchange = self.exchange
-        exchange.last = self.upstream.clock()
-        if not exchange.first:
-            exchange.first = exchange.last
+        exchange.last_at = self.upstream.clock()
+        if not exchange.first_at:
+            exchange.first_at = exchange.last_at
 
     def _timed(self, used: Usage) -> Usage:
         """With the times as they look from here: the upstream's own queue is a part of its prefill."""
         exchange, attempts = self.exchange, self._running()
-        if attempts is not None and attempts.sent is not None and exchange.first:
+        if attempts is not None and attempts.sent is not None and exchange.first_at:
             used.queue_s = attempts.queued_s
-            used.prefill_s = max(0.0, exchange.first - attempts.sent)
-            used.decode_s = max(0.0, exchange.last - exchange.first)
+            used.prefill_s = max(0.0, exchange.first_at - attempts.sent)
+            used.decode_s = max(0.0, exchange.last_at - exchange.first_at)
         return used

@@ -1,7 +1,6 @@
-"""One HTTP request as an endpoint sees it, and the replies that it can give.
+"""ApiCall: one HTTP request as an endpoint sees it (headers, path, query, bounded body, disconnects), and Response.
 
-Owns Call (headers, path, query, body within bounds, the watch for a client that leaves) and Reply. Speaks ASGI; knows
-no endpoint.
+Speaks plain ASGI and knows no endpoint. RequestCycle is the server's side of the same request.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.serving.exchange import Caller
-from headrace.server.http.asgi_turn import BODY, GONE, PUSH
+from headrace.server.http.request_cycle import BODY, GONE, PUSH
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -31,18 +30,18 @@ class GoneError(Exception):
     """The client left before it had said all."""
 
 
-class Reply(msgspec.Struct):
+class Response(msgspec.Struct):
     body: bytes
     status: int = 200
     type: bytes = JSON
     headers: dict[str, str] = {}
 
     @classmethod
-    def json(cls, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
+    def json(cls, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
         return cls(_encode(value), status, headers=headers or {})
 
 
-class Call:
+class ApiCall:
     __slots__ = (
         "_offered",
         "_push",
@@ -53,7 +52,7 @@ class Call:
         "caller",
         "headers",
         "id",
-        "noted",
+        "log_fields",
         "params",
         "scope",
         "started",
@@ -78,7 +77,7 @@ class Call:
         self.caller = Caller()
         self.started = False  # the reply's status is on its way
         self.status = 0
-        self.noted: dict[str, Any] = {}  # for the log
+        self.log_fields: dict[str, Any] = {}  # for the log
 
     def query(self) -> dict[str, str]:
         try:
@@ -159,7 +158,7 @@ class Call:
                 task.cancel()
             await asyncio.gather(working, watch, return_exceptions=True)
 
-    async def reply(self, reply: Reply) -> None:
+    async def reply(self, reply: Response) -> None:
         headers = [
             (b"content-type", reply.type),
             (b"content-length", str(len(reply.body)).encode()),
@@ -219,7 +218,7 @@ def _too_large(most: int) -> ApiError:
     return ApiError(f"the body is longer than {most} bytes", status=413, code="request_too_large")
 
 
-def error_reply(error: ApiError, dialect: str) -> Reply:
+def error_reply(error: ApiError, dialect: str) -> Response:
     body = error.anthropic() if dialect == "anthropic" else error.openai()
     headers = dict(error.headers)
     if error.retry_after is not None:
@@ -229,4 +228,4 @@ def error_reply(error: ApiError, dialect: str) -> Reply:
         headers["retry-after-ms"] = str(millis)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Reply.json(body, status=error.status, headers=headers)
+    return Response.json(body, status=error.status, headers=headers)

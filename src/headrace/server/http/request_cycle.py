@@ -1,7 +1,6 @@
 """One request of a connection with its response, in the words of ASGI.
 
-Owns Turn: the body as the application asks for it, and the response's framing. Whose turn it is, and what a client may
-do meanwhile, is the connection's.
+Owns RequestCycle: the request body and the framing of the response. Pipelining and timeouts are the connection's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-class Turn:
+class RequestCycle:
     """One request and its response, in the words of ASGI."""
 
     __slots__ = (
