@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "ladder"))
 import extraction
 import serving
 
-from headrace.bench.simulation.scenarios import Setting, capacity
+from headrace.bench.simulation.scenarios import ScenarioSetup, capacity
 from headrace.bench.simulation.simulator import Hardware
-from headrace.bench.simulation.synthetic_traffic import Mix, generate
+from headrace.bench.simulation.synthetic_traffic import TrafficMix, generate
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import Limits
 from headrace.gateway.degradation.ladder.extractive_answer import ExtractOptions
@@ -62,8 +62,8 @@ class Row:
 
 def serve(options: argparse.Namespace, worth: serving.Worth) -> tuple[float, list[Row]]:
     policy, hardware = Policy(), Hardware()
-    mix = Mix(tenants=20, seconds=options.seconds, prefixes=2, deadlines=True)
-    most = capacity(Setting(mix=mix, hardware=hardware, limits=LIMITS, policy=policy, orders=["fair"]))
+    mix = TrafficMix(tenants=20, seconds=options.seconds, prefixes=2, deadlines=True)
+    most = capacity(ScenarioSetup(mix=mix, hardware=hardware, limits=LIMITS, policy=policy, orders=["fair"]))
     found: list[Row] = []
     for load in options.loads:
         for strategy in serving.STRATEGIES:

@@ -33,7 +33,7 @@ import places
 from runs import commit, end, now, options, save
 
 import headrace
-from headrace.bench.results.benchmark_result import Result, read
+from headrace.bench.results.benchmark_result import BenchmarkResult, read
 from headrace.models.model_folder import BUNDLED
 
 HERE: Final = Path(__file__).resolve().parent
@@ -178,7 +178,7 @@ def _guidellm(url: str, model: str, users: int, requests: int) -> dict[str, floa
 # Servers and our client
 
 
-def _bench(url: str, *flags: str) -> Result:
+def _bench(url: str, *flags: str) -> BenchmarkResult:
     with tempfile.TemporaryDirectory(prefix="headrace-client-") as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "headrace", "bench", url, "--json", str(out), "--no-live", *flags]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.bench.report.plot import Axis, Plot, Unit
+from headrace.bench.report.plot import Axis, AxisUnit, Plot
 
 STYLE: Final = """<style>
 svg { --card: #ffffff; --ink: #1d1d1b; --muted: #63625c; --line: #dddcd5; --base: #8b8a83; background: var(--card);
@@ -46,7 +46,7 @@ def drawings(timings: list[Timing]) -> dict[str, str]:
     return found
 
 
-def _lines(timings: list[Timing], value: str, x_title: str, y_title: str, unit: Unit) -> str:
+def _lines(timings: list[Timing], value: str, x_title: str, y_title: str, unit: AxisUnit) -> str:
     """Both axes logarithmic: what grows in proportion is a straight line."""
     xs, ys = [float(each["at"]) for each in timings], [float(each[value]) for each in timings]
     across = Axis(kind="log", low=min(xs), high=max(xs), title=x_title, unit="count", at=tuple(sorted(set(xs))))

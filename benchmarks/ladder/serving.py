@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headrace.bench.simulation.baseline_orders import rival
 from headrace.bench.simulation.simulator import Hardware
-from headrace.bench.simulation.synthetic_traffic import Call
+from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.memory.blocks import Blocks
 from headrace.engine.scheduling.policy import Policy
@@ -71,7 +71,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 class Served:
     """What became of a call."""
 
-    call: Call
+    call: SimulatedRequest
     kinds: tuple[Kind, ...] = ()
     ttft: float = math.inf
     end: float = math.inf
@@ -206,7 +206,7 @@ class Front:
                 blocks = {"total": stats.total, "free": stats.free, "cached": stats.cached}
                 self.pressure.heard(name, [{"blocks": blocks}])
 
-    def send(self, call: Call, now: float) -> Served:
+    def send(self, call: SimulatedRequest, now: float) -> Served:
         served = Served(call)
         # All drawn for each call, so that every strategy has the same ones.
         sourced = self._rng.random() < self._traits.sourced.get(call.surface, 0.0)
@@ -260,7 +260,13 @@ def _ladders(variants: tuple[str, ...]) -> dict[str, LadderOptions]:
 
 
 def run(
-    calls: Sequence[Call], strategy: Strategy, *, hardware: Hardware, limits: Limits, traits: Traits, seed: int
+    calls: Sequence[SimulatedRequest],
+    strategy: Strategy,
+    *,
+    hardware: Hardware,
+    limits: Limits,
+    traits: Traits,
+    seed: int,
 ) -> tuple[list[Served], Front]:
     """Every call with what became of it. Steps of two variants that run at once each go at half the pace."""
     now = 0.0

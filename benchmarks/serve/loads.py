@@ -16,7 +16,7 @@ from typing import Final
 
 import places
 
-from headrace.bench.results.benchmark_result import Figures, Result, read
+from headrace.bench.results.benchmark_result import BenchmarkResult, RequestStats, read
 
 OBJECTIVE_TPOT: Final = 200.0  # milliseconds
 OBJECTIVES: Final = ("ttft:1500", f"tpot:{OBJECTIVE_TPOT:g}")  # of a chat, on two cores without AMX
@@ -34,15 +34,15 @@ class LoadError(Exception):
 class Load:
     name: str
     flags: tuple[str, ...]
-    metrics: Callable[[Result], dict[str, float]]
+    metrics: Callable[[BenchmarkResult], dict[str, float]]
     quick: tuple[str, ...] = ()  # in place of the flags' counts, to see that everything works
 
     def asked(self, *, quick: bool) -> tuple[str, ...]:
         return self.quick if quick and self.quick else self.flags
 
 
-def _at_once(users: int) -> Callable[[Result], dict[str, float]]:
-    def metrics(result: Result) -> dict[str, float]:
+def _at_once(users: int) -> Callable[[BenchmarkResult], dict[str, float]]:
+    def metrics(result: BenchmarkResult) -> dict[str, float]:
         found = _latencies(result.figures, f"c{users}")
         found[f"c{users}-tokens"] = result.figures.output_throughput
         return found
@@ -50,7 +50,7 @@ def _at_once(users: int) -> Callable[[Result], dict[str, float]]:
     return metrics
 
 
-def _latencies(figures: Figures, name: str) -> dict[str, float]:
+def _latencies(figures: RequestStats, name: str) -> dict[str, float]:
     if figures.ttft is None or figures.itl is None or figures.completed < figures.requests:
         raise LoadError(f"{figures.failed} of {figures.requests} requests failed: {figures.errors}")
     return {
@@ -61,18 +61,18 @@ def _latencies(figures: Figures, name: str) -> dict[str, float]:
     }
 
 
-def _later_turns(result: Result) -> dict[str, float]:
+def _later_turns(result: BenchmarkResult) -> dict[str, float]:
     found = [row.ttft * 1e3 for row in result.rows if row.turn > 0 and row.ok and row.ttft is not None]
     if not found:
         raise LoadError("no later turn was answered")
     return {"turns-ttft": median(found)}
 
 
-def _shared(result: Result) -> dict[str, float]:
+def _shared(result: BenchmarkResult) -> dict[str, float]:
     return {"prefix-ttft": _latencies(result.figures, "x")["x-ttft"]}
 
 
-def _goodput(result: Result) -> dict[str, float]:
+def _goodput(result: BenchmarkResult) -> dict[str, float]:
     return {"goodput": max((stage.figures.goodput or 0.0 for stage in result.stages), default=0.0)}
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headrace.bench.results.benchmark_result import Result, Row, Stage
-from headrace.bench.results.figures import figures, groups, lengths
+from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, StageResult
+from headrace.bench.results.request_stats import figures, groups, lengths
 
 
 def measured(
@@ -25,10 +25,10 @@ def measured(
     begin: float = 0.0,
     stage: int = 0,
     **fields: object,
-) -> Result:
+) -> BenchmarkResult:
     """A closed loop. `slower`: times as slow; `drift`: times as slow by how the machine fares in this round."""
     rng = np.random.default_rng([seed, 7])
-    rows: list[Row] = []
+    rows: list[RequestRow] = []
     free = [begin] * users
     for number in range(requests):
         start = heapq.heappop(free)
@@ -39,7 +39,7 @@ def measured(
         ok = bool(rng.random() >= failing)
         e2el = ttft + sum(gaps) if ok else 0.05
         rows.append(
-            Row(
+            RequestRow(
                 number=number,
                 stage=stage,
                 tenant=tenants[number % len(tenants)],
@@ -72,12 +72,14 @@ def measured(
         "seed": seed,
         "started_at": "2026-01-01T00:00:00.000+00:00",
     } | fields
-    return Result(
+    return BenchmarkResult(
         figures=total,
         duration=total.seconds,
         objectives=wanted,
         stages=[
-            Stage(name=f"{users} at once", concurrency=users, began=begin, ended=begin + total.seconds, figures=total)
+            StageResult(
+                name=f"{users} at once", concurrency=users, began=begin, ended=begin + total.seconds, figures=total
+            )
         ],
         tenants=groups(rows, lambda row: row.tenant, wanted, seconds=total.seconds),
         lengths=lengths(rows, [128, 512], wanted, seconds=total.seconds),
@@ -88,10 +90,10 @@ def measured(
 
 def swept(
     *, seed: int = 0, slower: float = 1.0, rates: Sequence[float] = (1.0, 2.0, 4.0, 8.0), **fields: object
-) -> Result:
+) -> BenchmarkResult:
     """A sweep over rates; the last one is too much."""
-    rows: list[Row] = []
-    stages: list[Stage] = []
+    rows: list[RequestRow] = []
+    stages: list[StageResult] = []
     begin = 0.0
     for place, rate in enumerate(rates):
         part = measured(seed=seed + place, users=place + 1, slower=slower * (1.0 + place), begin=begin, stage=place)
@@ -100,7 +102,7 @@ def swept(
         end = begin + part.duration
         found = figures(f"{rate:g} requests/s", part.rows, {})
         stages.append(
-            Stage(
+            StageResult(
                 name=found.name,
                 rate=rate,
                 began=begin,
@@ -121,7 +123,7 @@ def swept(
         "workload": "fixed",
         "seed": seed,
     } | fields
-    return Result(
+    return BenchmarkResult(
         figures=total,
         duration=begin,
         load="sweep",

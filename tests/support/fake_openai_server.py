@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.bench.client.http_client import Client, Target, head_of, request_of
-from headrace.bench.client.streamed_answer import Answer
+from headrace.bench.client.http_client import HttpClient, Target, head_of, request_of
+from headrace.bench.client.timed_response import TimedResponse
 
 Handler = Callable[["Heard", asyncio.StreamWriter], Awaitable[None]]
 LONG = 60.0  # seconds after which a test has failed
@@ -212,16 +212,16 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
     return run_it
 
 
-def client_of(url: str, **options: Any) -> Client:
+def client_of(url: str, **options: Any) -> HttpClient:
     usual: dict[str, Any] = {"timeout": 20.0, "connect_timeout": 5.0, "most_kept": 8}
-    return Client(Target.of(url), **(usual | options))
+    return HttpClient(Target.of(url), **(usual | options))
 
 
-async def asked(client: Client, *, stream: bool = True, body: dict[str, Any] | None = None) -> Answer:
+async def asked(client: HttpClient, *, stream: bool = True, body: dict[str, Any] | None = None) -> TimedResponse:
     head = head_of(client.target, "POST", "/v1/chat/completions", {})
     sent = {"messages": [{"role": "user", "content": "hello"}], "stream": stream, "max_tokens": 4, "ignore_eos": True}
     options = {"stream_options": {"include_usage": True}} if stream else {}
-    answer = Answer(stream=stream, keep_text=True)
+    answer = TimedResponse(stream=stream, keep_text=True)
     await client.ask(request_of(head, json.dumps(body or sent | options).encode()), answer)
     if not stream:
         answer.whole()

@@ -20,11 +20,18 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from headrace.bench.load.arrivals import Kind
-from headrace.bench.load.benchmark_options import Asked, Options, Sweep, Tenant, bounded, mix_of
-from headrace.bench.load.traces import TraceFormat
-from headrace.bench.load.workloads import PrefixKind
-from headrace.bench.results.benchmark_result import Result
+from headrace.bench.load_generator.arrivals import ArrivalProcess
+from headrace.bench.load_generator.benchmark_options import (
+    BenchmarkOptions,
+    LoadTenant,
+    SweepOptions,
+    WorkloadOptions,
+    bounded,
+    mix_of,
+)
+from headrace.bench.load_generator.trace_reader import TraceFormat
+from headrace.bench.load_generator.workloads import PrefixKind
+from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.errors import RequestError
 
 _WIDE: Final = 160  # columns of a table that goes to no terminal
@@ -140,7 +147,7 @@ class LoadFlags:
 
     concurrency: Annotated[list[int] | None, Many] = None
     rate: Annotated[list[float] | None, Many] = None
-    arrivals: Kind | None = None
+    arrivals: ArrivalProcess | None = None
     burstiness: float = 1.0
     ramp: str | None = None
     sweep: str | None = None
@@ -284,14 +291,14 @@ def measure(
     for path in (output.json, output.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"{path}: there is no such folder", parameter="json")
-    from headrace.bench.load.benchmark import run
-    from headrace.bench.load.caveats import mismatch_of
-    from headrace.bench.load.live_display import Live
+    from headrace.bench.load_generator.benchmark import run_benchmark
+    from headrace.bench.load_generator.live_display import LiveDisplay
+    from headrace.bench.load_generator.result_warnings import mismatch_of
     from headrace.bench.results.result_table import show
 
     live = output.live if output.live is not None else sys.stderr.isatty()
-    with Live(quiet=not live) as view:
-        result = run(options, watch=view.watch if live else None)
+    with LiveDisplay(quiet=not live) as view:
+        result = run_benchmark(options, watch=view.watch if live else None)
     result.arguments = _arguments(url, server, load, work, output)
     _write(result, output)
     show(result, _console())
@@ -341,8 +348,8 @@ def compare(
     json
         Print one JSON object in place of the table.
     """
-    from headrace.bench.results import compare as comparing
-    from headrace.bench.results import comparison
+    from headrace.bench.compare import compare_results as comparing
+    from headrace.bench.compare import comparison
     from headrace.bench.results.benchmark_result import read
 
     if len(rounds) % 2:
@@ -361,8 +368,10 @@ def compare(
         comparison.show(_console(), found)
 
 
-def options_of(url: str, server: ServerFlags, load: LoadFlags, work: WorkFlags, output: OutputFlags) -> Options:
-    asked = Asked(
+def options_of(
+    url: str, server: ServerFlags, load: LoadFlags, work: WorkFlags, output: OutputFlags
+) -> BenchmarkOptions:
+    asked = WorkloadOptions(
         workload=work.workload,
         input_tokens=work.input_tokens,
         output_tokens=work.output_tokens,
@@ -381,15 +390,15 @@ def options_of(url: str, server: ServerFlags, load: LoadFlags, work: WorkFlags, 
         raise RequestError(f"{load.arrivals} arrivals have no burstiness; gamma ones do", parameter="burstiness")
     arrivals = load.arrivals or ("gamma" if load.burstiness != 1.0 else "poisson")
     key = _key(server.api_key_env)
-    tenants = (Tenant(key=key, surface=server.surface, mix=mix, arrivals=arrivals, burstiness=load.burstiness),)
+    tenants = (LoadTenant(key=key, surface=server.surface, mix=mix, arrivals=arrivals, burstiness=load.burstiness),)
     if load.tenants is not None:
-        from headrace.bench.load.tenant_file import read_tenants
+        from headrace.bench.load_generator.tenant_file import read_tenants
 
         tenants = read_tenants(load.tenants, os.environ, mix)
     sweep = None
     if load.sweep is not None:
         low, high = _range(load.sweep, "sweep", open_end=True)
-        sweep = Sweep(
+        sweep = SweepOptions(
             low=low,
             high=high,
             factor=load.sweep_factor,
@@ -398,7 +407,7 @@ def options_of(url: str, server: ServerFlags, load: LoadFlags, work: WorkFlags, 
             latency=load.sweep_latency,
             stages=load.sweep_stages,
         )
-    return Options(
+    return BenchmarkOptions(
         url=url,
         model=server.model,
         endpoint=server.endpoint,
@@ -501,7 +510,7 @@ def _most_errors(text: str) -> float:
     return min(found, 1.0 - 1e-12) if text.endswith("%") else found
 
 
-def _failures(result: Result) -> tuple[int, int]:
+def _failures(result: BenchmarkResult) -> tuple[int, int]:
     """A sweep's stages past the knee are there to fail."""
     rows = [stage.figures for stage in result.stages if stage.kept_up] if result.load == "sweep" else [result.figures]
     return sum(figures.failed for figures in rows), sum(figures.requests for figures in rows)
@@ -521,7 +530,7 @@ def _arguments(url: str, *flags: ServerFlags | LoadFlags | WorkFlags | OutputFla
     return found
 
 
-def _write(result: Result, output: OutputFlags) -> None:
+def _write(result: BenchmarkResult, output: OutputFlags) -> None:
     from headrace.bench.results.benchmark_result import write
 
     if output.json is not None:

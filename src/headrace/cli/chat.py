@@ -28,7 +28,7 @@ _HELP = "/reset begins anew, /system TEXT sets the system's message, /quit ends.
 
 
 @dataclass(slots=True)
-class Told:
+class AnswerTimings:
     """What an answer took; of a server, what it says of itself."""
 
     tokens: int = 0
@@ -39,7 +39,7 @@ class Told:
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """The conversation so far."""
 
     system: str = ""
@@ -50,15 +50,15 @@ class Talk:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
 
-class Speaker(Protocol):
-    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+class ChatBackend(Protocol):
+    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
         """The answer piece by piece; `told` is filled in by its end."""
         ...
 
     def close(self) -> None: ...
 
 
-class OwnEngine:
+class LocalBackend:
     """A model in this process."""
 
     def __init__(self, model: str, max_tokens: int, sampling: Sampling, **options: Any) -> None:
@@ -66,7 +66,7 @@ class OwnEngine:
         self._max_tokens = max_tokens
         self._sampling = sampling
 
-    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
         tokenizer = self._llm.tokenizer
         prompt = tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)
         room = self._llm.opened.executor.capacity.context - len(prompt)
@@ -89,7 +89,7 @@ class OwnEngine:
         self._llm.close()
 
 
-class Server:
+class RemoteBackend:
     """An OpenAI-compatible server."""
 
     def __init__(self, url: str, model: str | None, key: str | None, max_tokens: int, sampling: Sampling) -> None:
@@ -105,7 +105,7 @@ class Server:
             self._body["model"] = model
         self._runner = asyncio.Runner()
 
-    def answer(self, messages: list[dict[str, str]], told: Told) -> Iterator[str]:
+    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
         pieces = self._pieces(messages, told)
         try:
             while (piece := self._runner.run(_next(pieces))) is not None:
@@ -113,7 +113,7 @@ class Server:
         finally:
             self._runner.run(pieces.aclose())  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 
-    async def _pieces(self, messages: list[dict[str, str]], told: Told) -> AsyncIterator[str]:
+    async def _pieces(self, messages: list[dict[str, str]], told: AnswerTimings) -> AsyncIterator[str]:
         import aiohttp
 
         body = {**self._body, "messages": messages}
@@ -146,7 +146,7 @@ async def _next(pieces: AsyncIterator[str]) -> str | None:
     return await anext(pieces, None)
 
 
-def _note(chunk: dict[str, Any], told: Told) -> None:
+def _note(chunk: dict[str, Any], told: AnswerTimings) -> None:
     if usage := chunk.get("usage"):
         told.tokens = usage["completion_tokens"]
         details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
@@ -198,16 +198,16 @@ def chat(
     """
     sampling = Sampling(temperature=temperature, seed=seed)
     if url is not None:
-        speaker: Speaker = Server(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
+        speaker: ChatBackend = RemoteBackend(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
     else:
-        speaker = OwnEngine(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
+        speaker = LocalBackend(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
     try:
-        _converse(speaker, Talk(system))
+        _converse(speaker, Conversation(system))
     finally:
         speaker.close()
 
 
-def _converse(speaker: Speaker, talk: Talk) -> None:
+def _converse(speaker: ChatBackend, talk: Conversation) -> None:
     console = Console(highlight=False)
     if sys.stdin.isatty():
         console.print(_HELP, style="dim")
@@ -231,9 +231,9 @@ def _converse(speaker: Speaker, talk: Talk) -> None:
             _turn(speaker, talk, said, console)
 
 
-def _turn(speaker: Speaker, talk: Talk, said: str, console: Console) -> None:
+def _turn(speaker: ChatBackend, talk: Conversation, said: str, console: Console) -> None:
     """One question and its answer; what was stopped or failed is not part of the conversation."""
-    told, answer = Told(), ""
+    told, answer = AnswerTimings(), ""
     began = time.perf_counter()
     first = 0.0
     question = {"role": "user", "content": said}
@@ -256,7 +256,7 @@ def _turn(speaker: Speaker, talk: Talk, said: str, console: Console) -> None:
     talk.turns += [question, {"role": "assistant", "content": answer}]
 
 
-def _speed(told: Told, ttft: float, rest: float) -> str:
+def _speed(told: AnswerTimings, ttft: float, rest: float) -> str:
     parts = [f"{told.tokens} tokens", f"first after {ttft * 1e3:.0f} ms"]
     if told.tokens > 1 and rest > 0:
         parts.append(f"then {(told.tokens - 1) / rest:.0f} tokens/s")

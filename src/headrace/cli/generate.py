@@ -20,7 +20,7 @@ from headrace.models.model_folder import BUNDLED_NAMES, ModelFolder, find_model,
 from headrace.variant import DEFAULT_MODEL
 
 
-class Report(msgspec.Struct):
+class GenerationReport(msgspec.Struct):
     """What --json prints."""
 
     model: str
@@ -164,7 +164,7 @@ def generate(
     if not json:
         print()
         return
-    report = Report(
+    report = GenerationReport(
         model=str(folder.path),
         text="".join(text),
         finish_reason=ending.finish,

@@ -94,7 +94,7 @@ def serve(
             soft_wrap=True,
         )
 
-    with Bars(console) as bars:
+    with LoadingBars(console) as bars:
 
         def begun(url: str) -> None:
             bars.stop()
@@ -103,7 +103,7 @@ def serve(
         run(found, ready=begun, loading=bars.show if console.is_terminal else None)
 
 
-class Bars:
+class LoadingBars:
     """A bar for each model while its weights are packed, which takes minutes for a large one and happens once."""
 
     def __init__(self, console: Console) -> None:
@@ -117,7 +117,7 @@ class Bars:
         )
         self._bars: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> LoadingBars:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,10 +19,27 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.simulation.baseline_orders import ORDERS, Order
-from headrace.bench.simulation.outcomes import Group, Spread, Summary
-from headrace.bench.simulation.scenarios import Abuse, Cold, Overload, Setting, abuse, capacity, cold, overload
+from headrace.bench.simulation.scenarios import (
+    AbuseResult,
+    ColdPrefixResult,
+    OverloadResult,
+    ScenarioSetup,
+    abuse,
+    capacity,
+    cold,
+    overload,
+)
+from headrace.bench.simulation.simulation_summary import GroupSummary, LatencyPercentiles, SimulationSummary
 from headrace.bench.simulation.simulator import Hardware
-from headrace.bench.simulation.synthetic_traffic import KINDS, Call, Kind, Lengths, Mix, generate, read_trace
+from headrace.bench.simulation.synthetic_traffic import (
+    SURFACE_PROFILES,
+    LogNormalLengths,
+    SimulatedRequest,
+    SurfaceProfile,
+    TrafficMix,
+    generate,
+    read_trace,
+)
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import Limits
 from headrace.errors import RequestError
@@ -30,15 +47,15 @@ from headrace.errors import RequestError
 Question = Literal["run", "abuse", "cold", "overload"]
 
 
-class Report(msgspec.Struct, frozen=True):
+class SimulationReport(msgspec.Struct, frozen=True):
     """What --json prints."""
 
     capacity: float | None  # requests per second that the machine can serve; None with a trace
     rate: float | None
-    runs: list[Summary] = []
-    abuse: list[Abuse] = []
-    cold: list[Cold] = []
-    overload: list[Overload] = []
+    runs: list[SimulationSummary] = []
+    abuse: list[AbuseResult] = []
+    cold: list[ColdPrefixResult] = []
+    overload: list[OverloadResult] = []
 
 
 def simulate(
@@ -150,7 +167,7 @@ def simulate(
             raise RequestError(f"{name} must be at least {least:g}, not {value}", parameter=name)
     questions = ask or ["run"]
     chosen = orders or list(ORDERS)
-    mix = Mix(
+    mix = TrafficMix(
         tenants=tenants,
         seconds=seconds,
         seed=seed,
@@ -172,19 +189,19 @@ def simulate(
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-    setting = Setting(mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, say=say)
+    setting = ScenarioSetup(mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, say=say)
     if trace is not None:
         if questions != ["run"]:
             raise RequestError("a trace can only be run: the other questions make their own traffic", parameter="ask")
         calls = _traced(trace, seed, setting.policy)
         last = max(calls[-1].at, 1.0) if calls else 1.0
         setting = replace(setting, mix=replace(mix, seconds=last))
-        report = Report(None, None, runs=_runs(setting, calls))
+        report = SimulationReport(None, None, runs=_runs(setting, calls))
     else:
         say("capacity")
         most = capacity(setting)
         setting = replace(setting, mix=replace(mix, rate=rate if rate is not None else load * most))
-        report = Report(
+        report = SimulationReport(
             most,
             setting.mix.rate,
             runs=_runs(setting, list(generate(setting.mix))) if "run" in questions else [],
@@ -199,8 +216,8 @@ def simulate(
         _show(Console(soft_wrap=True), report)
 
 
-def _kinds(surfaces: str | None, lengths: float) -> dict[str, Kind]:
-    shares = {name: kind.share for name, kind in KINDS.items()}
+def _kinds(surfaces: str | None, lengths: float) -> dict[str, SurfaceProfile]:
+    shares = {name: kind.share for name, kind in SURFACE_PROFILES.items()}
     if surfaces is not None:
         shares = {}
         for part in surfaces.split(","):
@@ -209,14 +226,14 @@ def _kinds(surfaces: str | None, lengths: float) -> dict[str, Kind]:
                 value = float(share)
             except ValueError:
                 value = -1.0
-            if name not in KINDS or not 0.0 < value < math.inf:
-                known = ", ".join(KINDS)
+            if name not in SURFACE_PROFILES or not 0.0 < value < math.inf:
+                known = ", ".join(SURFACE_PROFILES)
                 raise RequestError(
                     f"surfaces must be like chat=0.8,batch=0.2, of {known}, not '{part}'", parameter="surfaces"
                 )
             shares[name] = value
 
-    def scaled(many: Lengths) -> Lengths:
+    def scaled(many: LogNormalLengths) -> LogNormalLengths:
         return replace(many, median=many.median * lengths, most=max(1, round(many.most * lengths)))
 
     return {
@@ -227,12 +244,12 @@ def _kinds(surfaces: str | None, lengths: float) -> dict[str, Kind]:
             own=scaled(kind.own),
             answer=scaled(kind.answer),
         )
-        for name, kind in KINDS.items()
+        for name, kind in SURFACE_PROFILES.items()
         if name in shares
     }
 
 
-def _traced(trace: Path, seed: int, policy: Policy) -> list[Call]:
+def _traced(trace: Path, seed: int, policy: Policy) -> list[SimulatedRequest]:
     calls = list(read_trace(trace, seed=seed))
     for call in calls:
         if call.surface not in policy.surfaces:
@@ -241,8 +258,8 @@ def _traced(trace: Path, seed: int, policy: Policy) -> list[Call]:
     return calls
 
 
-def _runs(setting: Setting, calls: Sequence[Call]) -> list[Summary]:
-    found: list[Summary] = []
+def _runs(setting: ScenarioSetup, calls: Sequence[SimulatedRequest]) -> list[SimulationSummary]:
+    found: list[SimulationSummary] = []
     for order in setting.orders:
         setting.say(f"run: {order}")
         found.append(setting.summary(setting.run(calls, order), order))
@@ -262,7 +279,7 @@ def _finite(value: object) -> object:
             return value
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: SimulationReport) -> None:
     if report.capacity is not None:
         console.print(
             f"The machine can serve {report.capacity:.2f} requests/s of this traffic; "
@@ -305,7 +322,7 @@ def _show(console: Console, report: Report) -> None:
         console.print(table)
 
 
-def _show_run(console: Console, summary: Summary) -> None:
+def _show_run(console: Console, summary: SimulationSummary) -> None:
     console.print(
         f"[bold]{summary.order}[/bold]: {summary.all.requests:,} requests, {summary.rows:,} tokens computed in "
         f"{summary.steps:,} steps, {summary.seconds:,.0f} s, busy {summary.busy:.0%}; {summary.preempted} preempted; "
@@ -336,8 +353,8 @@ def _show_run(console: Console, summary: Summary) -> None:
     console.print(table)
 
 
-def _cells(group: Group) -> list[str]:
-    ttft = group.ttft or Spread(math.inf, math.inf, math.inf, math.inf, math.inf)
+def _cells(group: GroupSummary) -> list[str]:
+    ttft = group.ttft or LatencyPercentiles(math.inf, math.inf, math.inf, math.inf, math.inf)
     itl = group.itl
     return [
         group.name,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.bench.drills import overload, redis_frozen, upstream_down, worker_crash
-from headrace.bench.drills.drill_client import Reply
-from headrace.bench.drills.drill_server import DrillError, Instance
+from headrace.bench.drills.drill_client import ChatReply
+from headrace.bench.drills.drill_server import DrillError, DrillServer
 from headrace.bench.drills.promises import Promise, percentile
 from headrace.cli import main
 from headrace.cli.drill import DRILLS
@@ -56,15 +56,15 @@ def test_overload_is_answered_or_refused() -> None:
 
 @pytest.mark.parametrize("signs", [{"extracted": True}, {"finish": "length", "tokens": overload.ASKED_TOKENS - 1}])
 def test_a_degraded_answer_without_the_header_breaks_the_promise(signs: dict[str, Any]) -> None:
-    full = Reply(200, finish="length", tokens=overload.ASKED_TOKENS)
-    told = Reply(200, {"x-headrace-degraded": "extract"}, **{"finish": "stop", **signs})
-    silent = Reply(200, **{"finish": "stop", **signs})
+    full = ChatReply(200, finish="length", tokens=overload.ASKED_TOKENS)
+    told = ChatReply(200, {"x-headrace-degraded": "extract"}, **{"finish": "stop", **signs})
+    silent = ChatReply(200, **{"finish": "stop", **signs})
     assert overload.declared([full, told]).kept
     assert not overload.declared([full, told, silent]).kept
 
 
 def test_a_server_that_keeps_up_breaks_no_promise() -> None:
-    promise = overload.declared([Reply(200, finish="stop")] * 3)
+    promise = overload.declared([ChatReply(200, finish="stop")] * 3)
     assert promise.kept
     assert "kept up" in promise.found
 
@@ -88,7 +88,7 @@ def test_a_promise_that_is_not_kept_is_an_exit_code(
 
 def test_a_server_that_cannot_start_says_why() -> None:
     async def start() -> None:
-        async with Instance("[models.none]\npath = '/nowhere'\n"):
+        async with DrillServer("[models.none]\npath = '/nowhere'\n"):
             pass
 
     with pytest.raises(DrillError, match="did not start"):

@@ -18,9 +18,9 @@ from headrace.bench.report import html_report as report_module
 from headrace.bench.report.html_report import MOST_RESULTS, html, write_html
 from headrace.bench.report.markup import Html, tag
 from headrace.bench.report.plot import MOST_POINTS, SERIES, Axis, axis, spread_out, tail_axis, thin
-from headrace.bench.results.benchmark_result import Figures, Result, read, write
-from headrace.bench.results.columns import columns, lanes, percentiles, rate, running, slice_width, slices
+from headrace.bench.results.benchmark_result import BenchmarkResult, RequestStats, read, write
 from headrace.bench.results.formatting import clean, milliseconds, number, seconds
+from headrace.bench.results.result_columns import columns, lanes, percentiles, rate, running, slice_width, slices
 from headrace.errors import RequestError
 from tests.support.benchmark_results import measured, swept
 
@@ -163,7 +163,7 @@ def test_the_page_works_for_results_that_have_little_in_them() -> None:
     whole = measured(streamed=False)
     for row in whole.rows:
         row.ttft, row.gaps, row.chunks = None, [], 0
-    empty = Result(figures=Figures(name="all"))
+    empty = BenchmarkResult(figures=RequestStats(name="all"))
     same = measured(requests=5)
     for row in same.rows:
         row.ttft, row.e2el, row.gaps = 0.0, 0.0, [0.0]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.results.benchmark_result import Result, Row, Stage, read, vllm_keys, write
-from headrace.bench.results.figures import figures
+from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, StageResult, read, vllm_keys, write
+from headrace.bench.results.request_stats import figures
 from headrace.errors import RequestError
 
 ROWS = [
-    Row(
+    RequestRow(
         number=0,
         ok=True,
         status=200,
@@ -25,14 +25,14 @@ ROWS = [
         chunks=3,
         text="a b c",
     ),
-    Row(number=1, error="http 503", why="busy", status=503, start=0.6, e2el=0.01),
+    RequestRow(number=1, error="http 503", why="busy", status=503, start=0.6, e2el=0.01),
 ]
 
 
-def result(rows: list[Row] | None = None) -> Result:
+def result(rows: list[RequestRow] | None = None) -> BenchmarkResult:
     found = figures("all", ROWS, {"ttft": 300.0})
-    stage = Stage(name="4 requests/s", rate=4.0, figures=found)
-    return Result(
+    stage = StageResult(name="4 requests/s", rate=4.0, figures=found)
+    return BenchmarkResult(
         model="m",
         endpoint="/v1/chat/completions",
         started_at="2026-01-31T12:00:00+00:00",

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.bench.client.http_connection import Connection
-from headrace.bench.client.streamed_answer import Answer
+from headrace.bench.client.http_connection import ClientConnection
+from headrace.bench.client.timed_response import TimedResponse
 from headrace.errors import RequestError
 
 AGENT: Final = "headrace-bench"
@@ -69,7 +69,7 @@ def request_of(head: bytes, body: bytes) -> bytes:
     return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
 
 
-class Client:
+class HttpClient:
     """All of it belongs to one event loop."""
 
     def __init__(
@@ -90,14 +90,14 @@ class Client:
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._most_kept = most_kept
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         self._ssl = _context(insecure) if target.secure else None
         self._address: str | None = None  # that the host's name has come to: it is looked up once
 
-    async def ask(self, request: bytes, answer: Answer) -> None:
+    async def ask(self, request: bytes, answer: TimedResponse) -> None:
         """Sends it and waits until `answer` has ended, well or with an error."""
         answer.start = self.clock()
-        connection: Connection | None = None
+        connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(self._timeout):
                 while (connection := self._kept()) is not None:
@@ -123,9 +123,9 @@ class Client:
 
     async def fetch(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> TimedResponse:
         """A whole answer, whatever its status; its body is as it came."""
-        answer = Answer(stream=False)
+        answer = TimedResponse(stream=False)
         raw = b"" if body is None else msgspec.json.encode(body)
         await self.ask(request_of(head_of(self.target, method, path, headers or {}), raw), answer)
         return answer
@@ -134,27 +134,27 @@ class Client:
         """Opens connections ahead of their requests, as far as the server lets us."""
         missing = min(count, self._most_kept) - len(self._idle)
         opened = await asyncio.gather(*(self._open() for _ in range(max(0, missing))), return_exceptions=True)
-        self._idle += [connection for connection in opened if isinstance(connection, Connection)]
+        self._idle += [connection for connection in opened if isinstance(connection, ClientConnection)]
 
     def close(self) -> None:
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
 
-    def _kept(self) -> Connection | None:
+    def _kept(self) -> ClientConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
                 return connection
         return None
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> ClientConnection:
         target = self.target
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
                 transport, connection = await loop.create_connection(
-                    lambda: Connection(self.clock),
+                    lambda: ClientConnection(self.clock),
                     self._address or target.host,
                     target.port,
                     ssl=self._ssl,

@@ -14,19 +14,19 @@ from typing import Final, cast
 
 import httptools
 
-from headrace.bench.client.streamed_answer import Answer
+from headrace.bench.client.timed_response import TimedResponse
 
 MOST_HEAD: Final = 256 * 1024  # bytes of an answer's head: 256 KiB
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One request at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
+        self._answer: TimedResponse | None = None
         self._settled: asyncio.Future[bool] | None = None
         self._now = 0.0
         self._heard = 0  # bytes of this answer
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
         self._type = ""
         self.closed = False
 
-    def send(self, request: bytes, answer: Answer) -> asyncio.Future[bool]:
+    def send(self, request: bytes, answer: TimedResponse) -> asyncio.Future[bool]:
         """True once `answer` has ended; False where a kept connection turned out to be closed, and nobody heard it."""
         assert self._transport is not None
         assert self._answer is None

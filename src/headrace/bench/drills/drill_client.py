@@ -19,7 +19,7 @@ _STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 _LONGEST: Final = 120.0  # seconds for one answer, however bad things are
 
 
-class Reply(msgspec.Struct):
+class ChatReply(msgspec.Struct):
     status: int = 0  # 0: no answer came
     headers: Mapping[str, str] = {}
     text: str = ""
@@ -42,7 +42,7 @@ class Reply(msgspec.Struct):
         return self.status in (429, 503) and "retry-after" in self.headers
 
 
-class Asker:
+class ChatClient:
     """A client of one server. To be closed."""
 
     def __init__(self, url: str, key: str, *, connections: int = 512) -> None:
@@ -56,10 +56,10 @@ class Asker:
     async def close(self) -> None:
         await self._session.close()
 
-    async def chat(self, question: str, *, key: str | None = None, **more: Any) -> Reply:
+    async def chat(self, question: str, *, key: str | None = None, **more: Any) -> ChatReply:
         """A streamed chat. `more`: further parameters."""
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0, **_STREAM, **more}
-        reply = Reply()
+        reply = ChatReply()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         began = last = time.monotonic()
         try:
@@ -86,7 +86,7 @@ class Asker:
             reply.seconds = time.monotonic() - began
         return reply
 
-    def _take(self, reply: Reply, event: Mapping[str, Any]) -> bool:
+    def _take(self, reply: ChatReply, event: Mapping[str, Any]) -> bool:
         """Whether a client hears something of it."""
         if "error" in event:
             reply.code = str(event["error"].get("code"))
@@ -116,10 +116,10 @@ class Asker:
                 return response.status, text
 
 
-async def at_rate(ask: Sequence[Any], rate: float) -> list[Reply]:
+async def at_rate(ask: Sequence[Any], rate: float) -> list[ChatReply]:
     """Begins so many of the questions (functions without arguments) a second, whatever becomes of those before."""
     began = time.monotonic()
-    tasks: list[asyncio.Task[Reply]] = []
+    tasks: list[asyncio.Task[ChatReply]] = []
     for place, question in enumerate(ask):
         await asyncio.sleep(max(0.0, began + place / rate - time.monotonic()))
         tasks.append(asyncio.create_task(question()))

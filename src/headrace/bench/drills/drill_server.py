@@ -47,7 +47,7 @@ class DrillError(HeadraceError):
     """The drill could not be held."""
 
 
-class Instance:
+class DrillServer:
     def __init__(self, config: str, *, environ: dict[str, str] | None = None) -> None:
         """`config`: what the drill's headrace.toml has beside the server, the storage and the key."""
         self.url = ""
@@ -56,7 +56,7 @@ class Instance:
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-drill-")
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> Instance:
+    async def __aenter__(self) -> DrillServer:
         folder = Path(self._folder.name)
         file = folder / "headrace.toml"
         file.write_text(_HEAD.format(folder=f'"{folder / "state"}"') + self._config)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from headrace.bench.drills.drill_client import Asker, Reply, at_rate
-from headrace.bench.drills.drill_server import KEY, Instance
+from headrace.bench.drills.drill_client import ChatClient, ChatReply, at_rate
+from headrace.bench.drills.drill_server import KEY, DrillServer
 from headrace.bench.drills.promises import Promise, milliseconds, percentile
 
 PATIENCE = 2.0  # seconds, of the surface
@@ -45,15 +45,15 @@ _QUESTIONS = (
 
 async def run(*, seconds: float = 8.0, most: int = 600) -> list[Promise]:
     """`most`: questions of the overload."""
-    async with Instance(CONFIG) as server:
-        asker = Asker(server.url, KEY)
+    async with DrillServer(CONFIG) as server:
+        asker = ChatClient(server.url, KEY)
         try:
             return await _run(asker, seconds, most)
         finally:
             await asker.close()
 
 
-async def _run(asker: Asker, seconds: float, most: int) -> list[Promise]:
+async def _run(asker: ChatClient, seconds: float, most: int) -> list[Promise]:
     for _ in range(3):
         await asker.chat(_QUESTIONS[1], max_tokens=64)
     capacity = await _capacity(asker)
@@ -88,7 +88,7 @@ async def _run(asker: Asker, seconds: float, most: int) -> list[Promise]:
     return found
 
 
-def declared(replies: Sequence[Reply]) -> Promise:
+def declared(replies: Sequence[ChatReply]) -> Promise:
     """Answers that are seen to be degraded (quoted, or cut before the limit that was asked for) carry the header. A
     machine that keeps up degrades none, and breaks no promise by it."""
     degraded = [each for each in replies if each.extracted or (each.finish == "length" and each.tokens < ASKED_TOKENS)]
@@ -101,7 +101,7 @@ def declared(replies: Sequence[Reply]) -> Promise:
     return Promise("every degraded answer says so in x-headrace-degraded", found, not silent)
 
 
-def _question(asker: Asker, place: int) -> partial[object]:
+def _question(asker: ChatClient, place: int) -> partial[object]:
     question = _QUESTIONS[place % len(_QUESTIONS)]
     more = {"sources": _SOURCES} if place % 2 == 0 else {}
     return partial(
@@ -109,7 +109,7 @@ def _question(asker: Asker, place: int) -> partial[object]:
     )
 
 
-async def _capacity(asker: Asker) -> float:
+async def _capacity(asker: ChatClient) -> float:
     """Requests a second that eight clients get through, one after another."""
     end = time.monotonic() + 3.0
     done = 0
@@ -125,7 +125,7 @@ async def _capacity(asker: Asker) -> float:
     return max(1.0, done / (time.monotonic() - began))
 
 
-async def _recovered(asker: Asker) -> Promise:
+async def _recovered(asker: ChatClient) -> Promise:
     began = time.monotonic()
     bound = 6 * DWELL + 10.0
     while time.monotonic() - began < bound:
@@ -140,12 +140,12 @@ async def _recovered(asker: Asker) -> Promise:
     return Promise("once the load has gone, full service is back by itself", f"not within {bound:g} s", kept=False)
 
 
-async def _switched(asker: Asker) -> Promise:
+async def _switched(asker: ChatClient) -> Promise:
     promised = f"fast mode, one call of the admin API, holds answers to {SHORT} tokens at once and says so"
     status, told = await asker.send("PUT", "/admin/v1/fast", {"on": True, "ttl_s": 60, "reason": "a drill"})
     if status >= 300:
         return Promise(promised, f"the call was answered with {status}: {str(told)[:120]}", kept=False)
-    reply: Reply = await asker.chat("Tell me about paged memory.", max_tokens=200, ignore_eos=True, cache="off")
+    reply: ChatReply = await asker.chat("Tell me about paged memory.", max_tokens=200, ignore_eos=True, cache="off")
     await asker.send("DELETE", "/admin/v1/fast")
     fits = reply.answered and reply.headers.get("x-headrace-fast") == "on" and reply.finish == "length"
     return Promise(promised, f"{reply.status}, {len(reply.text)} characters, finish {reply.finish}", kept=fits)

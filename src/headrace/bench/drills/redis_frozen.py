@@ -15,8 +15,8 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator
 
-from headrace.bench.drills.drill_client import Asker, Reply
-from headrace.bench.drills.drill_server import KEY, DrillError, Instance
+from headrace.bench.drills.drill_client import ChatClient, ChatReply
+from headrace.bench.drills.drill_server import KEY, DrillError, DrillServer
 from headrace.bench.drills.promises import Promise, milliseconds, percentile
 
 BOUND = 0.05  # seconds that a request waits for Redis at most
@@ -47,8 +47,8 @@ tenant = "strict"
 async def run() -> list[Promise]:
     async with _redis() as (process, port):
         address = f"redis://127.0.0.1:{port}/0"
-        async with Instance(CONFIG, environ={"HEADRACE_DRILL_REDIS": address}) as server:
-            asker = Asker(server.url, KEY)
+        async with DrillServer(CONFIG, environ={"HEADRACE_DRILL_REDIS": address}) as server:
+            asker = ChatClient(server.url, KEY)
             try:
                 return await _run(asker, process.pid)
             finally:
@@ -57,7 +57,7 @@ async def run() -> list[Promise]:
                 await asker.close()
 
 
-async def _run(asker: Asker, pid: int) -> list[Promise]:
+async def _run(asker: ChatClient, pid: int) -> list[Promise]:
     await _measure(asker, 20)
     before = await _measure(asker, _ASKED)
     os.kill(pid, signal.SIGSTOP)
@@ -90,16 +90,16 @@ async def _run(asker: Asker, pid: int) -> list[Promise]:
     ]
 
 
-async def _measure(asker: Asker, count: int) -> list[Reply]:
+async def _measure(asker: ChatClient, count: int) -> list[ChatReply]:
     """One after another: what is measured is a wait, not a queue."""
     return [await asker.chat(f"Say hello, {place}.", max_tokens=2, cache="off") for place in range(count)]
 
 
-def _p99(replies: list[Reply]) -> float:
+def _p99(replies: list[ChatReply]) -> float:
     return percentile([reply.ttft for reply in replies if reply.ttft is not None], 0.99)
 
 
-async def _back(asker: Asker) -> float | None:
+async def _back(asker: ChatClient) -> float | None:
     began = time.monotonic()
     while time.monotonic() - began < _BACK:
         if (await asker.chat("Hello", key="strict", max_tokens=4)).answered:

@@ -11,8 +11,8 @@ import json
 import time
 from typing import Final
 
-from headrace.bench.drills.drill_client import Asker, Reply
-from headrace.bench.drills.drill_server import KEY, Instance
+from headrace.bench.drills.drill_client import ChatClient, ChatReply
+from headrace.bench.drills.drill_server import KEY, DrillServer
 from headrace.bench.drills.promises import Promise, milliseconds, percentile
 
 STREAMS = 12
@@ -35,7 +35,7 @@ patience_s = 5.0
 """
 
 
-class Upstream:
+class DrillUpstream:
     """An OpenAI-compatible server that says one word again and again; it can be taken away."""
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ class Upstream:
 
 
 async def run() -> list[Promise]:
-    upstream = Upstream()
+    upstream = DrillUpstream()
     await upstream.open()
     try:
-        async with Instance(CONFIG.format(port=upstream.port, open=OPEN)) as server:
-            asker = Asker(server.url, KEY)
+        async with DrillServer(CONFIG.format(port=upstream.port, open=OPEN)) as server:
+            asker = ChatClient(server.url, KEY)
             try:
                 return await _run(asker, upstream)
             finally:
@@ -109,7 +109,7 @@ async def run() -> list[Promise]:
         await upstream.close()
 
 
-async def _run(asker: Asker, upstream: Upstream) -> list[Promise]:
+async def _run(asker: ChatClient, upstream: DrillUpstream) -> list[Promise]:
     whole = await _ask(asker)
     running = [asyncio.create_task(_ask(asker)) for _ in range(STREAMS)]
     await asyncio.sleep(0.7)
@@ -143,11 +143,11 @@ async def _run(asker: Asker, upstream: Upstream) -> list[Promise]:
     ]
 
 
-async def _ask(asker: Asker) -> Reply:
+async def _ask(asker: ChatClient) -> ChatReply:
     return await asker.chat("What is time to first token?", model="mini@remote", max_tokens=48)
 
 
-async def _back(asker: Asker) -> float | None:
+async def _back(asker: ChatClient) -> float | None:
     began = time.monotonic()
     while time.monotonic() - began < _BACK:
         if (await _ask(asker)).text.startswith(_WORD):

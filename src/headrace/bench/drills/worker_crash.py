@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.bench.drills.drill_client import Asker
-from headrace.bench.drills.drill_server import KEY, Instance, until
+from headrace.bench.drills.drill_client import ChatClient
+from headrace.bench.drills.drill_server import KEY, DrillServer, until
 from headrace.bench.drills.promises import Promise, milliseconds
 
 CONFIG = "[models.mini]\n"
@@ -18,15 +18,15 @@ _PAUSE = 10.0  # seconds that a client waits at most for the new process
 
 
 async def run() -> list[Promise]:
-    async with Instance(CONFIG) as server:
-        asker = Asker(server.url, KEY)
+    async with DrillServer(CONFIG) as server:
+        asker = ChatClient(server.url, KEY)
         try:
             return await _run(server, asker)
         finally:
             await asker.close()
 
 
-async def _run(server: Instance, asker: Asker) -> list[Promise]:
+async def _run(server: DrillServer, asker: ChatClient) -> list[Promise]:
     before = [
         await asker.chat(f"Tell me about latency, part {place}.", max_tokens=TOKENS, ignore_eos=True)
         for place in range(STREAMS)

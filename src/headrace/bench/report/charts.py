@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from headrace.bench.report.markup import Html
 from headrace.bench.report.plot import PLAIN, Axis, Plot, axis, tail_axis, thin
-from headrace.bench.report.report_tables import NAMES, SHORT, Run, figure, load_in_short, table
-from headrace.bench.results.columns import (
+from headrace.bench.report.report_tables import NAMES, SHORT, ReportedRun, figure, load_in_short, table
+from headrace.bench.results.formatting import clean, milliseconds, number, seconds, share
+from headrace.bench.results.result_columns import (
     Floats,
     bins,
     lanes,
@@ -25,7 +26,6 @@ from headrace.bench.results.columns import (
     slice_width,
     slices,
 )
-from headrace.bench.results.formatting import clean, milliseconds, number, seconds, share
 
 SHOWN: Final = ("ttft", "itl", "tpot", "e2el")  # in the order of their colours
 MOST_BARS: Final = 1200  # requests as bars
@@ -38,7 +38,7 @@ _POINTS: Final = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 _TABLE_ROWS: Final = 24  # of a time line's data
 
 
-def percentile_charts(runs: Sequence[Run]) -> list[Html]:
+def percentile_charts(runs: Sequence[ReportedRun]) -> list[Html]:
     """A curve for each latency: what share of the requests had to wait how long."""
     found: list[Html] = []
     for paint, name in enumerate(SHOWN):
@@ -89,7 +89,7 @@ def percentile_charts(runs: Sequence[Run]) -> list[Html]:
     return found
 
 
-def histograms(runs: Sequence[Run]) -> list[Html]:
+def histograms(runs: Sequence[ReportedRun]) -> list[Html]:
     found: list[Html] = []
     alone = len(runs) == 1
     for paint, name in enumerate(SHOWN):
@@ -128,7 +128,7 @@ def histograms(runs: Sequence[Run]) -> list[Html]:
     return found
 
 
-def time_lines(runs: Sequence[Run]) -> list[Html]:
+def time_lines(runs: Sequence[ReportedRun]) -> list[Html]:
     """Charts over the time since the run's start, all with the same axis, so that they can be read across."""
     known = [run for run in runs if run.columns.start.size]
     if not known:
@@ -178,9 +178,9 @@ def time_lines(runs: Sequence[Run]) -> list[Html]:
     return found
 
 
-def _first_tokens(runs: Sequence[Run], time: Axis, edges: Sequence[Floats], alone: bool) -> Html | None:
+def _first_tokens(runs: Sequence[ReportedRun], time: Axis, edges: Sequence[Floats], alone: bool) -> Html | None:
     """Each request's first token by when it was sent: what percentiles hide is whether waiting grew."""
-    drawn: list[tuple[Run, Floats, Floats]] = []
+    drawn: list[tuple[ReportedRun, Floats, Floats]] = []
     medians: list[tuple[Floats, Floats]] = []
     for run, cuts in zip(runs, edges, strict=True):
         there = np.flatnonzero(np.isfinite(run.columns.ttft))
@@ -222,7 +222,7 @@ def _medians(at: Floats, values: Floats, edges: Floats) -> tuple[Floats, Floats]
     return middles, np.array([float(np.median(ordered[cuts[place] : cuts[place + 1]])) for place in full])
 
 
-def _errors_by_kind(run: Run, time: Axis, edges: Floats) -> Html:
+def _errors_by_kind(run: ReportedRun, time: Axis, edges: Floats) -> Html:
     kinds: dict[str, list[float]] = {}
     for row in run.result.rows:
         if not row.ok:
@@ -252,7 +252,7 @@ def _errors_by_kind(run: Run, time: Axis, edges: Floats) -> Html:
     return figure("errors", "Requests that failed", note, plot.render(), data, wide=True)
 
 
-def request_bars(run: Run) -> Html | None:
+def request_bars(run: ReportedRun) -> Html | None:
     """Requests as bars, each in the lowest place that was free: waiting for the first token, then streaming."""
     known = run.columns
     order = np.argsort(known.start, kind="stable")
@@ -305,7 +305,7 @@ def request_bars(run: Run) -> Html | None:
     return figure("requests", "Requests", said, plot.render(), data, wide=True)
 
 
-def _in_words(run: Run, place: int) -> str:
+def _in_words(run: ReportedRun, place: int) -> str:
     row = run.result.rows[place]
     name = f"request {row.number}" + (f" of {clean(row.tenant, 40)}" if row.tenant else "")
     if not row.ok:
@@ -315,7 +315,7 @@ def _in_words(run: Run, place: int) -> str:
     return f"{name}: {first}whole {whole}, {row.prompt_tokens:,} + {row.output_tokens:,} tokens"
 
 
-def _stage_rules(plot: Plot, runs: Sequence[Run]) -> None:
+def _stage_rules(plot: Plot, runs: Sequence[ReportedRun]) -> None:
     """Where each load began; of one result, and as long as there is room."""
     stages = runs[0].result.stages if len(runs) == 1 else []
     if not 1 < len(stages) <= MOST_STAGES:
@@ -329,7 +329,7 @@ def _stage_rules(plot: Plot, runs: Sequence[Run]) -> None:
             labelled = stage.began
 
 
-def _time_table(runs: Sequence[Run], edges: Sequence[Floats], columns: Sequence[Floats]) -> Html:
+def _time_table(runs: Sequence[ReportedRun], edges: Sequence[Floats], columns: Sequence[Floats]) -> Html:
     longest = max(edges, key=len)
     rows = [
         [

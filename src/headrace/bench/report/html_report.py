@@ -17,7 +17,7 @@ from headrace.bench.report.charts import histograms, percentile_charts, request_
 from headrace.bench.report.load_charts import load_charts
 from headrace.bench.report.markup import Html, join, tag
 from headrace.bench.report.report_tables import (
-    Run,
+    ReportedRun,
     errors_table,
     figures_table,
     group_tables,
@@ -29,9 +29,9 @@ from headrace.bench.report.report_tables import (
     tiles,
     totals_table,
 )
-from headrace.bench.results.benchmark_result import Result
-from headrace.bench.results.columns import columns
+from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.bench.results.formatting import clean
+from headrace.bench.results.result_columns import columns
 from headrace.errors import RequestError
 
 MOST_RESULTS: Final = 16  # in one report: the style sheet can hide as many
@@ -48,17 +48,17 @@ _WORDS: Final = (
 )
 
 
-def write_html(results: Result | Sequence[Result], path: Path, *, machine: str = "") -> None:
+def write_html(results: BenchmarkResult | Sequence[BenchmarkResult], path: Path, *, machine: str = "") -> None:
     """`machine`: what the client ran on, in words."""
     path.write_text(html(results, machine=machine), encoding="utf-8")
 
 
-def html(results: Result | Sequence[Result], *, machine: str = "") -> str:
-    every = [results] if isinstance(results, Result) else list(results)
+def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str = "") -> str:
+    every = [results] if isinstance(results, BenchmarkResult) else list(results)
     if not 1 <= len(every) <= MOST_RESULTS:
         raise RequestError(f"a report shows 1 to {MOST_RESULTS} results, not {len(every)}")
     runs = [
-        Run(result=result, columns=columns(result), name=name, series=place)
+        ReportedRun(result=result, columns=columns(result), name=name, series=place)
         for place, (result, name) in enumerate(zip(every, names(every), strict=True))
     ]
     title = "Benchmark of " + (every[0].model or every[0].url or "a server")
@@ -93,7 +93,7 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _header(runs: Sequence[Run], title: str) -> Html:
+def _header(runs: Sequence[ReportedRun], title: str) -> Html:
     first = runs[0].result
     parts = (
         [first.url, first.workload, first.load, first.started_at] if len(runs) == 1 else [first.workload, first.load]
@@ -108,7 +108,7 @@ def _header(runs: Sequence[Run], title: str) -> Html:
     )
 
 
-def _main(runs: Sequence[Run], machine: str) -> list[Html]:
+def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
     alone = len(runs) == 1
     found = [tiles(runs[0])] if alone else [keys(runs), side_by_side(runs)]
     warnings = [(run, warning) for run in runs for warning in run.result.warnings][:MOST_WARNINGS]

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from headrace.bench.report.markup import Html
 from headrace.bench.report.plot import PLAIN, Axis, Plot, axis, colour
-from headrace.bench.report.report_tables import NAMES, SHORT, Run, figure, load_of, table
-from headrace.bench.results.benchmark_result import Figures, Spread, Stage
+from headrace.bench.report.report_tables import NAMES, SHORT, ReportedRun, figure, load_of, table
+from headrace.bench.results.benchmark_result import Distribution, RequestStats, StageResult
 from headrace.bench.results.formatting import milliseconds, number
 
 MOST_TICKS: Final = 12  # loads that have a tick of their own
@@ -33,14 +33,14 @@ class _Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Loads(msgspec.Struct, frozen=True, kw_only=True):
-    runs: list[Run]
-    stages: dict[int, list[tuple[float, Stage]]]  # by the run's series, in the order of their loads
+    runs: list[ReportedRun]
+    stages: dict[int, list[tuple[float, StageResult]]]  # by the run's series, in the order of their loads
     across: Axis
     alone: bool
 
     def curves(
         self,
-        value: Callable[[Figures], float | None],
+        value: Callable[[RequestStats], float | None],
         what: str,
         *,
         series: int,
@@ -61,7 +61,7 @@ class _Loads(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def load_charts(runs: Sequence[Run]) -> list[Html]:
+def load_charts(runs: Sequence[ReportedRun]) -> list[Html]:
     """Nothing where no result has several loads."""
     loads = _loads(runs)
     if loads is None:
@@ -106,12 +106,12 @@ def load_charts(runs: Sequence[Run]) -> list[Html]:
     return [*found, cost] if cost is not None else found
 
 
-def _loads(runs: Sequence[Run]) -> _Loads | None:
+def _loads(runs: Sequence[ReportedRun]) -> _Loads | None:
     several = [run for run in runs if len({load_of(stage) for stage in run.result.stages} - {None}) > 1]
     if not several:
         return None
     rated = all(stage.rate is not None for run in several for stage in run.result.stages)
-    stages: dict[int, list[tuple[float, Stage]]] = {}
+    stages: dict[int, list[tuple[float, StageResult]]] = {}
     for run in several:
         found = [(stage.rate if rated else load_of(stage), stage) for stage in run.result.stages]
         stages[run.series] = sorted(((load, stage) for load, stage in found if load), key=lambda item: item[0])
@@ -122,9 +122,9 @@ def _loads(runs: Sequence[Run]) -> _Loads | None:
     return _Loads(runs=several, stages=stages, across=across, alone=len(runs) == 1)
 
 
-def _point(name: str, point: str) -> Callable[[Figures], float | None]:
-    def value(figures: Figures) -> float | None:
-        spread: Spread | None = getattr(figures, name)
+def _point(name: str, point: str) -> Callable[[RequestStats], float | None]:
+    def value(figures: RequestStats) -> float | None:
+        spread: Distribution | None = getattr(figures, name)
         return None if spread is None else getattr(spread, point)
 
     return value

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace.bench.report.markup import Html, join, short, tag
-from headrace.bench.results.columns import TAIL
 from headrace.bench.results.formatting import milliseconds, number, seconds, share
+from headrace.bench.results.result_columns import TAIL
 
 Floats = NDArray[np.float64]
-Kind = Literal["linear", "log", "tail"]
-Unit = Literal["ms", "s", "number", "count", "share", "percentile"]  # counts have no ticks between whole numbers
+AxisScale = Literal["linear", "log", "tail"]
+AxisUnit = Literal["ms", "s", "number", "count", "share", "percentile"]  # counts have no ticks between whole numbers
 
 SERIES: Final = 8  # colours; after them they start again, dashed
 PLAIN: Final = -1  # the series of what has no colour of its own, such as counts of requests
@@ -36,11 +36,11 @@ _ELAPSED: Final = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Kind = "linear"
+    kind: AxisScale = "linear"
     low: float = 0.0
     high: float = 1.0
     title: str = ""
-    unit: Unit = "number"
+    unit: AxisUnit = "number"
     at: tuple[float, ...] = ()  # ticks, where they are given
 
     def place(self, values: ArrayLike) -> Floats:
@@ -98,7 +98,9 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
                 return _plain(number(value)) if abs(value) < 1e6 else f"{value / 1e6:g} M"
 
 
-def axis(values: Sequence[ArrayLike], *, title: str, unit: Unit, zero: bool = True, log: bool | None = None) -> Axis:
+def axis(
+    values: Sequence[ArrayLike], *, title: str, unit: AxisUnit, zero: bool = True, log: bool | None = None
+) -> Axis:
     """One that holds all values: logarithmic where they span more than a decade or so, unless `log` says."""
     arrays = [np.asarray(each, dtype=np.float64).ravel() for each in values]
     pooled = np.concatenate(arrays) if arrays else np.zeros(0)
@@ -396,7 +398,7 @@ def _nice(step: float) -> float:
     return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= step * (1.0 - 1e-9))
 
 
-def _step(span: float, unit: Unit, most: int) -> float:
+def _step(span: float, unit: AxisUnit, most: int) -> float:
     """From one tick to the next."""
     rough = span / (most - 1)
     if unit == "s" and span >= 120.0:
@@ -407,7 +409,7 @@ def _step(span: float, unit: Unit, most: int) -> float:
     return step
 
 
-def _linear_ticks(low: float, high: float, unit: Unit, most: int) -> list[float]:
+def _linear_ticks(low: float, high: float, unit: AxisUnit, most: int) -> list[float]:
     step = _step(high - low, unit, most)
     first = math.ceil(low / step - 1e-9)
     return [place * step for place in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -13,9 +13,9 @@ import msgspec
 
 from headrace.bench.report.markup import Html, escape, join, tag
 from headrace.bench.report.plot import colour
-from headrace.bench.results.benchmark_result import Figures, Result, Spread, Stage
-from headrace.bench.results.columns import Columns
+from headrace.bench.results.benchmark_result import BenchmarkResult, Distribution, RequestStats, StageResult
 from headrace.bench.results.formatting import clean, milliseconds, number, seconds, share
+from headrace.bench.results.result_columns import ResultColumns
 
 NAMES: Final[Mapping[str, str]] = {
     "ttft": "Time to first token",
@@ -36,11 +36,11 @@ MOST_STAGES: Final = 200
 MOST_ERRORS: Final = 32  # kinds
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One result of a report."""
 
-    result: Result
-    columns: Columns
+    result: BenchmarkResult
+    columns: ResultColumns
     name: str
     series: int  # its colour, where there are several
 
@@ -70,7 +70,7 @@ def swatch(series: int) -> Html:
     return tag("span", class_=f"swatch {colour(series)}", aria_hidden="true")
 
 
-def keys(runs: Sequence[Run]) -> Html:
+def keys(runs: Sequence[ReportedRun]) -> Html:
     """The legend of a report of several results; each can be hidden."""
     return tag(
         "div",
@@ -89,7 +89,7 @@ def keys(runs: Sequence[Run]) -> Html:
     )
 
 
-def headline(run: Run) -> tuple[Figures, str]:
+def headline(run: ReportedRun) -> tuple[RequestStats, str]:
     """The figures that stand for a result, and of which load they are: of a sweep, its knee's."""
     knee = run.result.knee
     if knee is not None and knee < len(run.result.stages):
@@ -98,7 +98,7 @@ def headline(run: Run) -> tuple[Figures, str]:
     return run.result.figures, "all loads together" if len(run.result.stages) > 1 else ""
 
 
-def tiles(run: Run) -> Html:
+def tiles(run: ReportedRun) -> Html:
     """The figures that are asked for first."""
     total, load = headline(run)
     found: list[Html] = []
@@ -108,7 +108,7 @@ def tiles(run: Run) -> Html:
         found.append(tag("div", *parts, class_=look))
 
     for name in ("ttft", "itl", "tpot", "e2el"):
-        spread: Spread | None = getattr(total, name)
+        spread: Distribution | None = getattr(total, name)
         if spread is not None:
             tile(f"{SHORT[name]} p50", milliseconds(spread.p50), f"p99 {milliseconds(spread.p99)}")
     tile("Output tokens/s", number(total.output_throughput), f"best second {number(total.peak_output_per_s)}")
@@ -125,11 +125,11 @@ def tiles(run: Run) -> Html:
 _SPREAD: Final = ("requests", "mean", "std", "p50", "p90", "p95", "p99", "least", "most")
 
 
-def figures_table(run: Run) -> Html:
+def figures_table(run: ReportedRun) -> Html:
     total = run.result.figures
     rows: list[list[str]] = []
     for name, title in NAMES.items():
-        spread: Spread | None = getattr(total, name)
+        spread: Distribution | None = getattr(total, name)
         if spread is None or (name == "ttfo" and spread == total.ttft):  # nothing reasons: the same again
             continue
         show: Callable[[float], str] = number if name == "chunk_tokens" else milliseconds
@@ -139,7 +139,7 @@ def figures_table(run: Run) -> Html:
     return table(["", "values", *_SPREAD[1:]], rows, caption="Latency")
 
 
-def totals(figures: Figures) -> list[tuple[str, str]]:
+def totals(figures: RequestStats) -> list[tuple[str, str]]:
     """What is no latency."""
     found = [
         ("Requests", f"{figures.requests:,}"),
@@ -162,7 +162,7 @@ def totals(figures: Figures) -> list[tuple[str, str]]:
     return found
 
 
-def totals_table(runs: Sequence[Run]) -> Html:
+def totals_table(runs: Sequence[ReportedRun]) -> Html:
     """Totals down, results across."""
     each = [dict(totals(run.result.figures)) for run in runs]
     names = max((list(found) for found in each), key=len)
@@ -171,12 +171,12 @@ def totals_table(runs: Sequence[Run]) -> Html:
     return table(headings, rows, caption="Totals")
 
 
-def side_by_side(runs: Sequence[Run]) -> Html:
+def side_by_side(runs: Sequence[ReportedRun]) -> Html:
     """Latencies and rates of several results."""
     totals = [headline(run)[0] for run in runs]
     rows: list[list[str]] = []
     for name in ("ttft", "itl", "tpot", "e2el"):
-        spreads: list[Spread | None] = [getattr(total, name) for total in totals]
+        spreads: list[Distribution | None] = [getattr(total, name) for total in totals]
         if not any(spreads):
             continue
         for point in ("p50", "p90", "p99", "mean"):
@@ -219,9 +219,9 @@ _GROUP: Final = (
 )
 
 
-def _group_row(name: str, figures: Figures) -> list[str]:
+def _group_row(name: str, figures: RequestStats) -> list[str]:
     def at(which: str, point: str) -> str:
-        spread: Spread | None = getattr(figures, which)
+        spread: Distribution | None = getattr(figures, which)
         return milliseconds(None if spread is None else getattr(spread, point))
 
     counts = (figures.requests, figures.failed, figures.prompt_tokens, figures.output_tokens)
@@ -241,7 +241,7 @@ def _group_row(name: str, figures: Figures) -> list[str]:
     ]
 
 
-def group_tables(runs: Sequence[Run]) -> list[Html]:
+def group_tables(runs: Sequence[ReportedRun]) -> list[Html]:
     """Per tenant, surface, workload and prompt length; nothing where a run had but one."""
     found: list[Html] = []
     for field, title in (
@@ -253,7 +253,7 @@ def group_tables(runs: Sequence[Run]) -> list[Html]:
         rows: list[list[str]] = []
         left = 0
         for run in runs:
-            groups: list[Figures] = getattr(run.result, field)
+            groups: list[RequestStats] = getattr(run.result, field)
             if len(groups) < 2:
                 continue
             left += max(0, len(groups) - MOST_GROUPS)
@@ -265,7 +265,7 @@ def group_tables(runs: Sequence[Run]) -> list[Html]:
     return found
 
 
-def stages_table(runs: Sequence[Run]) -> Html | None:
+def stages_table(runs: Sequence[ReportedRun]) -> Html | None:
     rows: list[list[str]] = []
     for run in runs:
         if len(run.result.stages) < 2:
@@ -278,17 +278,17 @@ def stages_table(runs: Sequence[Run]) -> Html | None:
     return table(["", *_GROUP, ""], rows, caption="By load") if rows else None
 
 
-def load_of(stage: Stage) -> float | None:
+def load_of(stage: StageResult) -> float | None:
     return stage.rate if stage.rate is not None else stage.concurrency
 
 
-def load_in_short(stage: Stage) -> str:
+def load_in_short(stage: StageResult) -> str:
     if stage.rate is not None:
         return f"{number(stage.rate)}/s"
     return clean(stage.name, 14)
 
 
-def errors_table(runs: Sequence[Run]) -> Html | None:
+def errors_table(runs: Sequence[ReportedRun]) -> Html | None:
     rows: list[list[str]] = []
     for run in runs:
         examples: dict[str, str] = {}
@@ -302,7 +302,7 @@ def errors_table(runs: Sequence[Run]) -> Html | None:
     return table(["kind", "requests", "one of them"], rows, caption="Errors") if rows else None
 
 
-def ran_table(run: Run, machine: str) -> Html:
+def ran_table(run: ReportedRun, machine: str) -> Html:
     """What was run."""
     result = run.result
     lines: list[tuple[str, str]] = [
@@ -345,7 +345,7 @@ def _argument(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def names(results: Sequence[Result]) -> list[str]:
+def names(results: Sequence[BenchmarkResult]) -> list[str]:
     """A name for each result, all different: its label, or its model, or its server."""
     found: list[str] = []
     for place, result in enumerate(results):

@@ -22,7 +22,7 @@ MOST_FILE: Final = 2 * 1024**3  # bytes of a result that is read: 2 GiB
 PERCENTILES: Final = (50, 90, 95, 99)
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A run while it goes on; warm-up requests are in none of it."""
 
     seconds: float  # since the run's start, 0 during warm-up
@@ -47,7 +47,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float = 0.0  # the longest lag behind the schedule in the last second
 
 
-class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RequestRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request. Seconds; None is what the server did not show."""
 
     number: int  # in the order in which requests were made
@@ -97,7 +97,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.start + (self.e2el or 0.0)
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     """Of `count` values; times are milliseconds. Percentiles interpolate linearly between neighbours."""
 
     count: int
@@ -111,7 +111,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     most: float
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class RequestStats(msgspec.Struct, kw_only=True):
     """Of a group of requests. Times are of those that ended well."""
 
     name: str
@@ -129,21 +129,21 @@ class Figures(msgspec.Struct, kw_only=True):
     goodput: float | None = None
     peak_running: int = 0
     peak_output_per_s: float = 0.0  # tokens of the best second
-    ttft: Spread | None = None
-    ttfo: Spread | None = None
-    itl: Spread | None = None
-    tpot: Spread | None = None
-    e2el: Spread | None = None
-    queue: Spread | None = None
-    prefill: Spread | None = None
-    decode: Spread | None = None
-    lag: Spread | None = None  # of all requests of an open loop
-    chunk_tokens: Spread | None = None  # tokens for each streamed output, a mean for each request
+    ttft: Distribution | None = None
+    ttfo: Distribution | None = None
+    itl: Distribution | None = None
+    tpot: Distribution | None = None
+    e2el: Distribution | None = None
+    queue: Distribution | None = None
+    prefill: Distribution | None = None
+    decode: Distribution | None = None
+    lag: Distribution | None = None  # of all requests of an open loop
+    chunk_tokens: Distribution | None = None  # tokens for each streamed output, a mean for each request
     together: float = 0.0  # share of the streamed outputs that came in one read with the one before
     errors: dict[str, int] = {}  # by kind
 
 
-class Stage(msgspec.Struct, kw_only=True):
+class StageResult(msgspec.Struct, kw_only=True):
     """A part of the run with one load."""
 
     name: str  # "4 requests/s", "8 at once"
@@ -151,7 +151,7 @@ class Stage(msgspec.Struct, kw_only=True):
     concurrency: int | None = None  # None: no bound but the client's own
     began: float = 0.0  # seconds from the run's start
     ended: float = 0.0
-    figures: Figures
+    figures: RequestStats
     kept_up: bool = True  # in a sweep: the server did
     why: str = ""  # why it did not
 
@@ -167,7 +167,7 @@ class TokenCheck(msgspec.Struct, kw_only=True):
     past_ends: float | None = None  # the same of answers that went on past their ends, where others decided
 
 
-class Result(msgspec.Struct, kw_only=True):
+class BenchmarkResult(msgspec.Struct, kw_only=True):
     version: int = VERSION
     headrace: str = ""  # version of the program
     label: str = ""
@@ -188,28 +188,28 @@ class Result(msgspec.Struct, kw_only=True):
     ramp: tuple[float, float] | None = None  # requests/s
     arguments: dict[str, Any] = {}  # of the command; without keys
     objectives: dict[str, float] = {}  # milliseconds by ttft, ttfo, tpot, e2el
-    figures: Figures
-    stages: list[Stage] = []
+    figures: RequestStats
+    stages: list[StageResult] = []
     knee: int | None = None  # place in stages of the highest load that the server kept up with; of a sweep
-    tenants: list[Figures] = []  # each where there is more than one
-    surfaces: list[Figures] = []
-    workloads: list[Figures] = []
-    lengths: list[Figures] = []  # by prompt tokens
+    tenants: list[RequestStats] = []  # each where there is more than one
+    surfaces: list[RequestStats] = []
+    workloads: list[RequestStats] = []
+    lengths: list[RequestStats] = []  # by prompt tokens
     warmup: int = 0  # requests that are in no figure
     token_check: TokenCheck | None = None
     warnings: list[str] = []
-    rows: list[Row] = []  # none where details are left out
+    rows: list[RequestRow] = []  # none where details are left out
     gaps_left_out: int = 0  # rows without their gaps, past the bound
 
 
-def write(result: Result, path: Path) -> None:
+def write(result: BenchmarkResult, path: Path) -> None:
     """vLLM's keys at the top, all of the result under "headrace". The rows' gaps and texts are in the file once."""
     bare = [msgspec.structs.replace(row, gaps=[], text="") for row in result.rows]
     own = msgspec.to_builtins(msgspec.structs.replace(result, rows=bare))
     path.write_bytes(msgspec.json.encode(vllm_keys(result) | {"headrace": own}) + b"\n")
 
 
-def read(path: Path) -> Result:
+def read(path: Path) -> BenchmarkResult:
     """RequestError where the file is none of ours."""
     with path.open("rb") as file:
         raw = file.read(MOST_FILE + 1)
@@ -229,12 +229,12 @@ def read(path: Path) -> Result:
 
 
 class _File(msgspec.Struct):
-    headrace: Result
+    headrace: BenchmarkResult
     itls: list[list[float]] = []
     generated_texts: list[str] = []
 
 
-def vllm_keys(result: Result) -> dict[str, Any]:
+def vllm_keys(result: BenchmarkResult) -> dict[str, Any]:
     """The keys that `vllm bench serve` writes, with their units: seconds in lists, milliseconds in `..._ms`."""
     total = result.figures
     stage = result.stages[0] if len(result.stages) == 1 else None
@@ -268,7 +268,7 @@ def vllm_keys(result: Result) -> dict[str, Any]:
         "max_concurrent_requests": total.peak_running,
     }
     for name in ("ttft", "tpot", "itl", "e2el"):
-        spread: Spread | None = getattr(total, name)
+        spread: Distribution | None = getattr(total, name)
         if spread is None:
             continue
         found[f"mean_{name}_ms"] = spread.mean

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.bench.results.benchmark_result import Figures, Result, Spread
+from headrace.bench.results.benchmark_result import BenchmarkResult, Distribution, RequestStats
 from headrace.bench.results.formatting import clean, milliseconds, number, seconds, share
 
 _TIMES: Final = (
@@ -30,7 +30,7 @@ _TIMES: Final = (
 MOST_GROUPS: Final = 20  # rows of a table of groups; the file has all
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: BenchmarkResult, console: Console) -> None:
     total = result.figures
     where = f"{clean(result.model, 200)} at {result.url}{result.endpoint}"
     console.print(f"[bold]{escape(where)}[/bold], {escape(result.workload)}, seed {result.seed}", highlight=False)
@@ -55,7 +55,7 @@ def show(result: Result, console: Console) -> None:
         console.print(f"[yellow]note:[/yellow] {escape(clean(warning))}", highlight=False)
 
 
-def _counts(result: Result) -> str:
+def _counts(result: BenchmarkResult) -> str:
     total = result.figures
     parts = [
         f"{total.completed:,} of {total.requests:,} requests ended well in {seconds(result.duration)}",
@@ -80,13 +80,13 @@ def _counts(result: Result) -> str:
     return "; ".join(parts) + "."
 
 
-def _times(total: Figures) -> Table:
+def _times(total: RequestStats) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("")
     for heading in ("mean", "p50", "p90", "p95", "p99", "longest", "values"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, attribute in _TIMES:
-        spread: Spread | None = getattr(total, attribute)
+        spread: Distribution | None = getattr(total, attribute)
         if spread is None or (attribute == "ttfo" and spread == total.ttft):
             continue
         values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.most)
@@ -94,7 +94,7 @@ def _times(total: Figures) -> Table:
     return table
 
 
-def _groups(title: str, groups: Sequence[Figures], notes: Sequence[str] = ()) -> Table:
+def _groups(title: str, groups: Sequence[RequestStats], notes: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column(title)
     with_goodput = any(group.goodput is not None for group in groups)
@@ -135,7 +135,7 @@ def _groups(title: str, groups: Sequence[Figures], notes: Sequence[str] = ()) ->
     return table
 
 
-def _note(result: Result, place: int) -> str:
+def _note(result: BenchmarkResult, place: int) -> str:
     stage = result.stages[place]
     if result.knee == place:
         return "the knee"

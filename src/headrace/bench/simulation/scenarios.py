@@ -14,26 +14,26 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.bench.simulation.baseline_orders import Order
-from headrace.bench.simulation.outcomes import Summary, is_good, summarise
-from headrace.bench.simulation.simulator import Hardware, Record, Run, simulate
-from headrace.bench.simulation.synthetic_traffic import Call, Mix, abuser, generate
+from headrace.bench.simulation.simulation_summary import SimulationSummary, is_good, summarise
+from headrace.bench.simulation.simulator import Hardware, RequestOutcome, SimulationResult, simulate
+from headrace.bench.simulation.synthetic_traffic import SimulatedRequest, TrafficMix, abuser, generate
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import Limits
 
 PATIENCE = 600.0  # seconds after the last arrival for which a run goes on
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What stays the same while orders are compared."""
 
-    mix: Mix
+    mix: TrafficMix
     hardware: Hardware
     limits: Limits
     policy: Policy
     orders: Sequence[Order]
     say: Callable[[str], None] = lambda _text: None
 
-    def run(self, calls: Sequence[Call], order: Order) -> Run:
+    def run(self, calls: Sequence[SimulatedRequest], order: Order) -> SimulationResult:
         return simulate(
             calls,
             self.hardware,
@@ -44,11 +44,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             drain=PATIENCE,
         )
 
-    def summary(self, run: Run, order: Order) -> Summary:
+    def summary(self, run: SimulationResult, order: Order) -> SimulationSummary:
         return summarise(run, order, self.policy, offered=self.mix.seconds)
 
 
-class Abuse(msgspec.Struct, frozen=True):
+class AbuseResult(msgspec.Struct, frozen=True):
     """The other tenants' p99 TTFT in the foreground, without the abuse and with it."""
 
     order: str
@@ -60,7 +60,7 @@ class Abuse(msgspec.Struct, frozen=True):
     abuser_served: float  # share of the abuser's requests that got an answer
 
 
-class Cold(msgspec.Struct, frozen=True):
+class ColdPrefixResult(msgspec.Struct, frozen=True):
     """TTFT of the foreground requests whose prefix is their own, and of the rest."""
 
     order: str
@@ -72,7 +72,7 @@ class Cold(msgspec.Struct, frozen=True):
     rest_most: float
 
 
-class Overload(msgspec.Struct, frozen=True):
+class OverloadResult(msgspec.Struct, frozen=True):
     order: str
     load: float  # as a multiple of what the machine can serve
     rate: float  # requests per second
@@ -83,7 +83,7 @@ class Overload(msgspec.Struct, frozen=True):
     most: float
 
 
-def capacity(setting: Setting) -> float:
+def capacity(setting: ScenarioSetup) -> float:
     """Requests per second that the machine finishes when there are always more: prefixes warm, in order of arrival."""
     mix = replace(
         setting.mix, abuse=1.0, deadlines=False, rate=10.0, seconds=max(60.0, 1.5 * setting.mix.tenants / 10.0)
@@ -98,11 +98,11 @@ def capacity(setting: Setting) -> float:
     return (last - first) / float(ends[last] - ends[first])
 
 
-def abuse(setting: Setting, factor: float) -> list[Abuse]:
+def abuse(setting: ScenarioSetup, factor: float) -> list[AbuseResult]:
     name = abuser(setting.mix)
     calm = list(generate(replace(setting.mix, abuse=1.0)))
     wild = list(generate(replace(setting.mix, abuse=factor)))
-    found: list[Abuse] = []
+    found: list[AbuseResult] = []
     for order in setting.orders:
         setting.say(f"abuse: {order}")
         before = _foreground(setting.run(calm, order), setting.policy, but=name)
@@ -111,13 +111,13 @@ def abuse(setting: Setting, factor: float) -> list[Abuse]:
         mine = [record for record in run.records if record.call.tenant == name]
         p_before, p_after = _p99(before), _p99(after)
         served = sum(record.tokens > 0 for record in mine) / max(len(mine), 1)
-        found.append(Abuse(order, factor, len(after), p_before, p_after, p_after / p_before - 1.0, served))
+        found.append(AbuseResult(order, factor, len(after), p_before, p_after, p_after / p_before - 1.0, served))
     return found
 
 
-def cold(setting: Setting) -> list[Cold]:
+def cold(setting: ScenarioSetup) -> list[ColdPrefixResult]:
     calls = list(generate(setting.mix))
-    found: list[Cold] = []
+    found: list[ColdPrefixResult] = []
     for order in setting.orders:
         setting.say(f"cold prefixes: {order}")
         records = _foreground(setting.run(calls, order), setting.policy)
@@ -125,7 +125,7 @@ def cold(setting: Setting) -> list[Cold]:
         rest = [record for record in records if not record.call.cold]
         values = sorted(record.ttft for record in alone)
         found.append(
-            Cold(
+            ColdPrefixResult(
                 order,
                 len(alone),
                 values[len(values) // 2] if values else 0.0,
@@ -138,9 +138,9 @@ def cold(setting: Setting) -> list[Cold]:
     return found
 
 
-def overload(setting: Setting, loads: Sequence[float], most: float) -> list[Overload]:
+def overload(setting: ScenarioSetup, loads: Sequence[float], most: float) -> list[OverloadResult]:
     """`most`: requests per second that the machine can serve (`capacity`)."""
-    found: list[Overload] = []
+    found: list[OverloadResult] = []
     for load in loads:
         mix = replace(setting.mix, rate=load * most)
         calls = list(generate(mix))
@@ -152,11 +152,11 @@ def overload(setting: Setting, loads: Sequence[float], most: float) -> list[Over
             answered = [record for record in waited_for if record.ttft < math.inf]
             refused = sum(record.refused for record in run.records) / max(len(calls), 1)
             longest = max((record.ttft for record in answered), default=0.0)
-            found.append(Overload(order, load, mix.rate, good, good / most, refused, _p99(answered), longest))
+            found.append(OverloadResult(order, load, mix.rate, good, good / most, refused, _p99(answered), longest))
     return found
 
 
-def _foreground(run: Run, policy: Policy, *, but: str | None = None) -> list[Record]:
+def _foreground(run: SimulationResult, policy: Policy, *, but: str | None = None) -> list[RequestOutcome]:
     """Requests that someone waits for, the refused ones left out."""
     return [
         record
@@ -165,7 +165,7 @@ def _foreground(run: Run, policy: Policy, *, but: str | None = None) -> list[Rec
     ]
 
 
-def _p99(records: Sequence[Record]) -> float:
+def _p99(records: Sequence[RequestOutcome]) -> float:
     """By rank, so that requests without a token count as longer than any."""
     values = sorted(record.ttft for record in records)
     return values[min(math.ceil(0.99 * len(values)), len(values)) - 1] if values else 0.0

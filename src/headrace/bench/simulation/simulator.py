@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from headrace.bench.simulation.baseline_orders import Order, rival
-from headrace.bench.simulation.synthetic_traffic import Call
+from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.memory.blocks import Blocks
 from headrace.engine.scheduling.policy import Policy
@@ -39,10 +39,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return seconds * math.exp(rng.gauss(0.0, self.noise)) if self.noise else seconds
 
 
-class Record(msgspec.Struct):
+class RequestOutcome(msgspec.Struct):
     """What became of a call. Times in seconds; `inf` where there is none."""
 
-    call: Call
+    call: SimulatedRequest
     refused: bool = False
     retry_after: float = 0.0
     predicted: float = 0.0  # time to first token, at admission
@@ -58,8 +58,8 @@ class Record(msgspec.Struct):
         return (self.end - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-class Run(msgspec.Struct):
-    records: list[Record]
+class SimulationResult(msgspec.Struct):
+    records: list[RequestOutcome]
     seconds: float  # until the last request ended
     busy: float  # of those, in steps
     stats: SchedulerStats
@@ -68,7 +68,7 @@ class Run(msgspec.Struct):
 
 
 def simulate(
-    calls: Iterable[Call],
+    calls: Iterable[SimulatedRequest],
     hardware: Hardware,
     *,
     policy: Policy | None = None,
@@ -77,7 +77,7 @@ def simulate(
     seed: int = 0,
     drain: float = math.inf,
     progress: Callable[[float], None] | None = None,
-) -> Run:
+) -> SimulationResult:
     """Serves the calls; `drain` seconds after the last of them it stops, whoever still waits."""
     queue, policy, limits = rival(order, policy or Policy(), limits or Limits())
     blocks = Blocks(hardware.blocks, hardware.block_tokens)
@@ -114,7 +114,7 @@ def simulate(
         if call is None and now > last + drain:
             break
     stats = scheduler.stats()
-    return Run(clients.records, now, busy, stats, clients.gaps, stats.waiting)
+    return SimulationResult(clients.records, now, busy, stats, clients.gaps, stats.waiting)
 
 
 _TOKEN = 1
@@ -124,12 +124,12 @@ class _Clients:
     """Everybody who sends requests, with their watches."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.records: list[Record] = []
+        self.records: list[RequestOutcome] = []
         self.gaps: dict[str, array[float]] = {}
         self._scheduler = scheduler
-        self._open: dict[str, tuple[Record, float]] = {}  # with the time of the last token
+        self._open: dict[str, tuple[RequestOutcome, float]] = {}  # with the time of the last token
 
-    def send(self, call: Call, now: float) -> None:
+    def send(self, call: SimulatedRequest, now: float) -> None:
         name = str(len(self.records))
         request = Request(
             id=name,
@@ -143,7 +143,7 @@ class _Clients:
             deadline=None if call.deadline is None else call.at + call.deadline,
             arrival=call.at,
         )
-        record = Record(call)
+        record = RequestOutcome(call)
         self.records.append(record)
         admission = self._scheduler.admit(request, now)
         record.refused = not admission.accepted

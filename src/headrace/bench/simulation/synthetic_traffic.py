@@ -26,7 +26,7 @@ MOST_TOKENS: Final = 1_000_000  # of a prompt or an answer in a trace
 _IDS: Final = 100_000  # token ids of made-up prompts are below
 
 
-class Call(msgspec.Struct, frozen=True):
+class SimulatedRequest(msgspec.Struct, frozen=True):
     at: float  # seconds from the start
     tenant: str
     surface: str
@@ -38,7 +38,7 @@ class Call(msgspec.Struct, frozen=True):
     deadline: float | None = None  # seconds from its arrival
 
 
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+class LogNormalLengths(msgspec.Struct, frozen=True, kw_only=True):
     """Log-normal, so most are near the median and a few are long."""
 
     median: float
@@ -49,49 +49,49 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, min(self.most, round(self.median * math.exp(rng.gauss(0.0, self.spread)))))
 
 
-class Kind(msgspec.Struct, frozen=True, kw_only=True):
+class SurfaceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What requests of one surface look like."""
 
     share: float  # of the requests
-    prefix: Lengths  # tokens that requests of a tenant share
-    own: Lengths  # tokens of the prompt after that
-    answer: Lengths
+    prefix: LogNormalLengths  # tokens that requests of a tenant share
+    own: LogNormalLengths  # tokens of the prompt after that
+    answer: LogNormalLengths
 
 
-KINDS: Final[Mapping[str, Kind]] = {
-    "chat": Kind(
+SURFACE_PROFILES: Final[Mapping[str, SurfaceProfile]] = {
+    "chat": SurfaceProfile(
         share=0.70,
-        prefix=Lengths(median=400, most=2000),
-        own=Lengths(median=120, spread=0.9, most=2000),
-        answer=Lengths(median=80, most=400),
+        prefix=LogNormalLengths(median=400, most=2000),
+        own=LogNormalLengths(median=120, spread=0.9, most=2000),
+        answer=LogNormalLengths(median=80, most=400),
     ),
-    "voice": Kind(
+    "voice": SurfaceProfile(
         share=0.10,
-        prefix=Lengths(median=150, most=600),
-        own=Lengths(median=40, most=200),
-        answer=Lengths(median=30, most=120),
+        prefix=LogNormalLengths(median=150, most=600),
+        own=LogNormalLengths(median=40, most=200),
+        answer=LogNormalLengths(median=30, most=120),
     ),
-    "agent": Kind(
+    "agent": SurfaceProfile(
         share=0.15,
-        prefix=Lengths(median=1200, most=4000),
-        own=Lengths(median=250, spread=0.9, most=4000),
-        answer=Lengths(median=50, most=400),
+        prefix=LogNormalLengths(median=1200, most=4000),
+        own=LogNormalLengths(median=250, spread=0.9, most=4000),
+        answer=LogNormalLengths(median=50, most=400),
     ),
-    "batch": Kind(
+    "batch": SurfaceProfile(
         share=0.05,
-        prefix=Lengths(median=200, most=1000),
-        own=Lengths(median=600, spread=0.9, most=4000),
-        answer=Lengths(median=100, most=400),
+        prefix=LogNormalLengths(median=200, most=1000),
+        own=LogNormalLengths(median=600, spread=0.9, most=4000),
+        answer=LogNormalLengths(median=100, most=400),
     ),
 }
 
 
-class Mix(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficMix(msgspec.Struct, frozen=True, kw_only=True):
     tenants: int = 50
     rate: float = 2.0  # requests per second of all tenants together, the abuser's excess apart
     seconds: float = 120.0
     seed: int = 0
-    kinds: Mapping[str, Kind] = msgspec.field(default_factory=lambda: KINDS)
+    kinds: Mapping[str, SurfaceProfile] = msgspec.field(default_factory=lambda: SURFACE_PROFILES)
     prefixes: int = 1  # that a tenant's requests of one surface share
     cold: float = 0.05  # share of requests whose prefix is their own
     skew: float = 0.5  # of the tenants' loads: the k-th has k**-skew of the first's
@@ -115,12 +115,12 @@ def tenant_name(number: int) -> str:
     return f"tenant-{number:04d}"
 
 
-def abuser(mix: Mix) -> str:
+def abuser(mix: TrafficMix) -> str:
     """The tenant in the middle: neither the busiest nor the quietest."""
     return tenant_name(mix.tenants // 2)
 
 
-def generate(mix: Mix) -> Iterator[Call]:
+def generate(mix: TrafficMix) -> Iterator[SimulatedRequest]:
     """Calls in the order in which they arrive."""
     mix.check()
     quiet = replace(mix, abuse=1.0)
@@ -130,17 +130,17 @@ def generate(mix: Mix) -> Iterator[Call]:
         place = mix.tenants // 2
         rate = mix.rate * _loads(mix)[place] * (mix.abuse - 1.0)
         streams.append(_arrivals(quiet, random.Random(f"{mix.seed} abuse"), rate, place))
-    merged: list[Call] = sorted(itertools.chain(*streams), key=lambda call: call.at)
+    merged: list[SimulatedRequest] = sorted(itertools.chain(*streams), key=lambda call: call.at)
     return iter(merged)
 
 
-def _loads(mix: Mix) -> list[float]:
+def _loads(mix: TrafficMix) -> list[float]:
     raw = [(place + 1.0) ** -mix.skew for place in range(mix.tenants)]
     total = sum(raw)
     return [load / total for load in raw]
 
 
-def _arrivals(mix: Mix, rng: random.Random, rate: float, only: int | None) -> Iterator[Call]:
+def _arrivals(mix: TrafficMix, rng: random.Random, rate: float, only: int | None) -> Iterator[SimulatedRequest]:
     loads = list(itertools.accumulate(_loads(mix)))
     names = list(mix.kinds)
     shares = list(itertools.accumulate(kind.share for kind in mix.kinds.values()))
@@ -163,17 +163,19 @@ def _arrivals(mix: Mix, rng: random.Random, rate: float, only: int | None) -> It
             yield _call(mix, rng, at, place, surface, prefix, cold=False)
 
 
-def _call(mix: Mix, rng: random.Random, at: float, place: int, surface: str, prefix: int, *, cold: bool) -> Call:
+def _call(
+    mix: TrafficMix, rng: random.Random, at: float, place: int, surface: str, prefix: int, *, cold: bool
+) -> SimulatedRequest:
     kind = mix.kinds[surface]
     name = rng.randrange(1 << 40) if cold else prefix
     shared = made_tokens(f"{mix.seed} {place} {surface} {name}", kind.prefix)
     own = _run(rng, kind.own.draw(rng))
     answer = kind.answer.draw(rng)
     deadline = 3.0 + 0.15 * answer if mix.deadlines and surface != "batch" else None
-    return Call(at, tenant_name(place), surface, shared + own, answer, cold, deadline=deadline)
+    return SimulatedRequest(at, tenant_name(place), surface, shared + own, answer, cold, deadline=deadline)
 
 
-def made_tokens(name: str, lengths: Lengths) -> tuple[int, ...]:
+def made_tokens(name: str, lengths: LogNormalLengths) -> tuple[int, ...]:
     """The prefix of a name: the same tokens every time."""
     rng = random.Random(name)
     return _run(rng, lengths.draw(rng))
@@ -213,7 +215,7 @@ def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def read_trace(path: Path, *, seed: int = 0) -> Iterator[Call]:
+def read_trace(path: Path, *, seed: int = 0) -> Iterator[SimulatedRequest]:
     """The calls of a trace file; RequestError names the line that is wrong."""
     decoder = msgspec.json.Decoder(TraceLine)
     rng = random.Random(f"{seed} trace")
@@ -228,7 +230,7 @@ def read_trace(path: Path, *, seed: int = 0) -> Iterator[Call]:
         shared = min(line.prefix_tokens, line.prompt)
         prefix = _run(random.Random(f"{seed} {line.tenant} {line.prefix}"), shared) if line.prefix else ()
         prompt = prefix + _run(rng, line.prompt - len(prefix))
-        yield Call(
+        yield SimulatedRequest(
             line.at,
             line.tenant,
             line.surface,

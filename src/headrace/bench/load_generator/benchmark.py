@@ -1,0 +1,443 @@
+"""One benchmark from its options to its result: prepare, warm up, stage after stage, check the tokens, sum up.
+
+Owns the order of things and the warnings. Each part of it is another module's: prepare, drive, sweep, figures, tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import resource
+from collections.abc import Callable, Generator
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+import uvloop
+
+from headrace import __version__
+from headrace.bench.client.http_client import HttpClient, Target
+from headrace.bench.load_generator.arrivals import Arrivals
+from headrace.bench.load_generator.benchmark_options import MOST_REQUESTS, BenchmarkOptions, LoadTenant
+from headrace.bench.load_generator.load_driver import LoadDriver, StageLimits, TenantLoad
+from headrace.bench.load_generator.preparation import Preparation, prepare, problem
+from headrace.bench.load_generator.request_builder import CHAT, COMPLETIONS, PrebuiltRequests
+from headrace.bench.load_generator.result_warnings import caveats
+from headrace.bench.load_generator.sweep import RateSearch, shortfall
+from headrace.bench.load_generator.token_check import recount
+from headrace.bench.load_generator.trace_reader import read_trace
+from headrace.bench.load_generator.workloads import UniformLengths, Workload, sessions
+from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, RunSnapshot, StageResult
+from headrace.bench.results.request_stats import figures, groups, lengths
+from headrace.errors import RequestError
+
+DEFAULT_SECONDS: Final = 30.0  # of a stage, where neither requests nor seconds are given
+_WARM: Final = Workload(name="warm-up", own=UniformLengths(64), answer=UniformLengths(16))  # before a trace
+_RAMP_PARTS: Final = 10  # stages that a ramp is cut into afterwards
+_WARMING: Final = 8  # warm-up requests at once, at most
+_SPARE: Final = 64  # file descriptors beside the connections
+
+
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage to come."""
+
+    name: str
+    rate: float | None = None
+    users: int | None = None  # of a closed loop
+    most: int | None = None  # of an open loop: requests at once
+    last_rate: float | None = None  # of a ramp
+
+
+def run_benchmark(options: BenchmarkOptions, *, watch: Callable[[RunSnapshot], None] | None = None) -> BenchmarkResult:
+    """Blocks until it is done. RequestError for options and requests that are wrong, ConnectionError for no server.
+
+    Ctrl-C ends the run early, with what was measured until then; the result says so among its warnings.
+    """
+    options.check()
+    found: list[BenchmarkResult] = []
+
+    async def main() -> None:
+        # Not the task's own result: asyncio.Runner writes the repr of that into an error that nobody sees.
+        found.append(await run_benchmark_async(options, watch=watch))
+
+    with _quiet(options), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    return found[0]
+
+
+async def run_benchmark_async(
+    options: BenchmarkOptions, *, watch: Callable[[RunSnapshot], None] | None = None
+) -> BenchmarkResult:
+    client = HttpClient(
+        Target.of(options.url),
+        timeout=options.timeout,
+        connect_timeout=options.connect_timeout,
+        most_kept=options.running,
+        insecure=options.insecure,
+    )
+    try:
+        trace = None if options.trace is None else _Trace(options)
+        prepared = await prepare(client, options, made=trace is None or trace.made)
+        return await _Run(client, options, prepared, trace, watch).run()
+    finally:
+        client.close()
+
+
+class _Trace:
+    """A trace's sessions. All of the file is read once before the run: a wrong line at its end would spoil it."""
+
+    def __init__(self, options: BenchmarkOptions) -> None:
+        assert options.trace is not None
+        lines = read_trace(options.trace, form=options.trace_format, speed=options.speed)
+        first = next(lines, None)
+        if first is None:
+            raise RequestError(f"{options.trace} holds no request", parameter="trace")
+        for _ in lines:
+            pass
+        self.timed = first.at is not None
+        if options.timed and not self.timed:
+            raise RequestError("the trace has no times: give a --rate or a --concurrency", parameter="rate")
+        self.made = first.text is None
+        self.sessions = read_trace(options.trace, form=options.trace_format, speed=options.speed)
+
+
+class _Run:
+    def __init__(
+        self,
+        client: HttpClient,
+        options: BenchmarkOptions,
+        prepared: Preparation,
+        trace: _Trace | None,
+        watch: Callable[[RunSnapshot], None] | None,
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._prepared = prepared
+        self._trace = trace
+        self._drive = LoadDriver(
+            client,
+            prepared.prompts,
+            stream=options.stream,
+            seed=options.seed,
+            keep_texts=options.texts,
+            watch=watch,
+        )
+        self._stages: list[StageResult] = []
+        self._warnings = list(prepared.warnings)
+        self._knee: int | None = None
+        self._tenants = options.tenants
+        self._sources = self._opened()
+
+    def _opened(self) -> list[tuple[LoadTenant, PrebuiltRequests]]:
+        """Where each tenant's requests come from: one stream for the whole run, so that no stage repeats another's."""
+        prompts, seed = self._prepared.prompts, self._options.seed
+        if self._trace is not None:
+            return [(self._tenants[0], PrebuiltRequests(self._trace.sessions, prompts))]
+        return [
+            (
+                tenant,
+                PrebuiltRequests(sessions(tenant.mix, seed=seed, tenant=tenant.name, surface=tenant.surface), prompts),
+            )
+            for tenant in self._tenants
+        ]
+
+    async def run(self) -> BenchmarkResult:
+        options = self._options
+        began = datetime.now(UTC)
+        await self._warm()
+        try:
+            if options.sweep is not None:
+                await self._sweep()
+            else:
+                plans = self._plans()
+                self._drive.stages = len(plans)
+                for plan in plans:
+                    await self._stage(plan)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.uncancel() > 0 or not self._drive.rows:
+                raise
+            self._warnings.append("the run was interrupted: these are the requests until then")
+            number = len(self._stages)
+            if rows := [row for row in self._drive.rows if row.stage == number]:
+                found = figures("interrupted", rows, options.objectives)
+                began_s = min(row.start for row in rows)
+                self._stages.append(
+                    StageResult(
+                        name=found.name, began=began_s, ended=began_s + found.seconds, figures=found, kept_up=False
+                    )
+                )
+        return await self._result(began)
+
+    def _plans(self) -> list[_Plan]:
+        options = self._options
+        if options.ramp is not None:
+            low, high = options.ramp
+            return [_Plan(name=f"{low:g} to {high:g} requests/s", rate=low, last_rate=high)]
+        if options.rates:
+            most = options.concurrency[0] if options.concurrency else None
+            return [_Plan(name=_rate_name(rate), rate=rate, most=most) for rate in options.rates]
+        if options.concurrency:
+            return [_Plan(name=f"{users} at once", users=users) for users in options.concurrency]
+        if options.timed:
+            return [_Plan(name="the trace's times")]
+        if self._tenants[0].rate is not None or self._tenants[0].concurrency is not None:
+            return [_Plan(name=f"{len(self._tenants)} tenants")]
+        return [_Plan(name="1 at once", users=1)]
+
+    # Stages
+
+    async def _warm(self) -> None:
+        """From the sessions of the run, so that beginnings which are shared are known; a trace keeps its own."""
+        options = self._options
+        if not options.warmup:
+            return
+        if self._trace is None:
+            sources = [ahead for _, ahead in self._sources]
+        elif self._trace.made:
+            warming = sessions([(_WARM, 1.0)], seed=options.seed, tenant="warm-up")
+            sources = [PrebuiltRequests(warming, self._prepared.prompts)]
+        else:
+            return
+        rows: list[RequestRow] = []
+        for place, ahead in enumerate(sources):
+            count = (options.warmup + len(sources) - 1 - place) // len(sources)
+            if count:
+                rows += await self._drive.warm(ahead, count, _WARMING, self._bounds())
+        if rows and not any(row.ok for row in rows):
+            row = rows[0]
+            what = f"{self._client.target.url}: no warm-up request was answered: {row.error}: {row.why}"
+            raise problem(what, row.status)
+
+    async def _stage(self, plan: _Plan) -> StageResult:
+        options, drive = self._options, self._drive
+        number = len(self._stages)
+        first_row = len(drive.rows)
+        bounds = self._bounds()
+        loads = [self._load(plan, tenant, ahead, number) for tenant, ahead in self._sources]
+        expected = bounds.requests or 64
+        if bounds.seconds is not None and plan.rate is not None and plan.rate < math.inf:
+            expected = min(expected, math.ceil(bounds.seconds * max(plan.rate, plan.last_rate or 0.0)))
+        for load in loads:
+            load.ahead.fill(math.ceil(expected / len(loads)))
+        await self._client.warm(min(sum(load.users or 0 for load in loads), options.running))
+        began, last, ended = await drive.stage(number, plan.name, loads, bounds)
+        rows = drive.rows[first_row:]
+        if not rows:
+            raise RequestError("the stage ended before it sent a request: give it more seconds", parameter="seconds")
+        stage = StageResult(
+            name=plan.name,
+            rate=plan.rate if plan.last_rate is None else None,
+            concurrency=plan.users or plan.most,
+            began=began,
+            ended=ended,
+            figures=figures(plan.name, rows, options.objectives),
+        )
+        if options.sweep is not None:
+            first = self._stages[0].figures if self._stages else None
+            stage.why = shortfall(
+                stage.figures,
+                sending=last - began,
+                first=first,
+                objectives=options.objectives,
+                good_share=options.sweep.good_share,
+                latency=options.sweep.latency,
+            )
+            stage.kept_up = not stage.why
+        self._stages.append(stage)
+        if plan.last_rate is not None:
+            self._cut_ramp(stage)
+        return stage
+
+    def _load(self, plan: _Plan, tenant: LoadTenant, ahead: PrebuiltRequests, number: int) -> TenantLoad:
+        options = self._options
+        name = f"{options.seed} {tenant.name} {number} arrivals"
+        share = 1.0 / len(self._sources)
+        if plan.rate is not None:
+            arrivals = Arrivals(
+                rate=plan.rate * share,
+                kind=tenant.arrivals,
+                burstiness=tenant.burstiness,
+                last_rate=None if plan.last_rate is None else plan.last_rate * share,
+                seconds=options.seconds or 0.0,
+            )
+            return TenantLoad(ahead=ahead, times=arrivals.times(name), most=plan.most)
+        if plan.users is not None:
+            # Users are shared out as evenly as whole ones can be.
+            place = next(place for place, (each, _) in enumerate(self._sources) if each is tenant)
+            count = len(self._sources)
+            return TenantLoad(ahead=ahead, users=(plan.users + count - 1 - place) // count)
+        if tenant.rate is not None:
+            arrivals = Arrivals(rate=tenant.rate, kind=tenant.arrivals, burstiness=tenant.burstiness)
+            return TenantLoad(ahead=ahead, times=arrivals.times(name))
+        if tenant.concurrency is not None:
+            return TenantLoad(ahead=ahead, users=tenant.concurrency)
+        return TenantLoad(ahead=ahead, timed=True)
+
+    def _bounds(self) -> StageLimits:
+        options = self._options
+        seconds = options.seconds
+        if seconds is None and options.requests is None and self._trace is None:
+            seconds = DEFAULT_SECONDS
+        return StageLimits(
+            requests=options.requests,
+            seconds=seconds,
+            drain=options.drain,
+            running=options.running,
+            rows=MOST_REQUESTS,
+        )
+
+    async def _sweep(self) -> None:
+        sweep = self._options.sweep
+        assert sweep is not None
+        climb = RateSearch(low=sweep.low, high=sweep.high, factor=sweep.factor, refine=sweep.refine)
+        while len(self._stages) < sweep.stages and (rate := climb.next()) is not None:
+            stage = await self._stage(_Plan(name=_rate_name(rate), rate=rate))
+            climb.note(rate, kept_up=stage.kept_up)
+        good = [place for place, stage in enumerate(self._stages) if stage.kept_up]
+        if good:
+            self._knee = max(good, key=lambda place: self._stages[place].rate or 0.0)
+            if not climb.bad:
+                self._warnings.append("the server kept up with every rate of the sweep: its knee is higher")
+        else:
+            self._warnings.append("the server kept up with no rate of the sweep: its knee is lower")
+
+    def _cut_ramp(self, whole: StageResult) -> None:
+        """A ramp's requests by when they were planned, so that latency can be seen against load."""
+        options = self._options
+        assert options.ramp is not None
+        assert options.seconds is not None
+        low, high = options.ramp
+        length = options.seconds / _RAMP_PARTS
+        parts: list[list[RequestRow]] = [[] for _ in range(_RAMP_PARTS)]
+        for row in self._drive.rows:
+            parts[min(_RAMP_PARTS - 1, max(0, int((row.planned - whole.began) / length)))].append(row)
+        self._stages.clear()
+        for place, rows in enumerate(parts):
+            if not rows:
+                continue
+            rate = low + (high - low) * (place + 0.5) / _RAMP_PARTS
+            for row in rows:
+                row.stage = len(self._stages)
+            self._stages.append(
+                StageResult(
+                    name=_rate_name(rate),
+                    rate=rate,
+                    began=whole.began + place * length,
+                    ended=whole.began + (place + 1) * length,
+                    figures=figures(_rate_name(rate), rows, options.objectives),
+                )
+            )
+
+    # The result
+
+    async def _result(self, began: datetime) -> BenchmarkResult:
+        options, drive, prepared = self._options, self._drive, self._prepared
+        ended = datetime.now(UTC)
+        await self._count_uncounted()
+        rows = sorted(drive.rows, key=lambda row: row.number)
+        seconds = sum(stage.figures.seconds for stage in self._stages) if options.ramp is None else None
+        total = figures("all", rows, options.objectives, seconds=seconds)
+        seconds = total.seconds
+        found = BenchmarkResult(
+            headrace=__version__,
+            label=options.label,
+            url=self._client.target.url,
+            endpoint=CHAT if options.endpoint == "chat" else COMPLETIONS,
+            model=prepared.model,
+            tokenizer=prepared.lengths_by,
+            streamed=options.stream,
+            started_at=began.isoformat(timespec="milliseconds"),
+            ended_at=ended.isoformat(timespec="milliseconds"),
+            duration=seconds,
+            seed=options.seed,
+            nonce=prepared.nonce,
+            workload=_workload_name(options),
+            load=_load_name(options),
+            arrivals="trace" if options.timed else "" if _closed(options) else self._tenants[0].arrivals,
+            burstiness=self._tenants[0].burstiness,
+            ramp=options.ramp,
+            objectives=dict(options.objectives),
+            figures=total,
+            stages=self._stages,
+            knee=self._knee,
+            tenants=groups(rows, lambda row: row.tenant, options.objectives, seconds=seconds),
+            surfaces=groups(rows, lambda row: row.surface, options.objectives, seconds=seconds),
+            workloads=groups(rows, lambda row: row.workload, options.objectives, seconds=seconds),
+            lengths=lengths(rows, options.buckets, options.objectives, seconds=seconds),
+            warmup=options.warmup,
+            rows=rows,
+            gaps_left_out=drive.gaps_left_out,
+        )
+        if prepared.counter is not None and options.mismatch != "off" and drive.sample.kept:
+            try:
+                found.token_check = await recount(
+                    drive.sample.kept,
+                    prepared.counter,
+                    self._client,
+                    [prepared.prompts.build(session, 0, (), to_its_end=True) for session in drive.first],
+                    stream=options.stream,
+                    past_ends=options.ignore_eos,
+                )
+            except ConnectionError as error:
+                self._warnings.append(f"the server's count of tokens could not be checked: {error}")
+        found.warnings = self._warnings + caveats(found, most_lag=options.most_lag, ignore_eos=options.ignore_eos)
+        return found
+
+    async def _count_uncounted(self) -> None:
+        """Output tokens of answers that came without usage."""
+        left = self._drive.uncounted
+        if left and self._prepared.counter is not None:
+            try:
+                for row, text in left:
+                    row.output_tokens, row.tokens_from = await self._prepared.counter.count(text), "text"
+            except ConnectionError as error:
+                self._warnings.append(f"output tokens could not be counted: {error}")
+            for place, stage in enumerate(self._stages):
+                rows = [row for row in self._drive.rows if row.stage == place]
+                stage.figures = figures(stage.name, rows, self._options.objectives)
+
+
+def _closed(options: BenchmarkOptions) -> bool:
+    if options.rates or options.ramp is not None or options.sweep is not None:
+        return False
+    return not options.timed and all(tenant.rate is None for tenant in options.tenants)
+
+
+def _load_name(options: BenchmarkOptions) -> str:
+    if options.sweep is not None:
+        return "sweep"
+    if options.ramp is not None:
+        return "ramp"
+    return "trace" if options.timed else "closed" if _closed(options) else "open"
+
+
+def _workload_name(options: BenchmarkOptions) -> str:
+    if options.trace is not None:
+        return f"trace {options.trace.name}"
+    names = {", ".join(workload.name for workload, _ in tenant.mix) for tenant in options.tenants}
+    return "; ".join(sorted(names))
+
+
+def _rate_name(rate: float) -> str:
+    return "all at once" if rate == math.inf else f"{rate:.4g} requests/s"
+
+
+@contextlib.contextmanager
+def _quiet(options: BenchmarkOptions) -> Generator[None]:
+    """Few pauses for garbage while it measures, and as many open files as it needs."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = options.running + _SPARE
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
