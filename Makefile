@@ -18,7 +18,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge train train-toy clean
+.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge docs train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make bench-serve measure the server beside other CPU servers (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make bench-edge measure what the server's edge costs (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make docs       build the documentation site into build/docs"
 	@echo "make train      make the bundled models from nothing: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
 	@echo "make train-toy  the same recipe on a toy, in about a minute"
 	@echo "make clean      remove .venv and build"
@@ -61,6 +62,9 @@ $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/bench: $(STAMPS)/venv pyproject.toml
 	$(call install,project["dependency-groups"]["bench"])
+
+$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml
+	$(call install,project["dependency-groups"]["docs"])
 
 $(STAMPS)/fuzz: $(STAMPS)/venv pyproject.toml
 	$(call install,project["dependency-groups"]["fuzz"])
@@ -145,6 +149,10 @@ bench-serve: $(STAMPS)/core
 
 bench-edge: $(STAMPS)/core $(STAMPS)/bench
 	@$(BIN)/python benchmarks/edge/run.py $(ARGS)
+
+# The static site; a broken link fails the build.
+docs: $(STAMPS)/docs
+	@$(BIN)/python docs/build.py
 
 # Started again after it was stopped or killed, it goes on from its last checkpoint in build/training.
 train: $(STAMPS)/core $(STAMPS)/test

@@ -102,12 +102,12 @@ def flags_of(command: str) -> set[str]:
 
 
 def test_every_command_is_documented() -> None:
-    assert set(sections((ROOT / "docs" / "commands.md").read_text())) == set(COMMANDS)
+    assert set(sections((ROOT / "docs" / "reference" / "commands.md").read_text())) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_documented_and_every_documented_flag_exists(command: str) -> None:
-    section = sections((ROOT / "docs" / "commands.md").read_text())[command]
+    section = sections((ROOT / "docs" / "reference" / "commands.md").read_text())[command]
     documented = set(
         re.findall(r"(?<![\w-])--?[a-z][a-z-]*", "\n".join(re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)))
     )
@@ -118,7 +118,7 @@ def test_every_flag_is_documented_and_every_documented_flag_exists(command: str)
 
 
 def test_every_architecture_is_documented() -> None:
-    documented = set(re.findall(r"`(\w+For\w+|BertModel)`", (ROOT / "docs" / "models.md").read_text()))
+    documented = set(re.findall(r"`(\w+For\w+|BertModel)`", (ROOT / "docs" / "reference" / "models.md").read_text()))
     assert documented == {name for family in FAMILIES for name in family.architectures}
 
 
@@ -127,7 +127,7 @@ def test_every_environment_variable_is_documented() -> None:
     read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))\s*["'](HEADRACE_\w+)""")
     named = {name for path in sources for name in read.findall(path.read_text())}
     assert "HEADRACE_ISA" in named
-    section = (ROOT / "docs" / "commands.md").read_text().partition("\n## ")[0]
+    section = (ROOT / "docs" / "reference" / "commands.md").read_text().partition("\n## ")[0]
     assert named == set(re.findall(r"^\| `(HEADRACE_\w+)` \|", section, re.MULTILINE))
 
 
@@ -156,6 +156,8 @@ def test_no_machine_and_no_registry_is_named() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    documented = set(re.findall(r"^\| `(headrace_\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `(headrace_\w+)` \|", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
+    )
     found = {each.name + ("_total" if each.type == "counter" else "") for each in metrics.registry.collect()}
     assert documented == found

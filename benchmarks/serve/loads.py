@@ -1,6 +1,6 @@
 """What each server is asked, by `headrace bench`, and which numbers of its result count.
 
-Owns the loads. How figures are defined is docs/bench.md's; servers and rounds are the other files'.
+Owns the loads. How figures are defined is docs/how-to/benchmark-a-server.md's; servers and rounds are the other files'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/configuration.md has every key with its default, and the files that pages show as examples are right."""
+"""docs/reference/configuration.md has every key with its default, and the files that pages show as examples are right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from headrace.surfaces import SURFACES
 from headrace.variant import Variant
 from tests.support.config_text import ROOT, read, sections_in, without_default
 
-PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+PATH = ROOT / "docs" / "reference" / "configuration.md"
+PAGE = PATH.read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "examples" / "gateway.toml").read_text(encoding="utf-8")
 TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
@@ -139,7 +140,7 @@ def test_every_link_of_the_page_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", PAGE)
     assert len(links) > 50
     for file, anchor in links:
-        page = ROOT / "docs" / (file or "configuration.md")
+        page = PATH.parent / (file or PATH.name)
         assert page.is_file(), file
         assert not anchor or anchor in anchors(page), (file, anchor)
 
@@ -150,10 +151,10 @@ def test_the_example_of_the_page_is_fine() -> None:
     assert config.models["assistant"].path == "/srv/models/assistant"
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([\w-]+\.md)", PAGE))))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([\w./-]+\.md)", PAGE))))
 def test_the_examples_of_the_pages_on_each_part_have_keys_that_exist(name: str) -> None:
     """They may name models that they do not declare, and variables that are not set."""
-    for example in TOML.findall((ROOT / "docs" / name).read_text(encoding="utf-8")):
+    for example in TOML.findall((PATH.parent / name).read_text(encoding="utf-8")):
         try:
             read(example)
         except ConfigError as error:

@@ -27,8 +27,10 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def parts() -> list[str]:
-    """What docs/commands.md says of all commands, and then a name and a section for each."""
-    return re.split(r"^## `headrace ([a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE)
+    """What docs/reference/commands.md says of all commands, and then a name and a section for each."""
+    return re.split(
+        r"^## `headrace ([a-z-]+)`$", (ROOT / "docs" / "reference" / "commands.md").read_text(), flags=re.MULTILINE
+    )
 
 
 def sections() -> list[tuple[str, str]]:
@@ -37,7 +39,7 @@ def sections() -> list[tuple[str, str]]:
 
 
 def documented() -> set[str]:
-    """Commands, flags, shapes and variables of docs/commands.md, and the targets that `make help` names."""
+    """Commands, flags, shapes and variables of docs/reference/commands.md, and the targets that `make help` names."""
     found = set(re.findall(r"^\| `(HEADRACE_\w+)` \|", parts()[0], re.MULTILINE))
     for command, section in sections():
         found.add(command)
@@ -105,7 +107,9 @@ def test_most_of_what_is_documented_has_a_fact_and_no_fact_is_about_what_is_not(
 
 def test_the_fact_about_all_commands_names_none_that_is_not_there() -> None:
     answer = next(fact.answer for fact in facts.facts() if fact.id == "commands")
-    sections = re.findall(r"^## `(headrace [a-z-]+)`$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    sections = re.findall(
+        r"^## `(headrace [a-z-]+)`$", (ROOT / "docs" / "reference" / "commands.md").read_text(), re.MULTILINE
+    )
     assert set(re.findall(r"headrace [a-z-]+", answer)) <= set(sections)
 
 

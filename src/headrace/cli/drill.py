@@ -1,7 +1,7 @@
 """`headrace drill`: runs a playbook on a server of its own, and prints what happened beside what was promised.
 
 Owns the command and its table. The drills are headrace.bench.drills's; what to do when it is no drill is in
-docs/playbooks.md.
+docs/how-to/playbooks.md.
 """
 
 from __future__ import annotations

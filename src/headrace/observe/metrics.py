@@ -58,11 +58,13 @@ limits: Final = Counter(
     ("event", "what"),
     registry=registry,
 )
-ledger: Final = Counter("headrace_ledger", "What the ledger did; see docs/ledger.md.", ("event",), registry=registry)
+ledger: Final = Counter(
+    "headrace_ledger", "What the ledger did; see docs/explanation/ledger.md.", ("event",), registry=registry
+)
 alerts: Final = Counter("headrace_alerts", "Alerts of budgets: sent, failed.", ("outcome",), registry=registry)
 caches: Final = Counter(
     "headrace_cache",
-    "Requests by what a cache of answers did; see docs/exact-cache.md.",
+    "Requests by what a cache of answers did; see docs/how-to/cache-answers.md.",
     ("cache", "outcome"),
     registry=registry,
 )

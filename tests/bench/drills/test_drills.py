@@ -19,7 +19,7 @@ from headrace.bench.drills.promises import Promise, percentile
 from headrace.cli import main
 from headrace.cli.drill import DRILLS
 
-PLAYBOOKS = Path(__file__).parents[3] / "docs" / "playbooks.md"
+PLAYBOOKS = Path(__file__).parents[3] / "docs" / "how-to" / "playbooks.md"
 
 
 def broken(promises: Sequence[Promise], *timed: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The shell examples of docs/admin.md, run as they stand there; and its tables against the configuration."""
+"""The shell examples of docs/how-to/administer.md, run as they stand there; and its tables against the configuration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.admin_server import ROOT, administered
 from tests.support.running_server import asynchronous
 
 DOCS = Path(__file__).parents[3] / "docs"
-ADMIN = (DOCS / "admin.md").read_text(encoding="utf-8")
-TENANTS = (DOCS / "tenants.md").read_text(encoding="utf-8")
+ADMIN = (DOCS / "how-to" / "administer.md").read_text(encoding="utf-8")
+TENANTS = (DOCS / "how-to" / "manage-tenants.md").read_text(encoding="utf-8")
 CURL, COMMAND = re.findall(r"^```sh\n(.*?)^```", ADMIN, re.MULTILINE | re.DOTALL)
 
 

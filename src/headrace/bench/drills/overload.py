@@ -1,6 +1,6 @@
 """The drill `overload`: four times the load that the server can take, and then the operator's switch.
 
-Owns the load and what docs/playbooks.md promises of it.
+Owns the load and what docs/how-to/playbooks.md promises of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The drill `redis-frozen`: the Redis that limits are counted in stops answering, and comes back.
 
-Owns the load and what docs/playbooks.md promises of it. Needs redis-server or valkey-server on the machine.
+Owns the load and what docs/how-to/playbooks.md promises of it. Needs redis-server or valkey-server on the machine.
 """
 
 from __future__ import annotations

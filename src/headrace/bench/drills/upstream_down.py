@@ -1,6 +1,6 @@
 """The drill `upstream-down`: the server that answers for a model goes away in the middle of answers, and comes back.
 
-Owns a small upstream of its own, the load, and what docs/playbooks.md promises of it.
+Owns a small upstream of its own, the load, and what docs/how-to/playbooks.md promises of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The drill `worker-crash`: the engine's process is killed while it writes sixteen answers.
 
-Owns the load and what docs/playbooks.md promises of it.
+Owns the load and what docs/how-to/playbooks.md promises of it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ What must be safe before the first byte goes out: that the exchange runs, and fo
 piece: how far it came. Before the last byte: its charge. The journal has all three within microseconds, and they
 outlive the process; the store, which has a charge when its transaction is on the disk, is not waited for. A charge
 leaves the journal when the store has it, and the store knows it by its exchange's id: so none is lost and none counts
-twice, whenever the process is killed. docs/ledger.md has the guarantee word by word.
+twice, whenever the process is killed. docs/explanation/ledger.md has the guarantee word by word.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Limiter:
         closed: bool = False,  # where the shared store is gone: nothing is let in, or each gateway counts for itself
         patience_s: float = 2.0,  # that a stream may wait for more before it is stopped
         estimates: Estimates | None = None,
-        note: Note = lambda event, what: None,  # told what to count; see docs/limits.md
+        note: Note = lambda event, what: None,  # told what to count; see docs/explanation/limits.md
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:

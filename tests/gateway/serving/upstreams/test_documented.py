@@ -12,7 +12,7 @@ import pytest
 from headrace.config import upstream_section as upstreams
 from headrace.config.breaker_section import UpstreamBreakerConfig
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "upstreams.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "how-to" / "use-upstreams.md"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME.upstream]`": upstreams.UpstreamConfig,
     "`timeouts`": upstreams.Timeouts,
