@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md has every key with its default, and the files that pages show as examples are right."""
+"""docs/reference/configuration.md has every key with its default, and the configurations that pages show are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell examples of docs/how-to/administer.md, run as they stand there; and its tables against the configuration."""
+"""Runs the shell examples of docs/how-to/administer.md, and compares its tables with the configuration."""
 
 from __future__ import annotations
 
