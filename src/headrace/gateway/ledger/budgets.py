@@ -5,7 +5,7 @@ run, may a further one be served? Pure: who keeps the sums, in this process or i
 
 A budget is never passed by what is reserved: an exchange is admitted when spent + held + its estimate are within the
 limit, and while it runs it holds more only where there is room. What an exchange takes beyond all it holds, because an
-engine made more tokens than it was asked for before it stopped, is charged all the same: see docs/explanation/ledger.md.
+engine made more tokens than it was asked for before it stopped, is still charged: see docs/explanation/ledger.md.
 """
 
 from __future__ import annotations
