@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no p
 
 from headrace.gateway.routing.calibration import (
     ALWAYS_LARGE,
-    Labelled,
-    Point,
-    at,
+    CurvePoint,
+    LabelledAnswer,
     curve,
-    fit,
+    evaluate_threshold,
+    fit_threshold,
     write_labelled,
 )
 from headrace.gateway.routing.confidence import MEASURES, Measure
@@ -40,14 +40,14 @@ AFTER: Final = (None, 16)  # tokens after which it is decided; None: the whole a
 SURE: Final = 1.0  # standard errors to spare, in the fit that says so
 
 
-def labelled_of(pairs: Pairs, half: Sequence[Pair], after: int | None) -> list[Labelled]:
+def labelled_of(pairs: Pairs, half: Sequence[Pair], after: int | None) -> list[LabelledAnswer]:
     small, large = (pairs.weight_bytes[name] for name in ("draft", "mini"))
-    found: list[Labelled] = []
+    found: list[LabelledAnswer] = []
     for pair in half:
         confidence = pair.draft.confidence(after)
         written = min(pair.draft.output_tokens, after or pair.draft.output_tokens)
         found.append(
-            Labelled(
+            LabelledAnswer(
                 confidence={measure: confidence.value(measure) for measure in MEASURES},
                 small=float(pair.draft.right),
                 large=float(pair.mini.right),
@@ -59,8 +59,8 @@ def labelled_of(pairs: Pairs, half: Sequence[Pair], after: int | None) -> list[L
 
 
 def with_whole_answers(
-    pairs: Pairs, half: Sequence[Pair], labelled: Sequence[Labelled], point: Point, measure: Measure
-) -> Point:
+    pairs: Pairs, half: Sequence[Pair], labelled: Sequence[LabelledAnswer], point: CurvePoint, measure: Measure
+) -> CurvePoint:
     """The same, where the answers that are taken are written to their end: what is decided early costs that too."""
     small = pairs.weight_bytes["draft"]
     rest, alone = 0.0, 0.0
@@ -68,7 +68,7 @@ def with_whole_answers(
         alone += each.large_cost
         if each.confidence[measure] >= point.threshold:
             rest += (pair.draft.prompt_tokens + pair.draft.output_tokens) * small - each.small_cost
-    return Point(point.threshold, point.share, point.quality, point.cost + (rest / alone if alone else 0.0))
+    return CurvePoint(point.threshold, point.share, point.quality, point.cost + (rest / alone if alone else 0.0))
 
 
 def named(after: int | None) -> str:
@@ -79,8 +79,8 @@ def report(pairs: Pairs, command: str) -> str:
     first, second = pairs.half(), pairs.half(other=True)
     fits = {after: labelled_of(pairs, first, after) for after in AFTER}
     shown = {after: labelled_of(pairs, second, after) for after in AFTER}
-    mini = at(ALWAYS_LARGE, shown[None]).quality
-    mini_first = at(ALWAYS_LARGE, fits[None]).quality
+    mini = evaluate_threshold(ALWAYS_LARGE, shown[None]).quality
+    mini_first = evaluate_threshold(ALWAYS_LARGE, fits[None]).quality
     draft = sum(each.small for each in shown[None]) / len(second)
     either = sum(max(each.small, each.large) for each in shown[None]) / len(second)
     lost = sum(each.large > each.small for each in shown[None])
@@ -114,8 +114,8 @@ def report(pairs: Pairs, command: str) -> str:
             for target in TARGETS:
                 cells: list[str] = []
                 for sure in (0.0, SURE):
-                    threshold = fit(target * mini_first, fits[after], measure=measure, sure=sure)
-                    point = at(threshold, shown[after], measure=measure)
+                    threshold = fit_threshold(target * mini_first, fits[after], measure=measure, sure=sure)
+                    point = evaluate_threshold(threshold, shown[after], measure=measure)
                     point = with_whole_answers(pairs, second, shown[after], point, measure)
                     if not sure:
                         cells.append("never" if threshold == ALWAYS_LARGE else f"{threshold:.4f}")
@@ -139,11 +139,13 @@ def report(pairs: Pairs, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chosen(fits: dict[int | None, list[Labelled]], quality: float) -> tuple[int | None, Measure]:
+def chosen(fits: dict[int | None, list[LabelledAnswer]], quality: float) -> tuple[int | None, Measure]:
     def cost(each: tuple[int | None, Measure]) -> float:
         after, measure = each
         labelled = fits[after]
-        return at(fit(CHOSEN_AT * quality, labelled, measure=measure), labelled, measure=measure).cost
+        return evaluate_threshold(
+            fit_threshold(CHOSEN_AT * quality, labelled, measure=measure), labelled, measure=measure
+        ).cost
 
     return min(((after, measure) for after in AFTER for measure in MEASURES), key=cost)
 

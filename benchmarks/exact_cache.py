@@ -38,11 +38,11 @@ from client import Connection
 
 from headrace.engine.interface.request import Request
 from headrace.engine.process.output_stream import Stream
-from headrace.gateway.caches.cache_modes import Modes
-from headrace.gateway.caches.exact.cache_key import Wanted, wanted_of
-from headrace.gateway.caches.exact.entry_store import Guarded, Store
+from headrace.gateway.caches.cache_modes import CachePolicy
+from headrace.gateway.caches.exact.cache_key import CacheKey, cache_key_for
+from headrace.gateway.caches.exact.entry_store import EntryStore, GuardedStore
 from headrace.gateway.caches.exact.exact_cache import ExactCache
-from headrace.gateway.caches.exact.in_flight import Terms
+from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
@@ -87,8 +87,8 @@ def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
     return [tuple(source.randrange(32_000) for _ in range(tokens)) for _ in range(count)]
 
 
-def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> Wanted:
-    wanted = wanted_of(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
+def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> CacheKey:
+    wanted = cache_key_for(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
     assert wanted is not None
     return wanted
 
@@ -132,13 +132,15 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-async def measured(store: Store, served: ServedVariant, asked: list[Any], answer: list[Piece], seconds: float) -> Any:
-    cache = ExactCache(Guarded(store, get_s=5.0, put_s=5.0), Modes(mode="on"))
+async def measured(
+    store: EntryStore, served: ServedVariant, asked: list[Any], answer: list[Piece], seconds: float
+) -> Any:
+    cache = ExactCache(GuardedStore(store, get_s=5.0, put_s=5.0), CachePolicy(mode="on"))
     end = time.perf_counter() + seconds
     filled: list[Any] = []
     for prompt in asked:
         looked = await cache.look(key_of(served, prompt))
-        generation = cache.generate(looked, Terms(), lambda: Said(answer))
+        generation = cache.generate(looked, JoinTerms(), lambda: Said(answer))
         await generation.run(lambda piece: True)
         generation.cancel()
         while cache.flights:

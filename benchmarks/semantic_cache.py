@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pairs are the tests'
 
 from headrace import LLM
-from headrace.gateway.caches.semantic.guarded_question import read
-from headrace.gateway.caches.semantic.guards import refused
-from headrace.gateway.caches.semantic.thresholds import wilson
+from headrace.gateway.caches.semantic.guarded_question import parse_question
+from headrace.gateway.caches.semantic.guards import refusal_reason
+from headrace.gateway.caches.semantic.thresholds import wilson_interval
 from headrace.gateway.caches.semantic.vector_index import ExactVectors
 from headrace.gateway.caches.semantic.verifier import FEATURES, SIGNS, features, fit, score
 from tests.gateway.caches.semantic.pairs import Pair, Split, pairs
@@ -84,7 +84,12 @@ def fitted(options: argparse.Namespace) -> None:
         wrong += [(text, other) for other in strangers if other != text and frozenset((text, other)) not in linked]
     right = [(pair.one, pair.other) for pair in found if pair.shared]
     right += [(text, text) for text in texts[:: len(texts) // len(right)]]
-    rows = np.stack([features(read(one), read(other), cosine(vectors, one, other)) for one, other in (*right, *wrong)])
+    rows = np.stack(
+        [
+            features(parse_question(one), parse_question(other), cosine(vectors, one, other))
+            for one, other in (*right, *wrong)
+        ]
+    )
     labels = np.array([1.0] * len(right) + [0.0] * len(wrong))
     # A hand-made pair that must not share an answer looks more alike than strangers do in traffic. What would be
     # learnt of that (that likeness speaks against) is left out: a feature whose weight has the wrong sign is dropped.
@@ -114,7 +119,7 @@ class Way:
 
     def score(self, pair: Pair, vectors: Vectors) -> float:
         """-1 where a guard refuses."""
-        if self.guards and refused(pair.other, pair.one) is not None:
+        if self.guards and refusal_reason(pair.other, pair.one) is not None:
             return -1.0
         near = cosine(vectors, pair.one, pair.other)
         return score(pair.other, pair.one, near) if self.verifier else near
@@ -129,7 +134,7 @@ WAYS: Final = (
 
 
 def shown(count: int, total: int) -> str:
-    low, high = wilson(count, total)
+    low, high = wilson_interval(count, total)
     return f"{count / total:.1%} ({low:.1%} to {high:.1%})"
 
 
@@ -169,7 +174,7 @@ def by_category(found: Sequence[Pair]) -> None:
     print("\n| category | pairs | refused by guards |\n|---|---:|---:|")
     for category in sorted({pair.category for pair in found if not pair.shared}):
         own = [pair for pair in found if pair.category == category and not pair.shared]
-        count = sum(refused(pair.other, pair.one) is not None for pair in own)
+        count = sum(refusal_reason(pair.other, pair.one) is not None for pair in own)
         print(f"| {category.replace('_', ' ')} | {len(own)} | {count} |")
 
 
@@ -266,12 +271,12 @@ def speed(options: argparse.Namespace) -> None:
     found = pairs("test")
 
     def read_all() -> None:
-        read.cache_clear()
+        parse_question.cache_clear()
         for pair in found:
-            read(pair.one)
+            parse_question(pair.one)
 
     print(f"| reading a question | {timed(read_all, 3) / len(found):,.0f} |")
-    guard = timed(lambda: [refused(pair.other, pair.one) for pair in found], 3)
+    guard = timed(lambda: [refusal_reason(pair.other, pair.one) for pair in found], 3)
     print(f"| the guards, both questions read | {guard / len(found):,.0f} |")
     verify = timed(lambda: [score(pair.other, pair.one, 0.9) for pair in found], 3)
     print(f"| the verifier, both questions read | {verify / len(found):,.0f} |")

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from msgspec.structs import fields, replace
 
-from headrace.gateway.degradation.ladder.extractive_answer import ExtractOptions, Weights, asked_of, extract, weigh
+from headrace.gateway.degradation.ladder.extractive_answer import (
+    ExtractOptions,
+    SentenceWeights,
+    extract_answer,
+    question_and_sources,
+    score_sentences,
+)
 from headrace.gateway.requests.text_request import Source
 from training.corpus.conversation import Turn, rendered
 from training.corpus.instances import is_held_out
@@ -55,7 +61,7 @@ class Counted:
 
 
 def as_asked(turns: Sequence[Turn], expected: str) -> Asked:
-    question, before, sources = asked_of([{"role": turn.role, "content": turn.content} for turn in turns])
+    question, before, sources = question_and_sources([{"role": turn.role, "content": turn.content} for turn in turns])
     return Asked(question, before, sources, expected)
 
 
@@ -82,7 +88,7 @@ def count(asked: Sequence[Asked], options: ExtractOptions) -> Counted:
     seconds: list[float] = []
     for each in asked:
         began = time.perf_counter()
-        answer = extract(each.question, each.sources, before=each.before, options=options)
+        answer = extract_answer(each.question, each.sources, before=each.before, options=options)
         seconds.append(time.perf_counter() - began)
         if each.expected.endswith(NOT_THERE):
             absent += 1
@@ -101,7 +107,7 @@ def count(asked: Sequence[Asked], options: ExtractOptions) -> Counted:
 def choices(asked: Sequence[Asked], options: ExtractOptions) -> Iterator[tuple[Any, int]]:
     """Of each turn with one question: the features of its sentences, and which is the answer; -1 where none is."""
     for each in asked:
-        candidates = weigh(each.question, each.sources, before=each.before, options=options)
+        candidates = score_sentences(each.question, each.sources, before=each.before, options=options)
         if len(candidates) != 1 or not candidates[0]:
             continue
         wanted = {folded(text) for text in CITATION.split(each.expected)[::2]}
@@ -110,11 +116,11 @@ def choices(asked: Sequence[Asked], options: ExtractOptions) -> Iterator[tuple[A
         yield np.array([(1.0, *one.features) for one in candidates[0]]), place
 
 
-def fit(asked: Sequence[Asked], options: ExtractOptions, *, ridge: float = 0.2, steps: int = 50) -> Weights:
+def fit(asked: Sequence[Asked], options: ExtractOptions, *, ridge: float = 0.2, steps: int = 50) -> SentenceWeights:
     """Maximum likelihood of the right choice among the sentences of a question and none of them (which has the score
     0), by Newton's method. The weights of HELD stay what they are."""
     given = list(choices(asked, options))
-    names = [each.name for each in fields(Weights)]
+    names = [each.name for each in fields(SentenceWeights)]
     weights = np.array([getattr(options.weights, name) if name in HELD else 0.0 for name in names])
     held = np.array([1e9 if name in HELD else 0.0 for name in names])
     for _ in range(steps):
@@ -131,7 +137,7 @@ def fit(asked: Sequence[Asked], options: ExtractOptions, *, ridge: float = 0.2, 
         weights += step
         if float(np.abs(step).max()) < 1e-6:
             break
-    return Weights(**{name: round(float(value), 2) for name, value in zip(names, weights, strict=True)})
+    return SentenceWeights(**{name: round(float(value), 2) for name, value in zip(names, weights, strict=True)})
 
 
 def thresholds(asked: Sequence[Asked], options: ExtractOptions) -> Iterator[tuple[float, Counted]]:
@@ -152,7 +158,7 @@ def speed(options: ExtractOptions, *, sources: int = 20, times: int = 100) -> li
     found: list[float] = []
     for _ in range(times):
         began = time.process_time()
-        extract("When does the Porto office open, and what is the release policy?", given, options=options)
+        extract_answer("When does the Porto office open, and what is the release policy?", given, options=options)
         found.append(time.process_time() - began)
     return sorted(found)
 

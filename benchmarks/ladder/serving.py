@@ -27,9 +27,9 @@ from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.step_plan import Event, Limits, Outcome, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.gateway.degradation.ladder.ladder_options import LadderOptions, by_patience
-from headrace.gateway.degradation.ladder.ladder_steps import Allowed, Degraded, apply
+from headrace.gateway.degradation.ladder.ladder_steps import AllowedSteps, DegradationPlan, plan_degradation
 from headrace.gateway.degradation.ladder.levels import Ladder
-from headrace.gateway.degradation.ladder.pressure import Pressure, Wait
+from headrace.gateway.degradation.ladder.pressure import PressureMonitor, WaitTicket
 from headrace.gateway.requests.text_request import Asked
 
 Strategy = Literal["fifo", "queue", "shed", "ladder", "ladder-bare", "ladder-half"]
@@ -126,7 +126,7 @@ class Engine:
         self.left = 0.0  # seconds of the step under way, if the machine were its own
         self.began = 0.0
         self.open: dict[str, Served] = {}
-        self.waits: dict[str, Wait] = {}
+        self.waits: dict[str, WaitTicket] = {}
 
     def start(self, now: float) -> None:
         if self.plan is None:
@@ -141,7 +141,7 @@ class Engine:
         outcomes = [Outcome([1] if share.wanted else []) for share in plan.shares]
         return self.scheduler.settle(plan, outcomes, now, now - self.began)
 
-    def admit(self, served: Served, prompt: tuple[int, ...], answer: int, wait: Wait | None, now: float) -> bool:
+    def admit(self, served: Served, prompt: tuple[int, ...], answer: int, wait: WaitTicket | None, now: float) -> bool:
         call = served.call
         name = str(id(served))
         request = Request(
@@ -164,7 +164,7 @@ class Engine:
             self.waits[name] = wait
         return True
 
-    def deliver(self, events: list[Event], now: float, pressure: Pressure) -> None:
+    def deliver(self, events: list[Event], now: float, pressure: PressureMonitor) -> None:
         for event in events:
             name = event.sequence.request.id
             served = self.open[name]
@@ -193,7 +193,7 @@ class Front:
         self.engines = engines
         variants = ("half",) if strategy == "ladder-half" else ()
         self.ladder = Ladder(_ladders(variants) if strategy.startswith("ladder") else {}, clock=clock)
-        self.pressure = Pressure(clock=clock)
+        self.pressure = PressureMonitor(clock=clock)
         self._traits = replace(traits, sourced={}, repeated=0.0) if strategy == "ladder-bare" else traits
         self._rng = random.Random(f"{seed} traits")
         self._polled = -math.inf
@@ -213,19 +213,19 @@ class Front:
         repeated = self._rng.random() < self._traits.repeated
         declines = self._rng.random() < self._traits.declines
         asked = Asked(model="mini", messages=[{"role": "user", "content": "?"}], surface=call.surface)
-        allowed = Allowed.of("off" if declines else None)
+        allowed = AllowedSteps.of("off" if declines else None)
         signals = self.pressure.signals("mini", call.tenant, surface=call.surface, deadline_s=call.deadline)
         level = self.ladder.decide(call.surface, signals, now, of=call.tenant)
-        plan = apply(level, asked, allowed)
+        plan = plan_degradation(level, asked, allowed)
         if self._at_once(served, plan, sourced, repeated):
             return served
         if plan.refuse or not self._generate(served, plan, now):
-            last = apply(self.ladder.bottom(call.surface), asked, allowed)
+            last = plan_degradation(self.ladder.bottom(call.surface), asked, allowed)
             if not self._at_once(served, last, sourced, repeated):
                 served.kinds = ("refused",)
         return served
 
-    def _at_once(self, served: Served, plan: Degraded, sourced: bool, repeated: bool) -> bool:
+    def _at_once(self, served: Served, plan: DegradationPlan, sourced: bool, repeated: bool) -> bool:
         if plan.stale_s is not None and repeated:
             served.kinds = ("stale",)
         elif plan.extract and sourced:
@@ -235,7 +235,7 @@ class Front:
         served.ttft = served.end = AT_ONCE
         return True
 
-    def _generate(self, served: Served, plan: Degraded, now: float) -> bool:
+    def _generate(self, served: Served, plan: DegradationPlan, now: float) -> bool:
         call = served.call
         kinds: list[Kind] = []
         prompt, answer, name = call.prompt, call.answer, "mini"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.config.breaker_section import BreakerConfig, UpstreamBreakerConfig
-from headrace.gateway.circuit_breaker import Breaker, Permit, State, Streak
+from headrace.gateway.circuit_breaker import BreakerState, CallPermit, CircuitBreaker, StoreBreaker
 
 
 class Clock:
@@ -24,18 +24,18 @@ class Clock:
 CONFIG = BreakerConfig(window_s=10.0, least_calls=4, failures=0.5, open_s=5.0, open_most_s=20.0, probes=2)
 
 
-def breaker_of(clock: Clock, config: BreakerConfig = CONFIG) -> tuple[Breaker, list[State]]:
-    heard: list[State] = []
-    return Breaker(config, clock=clock, changed=heard.append), heard
+def breaker_of(clock: Clock, config: BreakerConfig = CONFIG) -> tuple[CircuitBreaker, list[BreakerState]]:
+    heard: list[BreakerState] = []
+    return CircuitBreaker(config, clock=clock, changed=heard.append), heard
 
 
-def entered(breaker: Breaker) -> Permit:
+def entered(breaker: CircuitBreaker) -> CallPermit:
     permit = breaker.enter()
     assert permit is not None
     return permit
 
 
-def opened(clock: Clock, config: BreakerConfig = CONFIG) -> Breaker:
+def opened(clock: Clock, config: BreakerConfig = CONFIG) -> CircuitBreaker:
     breaker, _ = breaker_of(clock, config)
     for _ in range(config.least_calls):
         entered(breaker).failed()
@@ -232,15 +232,15 @@ class BreakerMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.clock.now = 0.0
         self.breaker, self.heard = breaker_of(self.clock)
-        self.running: list[tuple[Permit, int]] = []  # with the state's number in which it was let through
-        self.state: State = "closed"
+        self.running: list[tuple[CallPermit, int]] = []  # with the state's number in which it was let through
+        self.state: BreakerState = "closed"
         self.number = 0
         self.calls: list[tuple[int, bool]] = []  # which tenth of a window, and whether it failed
         self.until = 0.0
         self.wait = CONFIG.open_s
         self.well = 0
 
-    def turn(self, state: State) -> None:
+    def turn(self, state: BreakerState) -> None:
         self.state, self.number, self.calls, self.well = state, self.number + 1, [], 0
 
     @rule(seconds=st.floats(0.0, 4.0))
@@ -381,7 +381,7 @@ def test_what_nobody_waited_for_counts_for_nothing() -> None:
 
 def test_a_streak_of_failures_rests_and_lets_one_call_try() -> None:
     clock = Clock()
-    streak = Streak(failures=2, rest_s=5.0, clock=clock)
+    streak = StoreBreaker(failures=2, rest_s=5.0, clock=clock)
     assert [streak.failed(), streak.failed(), streak.failed()] == [False, True, False]
     assert not streak.passes()
     assert streak.left() == 5.0

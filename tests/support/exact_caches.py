@@ -9,11 +9,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.gateway.caches.cache_modes import Modes
-from headrace.gateway.caches.exact.cache_key import Wanted, wanted_of
-from headrace.gateway.caches.exact.entry_store import Found, Guarded, Scope, Size, Store
-from headrace.gateway.caches.exact.exact_cache import Answer, ExactCache, Looked, Options, Outcome
-from headrace.gateway.caches.exact.in_flight import Flights, Terms
+from headrace.gateway.caches.cache_modes import CachePolicy
+from headrace.gateway.caches.exact.cache_key import CacheKey, cache_key_for
+from headrace.gateway.caches.exact.entry_store import (
+    CacheSize,
+    EntryStore,
+    GuardedStore,
+    InvalidationScope,
+    StoreLookup,
+)
+from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, ExactLookup, ExactOutcome, Options
+from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.requests.text_request import Asked, Piece, Usage
 from headrace.gateway.serving.fleet import ServedVariant
@@ -44,11 +50,13 @@ def asked(**changes: Any) -> Asked:
 
 def wanted(
     number: int = 1, *, tenant: str = "a", tags: Sequence[str] = (), seeded: bool = False, **changes: Any
-) -> Wanted:
+) -> CacheKey:
     """Another `number` is another prompt."""
     if tags:
         changes["metadata"] = {"cache_tags": ",".join(tags)}
-    found = wanted_of(tenant=tenant, served=served(), asked=asked(**changes), prompts=[(1, 2, number)], seeded=seeded)
+    found = cache_key_for(
+        tenant=tenant, served=served(), asked=asked(**changes), prompts=[(1, 2, number)], seeded=seeded
+    )
     assert found is not None
     return found
 
@@ -112,7 +120,7 @@ def saying(*texts: str, **last: Any) -> Mouth:
     return mouth
 
 
-async def heard(answer: Answer) -> list[Piece]:
+async def heard(answer: AnswerSource) -> list[Piece]:
     """All of it, by a client that then leaves."""
     pieces: list[Piece] = []
 
@@ -148,15 +156,15 @@ class Broken:
         if call in self.failing:
             raise OSError(f"{call} does not work")
 
-    async def get(self, wanted: Wanted) -> Found:
+    async def get(self, wanted: CacheKey) -> StoreLookup:
         await self._maybe("get")
         return await self.inner.get(wanted)
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any) -> bool:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool:
         await self._maybe("put")
         return await self.inner.put(wanted, data, seconds, ticket)
 
-    async def remove(self, scope: Scope) -> int | None:
+    async def remove(self, scope: InvalidationScope) -> int | None:
         await self._maybe("remove")
         return await self.inner.remove(scope)
 
@@ -164,7 +172,7 @@ class Broken:
         await self._maybe("sweep")
         return await self.inner.sweep()
 
-    async def size(self) -> Size | None:
+    async def size(self) -> CacheSize | None:
         await self._maybe("size")
         return await self.inner.size()
 
@@ -176,35 +184,35 @@ class Broken:
 class Caching:
     """An exact cache, with what it counts."""
 
-    modes: Modes = field(default_factory=lambda: Modes(mode="on"))
+    modes: CachePolicy = field(default_factory=lambda: CachePolicy(mode="on"))
     options: Options = field(default_factory=Options)
     clock: Clock = field(default_factory=Clock)
-    store: Store | None = None
+    store: EntryStore | None = None
     flights: Flights | None = None
-    counts: dict[tuple[Outcome, str], int] = field(default_factory=dict[tuple[Outcome, str], int])
+    counts: dict[tuple[ExactOutcome, str], int] = field(default_factory=dict[tuple[ExactOutcome, str], int])
     failures: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(clock=self.clock) if self.store is None else self.store
-        guarded = Guarded(self.store, clock=self.clock, failed=self.failures.append)
+        guarded = GuardedStore(self.store, clock=self.clock, failed=self.failures.append)
         self.cache = ExactCache(
             guarded, self.modes, options=self.options, flights=self.flights, note=self._note, clock=self.clock
         )
 
-    def _note(self, outcome: Outcome, tenant: str) -> None:
+    def _note(self, outcome: ExactOutcome, tenant: str) -> None:
         self.counts[outcome, tenant] = self.counts.get((outcome, tenant), 0) + 1
 
-    def counted(self, outcome: Outcome, tenant: str = "a") -> int:
+    def counted(self, outcome: ExactOutcome, tenant: str = "a") -> int:
         return self.counts.get((outcome, tenant), 0)
 
-    async def look(self, found: Wanted | None, **options: Any) -> Looked:
+    async def look(self, found: CacheKey | None, **options: Any) -> ExactLookup:
         return await self.cache.look(found, **options)
 
-    async def ask(self, found: Wanted, mouth: Mouth | None = None, **options: Any) -> list[Piece]:
+    async def ask(self, found: CacheKey, mouth: Mouth | None = None, **options: Any) -> list[Piece]:
         """What a client hears; `mouth` says it where the cache does not."""
         looked = await self.cache.look(found, **options)
         mouth = mouth or saying("fresh")
-        answer = looked.hit or self.cache.generate(looked, Terms(), lambda: mouth)
+        answer = looked.hit or self.cache.generate(looked, JoinTerms(), lambda: mouth)
         pieces = await heard(answer)
         while self.cache.flights:
             await asyncio.sleep(0)

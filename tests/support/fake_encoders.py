@@ -14,7 +14,7 @@ from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.interface.sampling import Sampling
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.requests.text_request import Asked
 from headrace.models.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class WordEmbedder:
         return np.stack([self.vector(text) for text in texts])
 
     def vector(self, text: str) -> NDArray[np.float32]:
-        words = read(text).content or (text,)
+        words = parse_question(text).content or (text,)
         rows = [
             np.random.default_rng(int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())).normal(
                 size=WIDTH

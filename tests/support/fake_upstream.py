@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.config.upstream_section import HealthConfig, Retries, Timeouts, UpstreamConfig
 from headrace.gateway.requests.text_request import Asked, Choice, Piece
-from headrace.gateway.routing.composition import choices_of
+from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
@@ -301,7 +301,7 @@ async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:
     answering = UpstreamAnswering(exchange(**asked), upstream, anew=True)
     try:
         await answering.begin()
-        return await choices_of(answering)
+        return await collect_choices(answering)
     finally:
         answering.settle()
 

@@ -11,7 +11,7 @@ import msgspec
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, Finish, Piece, TokenLogprob, Usage, total
-from headrace.gateway.routing.composition import Answers, Restart, Take, count_of, part_of
+from headrace.gateway.routing.composite_answerer import Answerer, Restart, Take, choice_count, derive_exchange
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.running_server import FakeEngine, tokenizer
@@ -121,7 +121,7 @@ class Scripted:
     def settle(self, error: ApiError | None = None) -> None:
         self.settled += 1
         self._over.set()
-        if len(self._usages) < count_of(self.exchange.asked) and self._tokens:
+        if len(self._usages) < choice_count(self.exchange.asked) and self._tokens:
             self.exchange.usage = Usage(prompt_tokens=PROMPT, output_tokens=sum(self._tokens.values()))
 
 
@@ -134,9 +134,9 @@ class Stage:
 
     def plays(
         self, variant: str, script: Sequence[Line] = (), refuses: ApiError | None = None
-    ) -> Callable[[Asked], Answers]:
-        def make(asked: Asked) -> Answers:
-            part = Scripted(part_of(self.exchange, served(variant), asked), script, refuses)
+    ) -> Callable[[Asked], Answerer]:
+        def make(asked: Asked) -> Answerer:
+            part = Scripted(derive_exchange(self.exchange, served(variant), asked), script, refuses)
             self.made.setdefault(variant, []).append(part)
             return part
 
@@ -177,7 +177,7 @@ class Client:
         return total([self.usages[index] for index in sorted(self.usages)], n)
 
 
-async def deliver(answers: Answers, client: Client) -> ApiError | None:
+async def deliver(answers: Answerer, client: Client) -> ApiError | None:
     """As the server does: begun, run as often as there is room, settled."""
     error: ApiError | None = None
     try:

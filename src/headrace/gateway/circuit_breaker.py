@@ -22,8 +22,8 @@ import msgspec
 
 from headrace.config.breaker_section import BreakerConfig
 
-State = Literal["closed", "open", "half-open"]
-Ended = Literal["well", "slow", "failed", "dropped"]
+BreakerState = Literal["closed", "open", "half-open"]
+CallOutcome = Literal["well", "slow", "failed", "dropped"]
 _PIECES: Final = 10  # of the window: what is older goes a tenth at a time
 _PROBE_S: Final = 120.0  # after which a probe that told nothing is given up
 
@@ -63,17 +63,17 @@ class _Window:
         self._pieces.clear()
 
 
-class Permit:
+class CallPermit:
     """One call that a breaker let through, and which is to tell how it ended. One that did well may still fail later,
     when its answer breaks off; else the first end counts. All count in the breaker's same state only."""
 
     __slots__ = ("_breaker", "_said", "epoch", "given")
 
-    def __init__(self, breaker: Breaker, epoch: int, given: float) -> None:
+    def __init__(self, breaker: CircuitBreaker, epoch: int, given: float) -> None:
         self.epoch = epoch
         self.given = given
         self._breaker = breaker
-        self._said: Ended | None = None
+        self._said: CallOutcome | None = None
 
     def succeeded(self, seconds: float | None = None) -> None:
         """`seconds`: to its first output."""
@@ -86,20 +86,20 @@ class Permit:
         """It ended and says nothing of who was asked: the client left, or the request was wrong."""
         self._tell("dropped")
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: CallOutcome) -> None:
         before = self._said
         if before is None or (ended == "failed" and before in ("well", "slow")):
             self._said = ended
             self._breaker.report(self, ended, before)
 
 
-class Breaker:
+class CircuitBreaker:
     def __init__(
         self,
         config: BreakerConfig | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        changed: Callable[[State], None] | None = None,
+        changed: Callable[[BreakerState], None] | None = None,
     ) -> None:
         """`changed` hears of every new state."""
         self.config = config or BreakerConfig()
@@ -107,16 +107,16 @@ class Breaker:
         self._clock = clock
         self._changed = changed
         self._latest = clock()
-        self._state: State = "closed"
+        self._state: BreakerState = "closed"
         self._epoch = 0  # of the state: what was let through in another one counts no more
         self._window = _Window(self.config.window_s)
         self._until = 0.0  # it stays open
         self._wait = self.config.open_s
-        self._probes: set[Permit] = set()
+        self._probes: set[CallPermit] = set()
         self._well = 0  # probes that were
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """As it is now: an open one whose time is over is half open."""
         if self._state == "open" and self._now() >= self._until:
             return "half-open"
@@ -144,14 +144,14 @@ class Breaker:
         """Seconds until a call may be let through."""
         return max(0.0, self._until - self._now()) if self._state == "open" else 0.0
 
-    def enter(self) -> Permit | None:
+    def enter(self) -> CallPermit | None:
         """A permit for one call, which must say how it ended; None where it may not be made."""
         now = self._now()
         if self._state == "open":
             if now < self._until:
                 return None
             self._turn("half-open")
-        permit = Permit(self, self._epoch, now)
+        permit = CallPermit(self, self._epoch, now)
         if self._state == "half-open":
             if not self._room(now):
                 return None
@@ -166,7 +166,7 @@ class Breaker:
         calls, failed, slow = self._window.total(self._now())
         return failed + slow, calls
 
-    def report(self, permit: Permit, ended: Ended, before: Ended | None) -> None:
+    def report(self, permit: CallPermit, ended: CallOutcome, before: CallOutcome | None) -> None:
         """What became of a call; permits call this. `before`: as what it was counted already."""
         if permit.epoch != self._epoch:
             return
@@ -178,7 +178,7 @@ class Breaker:
         elif ended != "dropped":
             self._count(ended, before)
 
-    def _probed(self, ended: Ended) -> bool:
+    def _probed(self, ended: CallOutcome) -> bool:
         """Whether this closed it."""
         if ended == "well":
             self._well += 1
@@ -191,7 +191,7 @@ class Breaker:
             self._open()
         return False
 
-    def _count(self, ended: Ended, before: Ended | None) -> None:
+    def _count(self, ended: CallOutcome, before: CallOutcome | None) -> None:
         config, now = self.config, self._now()
         piece = self._window.at(now)
         piece.calls += before is None
@@ -208,7 +208,7 @@ class Breaker:
         self.opened += 1
         self._turn("open")
 
-    def _turn(self, state: State) -> None:
+    def _turn(self, state: BreakerState) -> None:
         self._state = state
         self._epoch += 1
         self._well = 0
@@ -228,7 +228,7 @@ class Breaker:
         return self._latest
 
 
-class Streak:
+class StoreBreaker:
     """Closed: calls pass. After some failures in a row it opens, and no call passes for a while; then one does, as a
     try, and its outcome decides."""
 

@@ -12,7 +12,7 @@ from headrace.gateway.accounts.account_rules import findings
 from headrace.gateway.accounts.directory import Directory, Identified
 from headrace.gateway.accounts.key_secrets import make_secret
 from headrace.gateway.accounts.tenant_terms import CacheModes, account_of, declaring, limit_scopes
-from headrace.gateway.caches.cache_modes import Modes
+from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.ledger.budgets import Accounts
 from headrace.gateway.limits.limit_set import LimitSet, Scope
 from headrace.gateway.serving.exchange import Caller
@@ -148,7 +148,7 @@ def test_modes_of_caches_follow_the_tenants_settings() -> None:
     assert dict(exact) == {"red": "off", "blue": "record"}
     assert dict(semantic) == {"red": "on"}
     assert len(exact) == 2
-    modes = Modes(mode="on", tenants=exact)
+    modes = CachePolicy(mode="on", tenants=exact)
     assert not modes.uses("red").looks
     assert not modes.uses("blue").serves
     assert modes.uses("green").serves

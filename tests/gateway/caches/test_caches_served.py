@@ -15,7 +15,7 @@ from headrace.config.limit_section import LimitSet
 from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConfig
 from headrace.engine.interface.request import Finish
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.gateway.caches.cache_modes import Modes
+from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.server.http.request_log import configure_log
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, caching, finish, heard, question, rest, told
@@ -273,7 +273,7 @@ async def test_a_cache_that_only_records_serves_nothing_and_compares(tmp_path: P
 
 @asynchronous
 async def test_a_share_of_the_tenants_is_served(tmp_path: Path) -> None:
-    modes = Modes(mode="share", share=0.5, salt="exact")
+    modes = CachePolicy(mode="share", share=0.5, salt="exact")
     assert (modes.chosen("red"), modes.chosen("blue")) == (False, True)
     async with caching(tmp_path, exact=ExactConfig(mode="share", share=0.5)) as running:
         running.engine.answer = words("ok")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import HeadraceError
-from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.circuit_breaker import StoreBreaker
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.local_limits import LocalStore
 from headrace.gateway.limits.lua_script import script
@@ -140,7 +140,7 @@ class Scripted:
     """Calls that answer as they are told; None: the store is gone."""
 
     def __init__(self, *answers: list[int] | None) -> None:
-        self.breaker = Streak(failures=3)
+        self.breaker = StoreBreaker(failures=3)
         self.answers = list(answers)
         self.asked: list[bytes] = []
 
@@ -192,7 +192,7 @@ async def test_what_is_owed_is_bounded_and_forgotten_when_it_has_lapsed() -> Non
 
 def test_a_breaker_opens_after_failures_in_a_row_and_is_tried_after_a_while() -> None:
     clock = Clock()
-    breaker = Streak(failures=2, rest_s=5.0, clock=clock)
+    breaker = StoreBreaker(failures=2, rest_s=5.0, clock=clock)
     for _ in range(3):
         breaker.failed()
         breaker.succeeded()

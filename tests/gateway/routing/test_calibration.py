@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from headrace.gateway.routing.calibration import (
     ALWAYS_LARGE,
     CalibrationError,
-    Labelled,
-    at,
+    LabelledAnswer,
     curve,
-    fit,
+    evaluate_threshold,
+    fit_threshold,
     read_labelled,
     write_labelled,
 )
 
 
-def labelled(confidence: float, small: float, large: float) -> Labelled:
+def labelled(confidence: float, small: float, large: float) -> LabelledAnswer:
     measures = {"mean": confidence, "least": confidence / 2, "entropy": confidence}
-    return Labelled(confidence=measures, small=small, large=large, small_cost=1.0, large_cost=10.0)
+    return LabelledAnswer(confidence=measures, small=small, large=large, small_cost=1.0, large_cost=10.0)
 
 
 # The surer, the more often right: above 0.6 always, below never; the large model always.
@@ -31,27 +31,27 @@ ORDERLY = [labelled(place / 10, 1.0 if place > 6 else 0.0, 1.0) for place in ran
 
 
 def test_the_threshold_is_the_lowest_that_keeps_the_quality() -> None:
-    assert fit(1.0, ORDERLY) == 0.7
-    assert fit(0.9, ORDERLY) == 0.6
-    assert fit(0.8, ORDERLY) == 0.5
-    assert fit(0.0, ORDERLY) == 0.1
-    assert fit(1.0, ORDERLY, measure="least") == 0.35
+    assert fit_threshold(1.0, ORDERLY) == 0.7
+    assert fit_threshold(0.9, ORDERLY) == 0.6
+    assert fit_threshold(0.8, ORDERLY) == 0.5
+    assert fit_threshold(0.0, ORDERLY) == 0.1
+    assert fit_threshold(1.0, ORDERLY, measure="least") == 0.35
 
 
 def test_a_quality_that_the_large_model_has_not_got_is_reached_by_none() -> None:
-    assert fit(1.01, ORDERLY) == ALWAYS_LARGE
-    point = at(ALWAYS_LARGE, ORDERLY)
+    assert fit_threshold(1.01, ORDERLY) == ALWAYS_LARGE
+    point = evaluate_threshold(ALWAYS_LARGE, ORDERLY)
     assert (point.share, point.quality, point.cost) == (0.0, 1.0, 1.1)
 
 
 def test_a_small_model_that_is_better_may_raise_the_quality() -> None:
     rows = [labelled(0.9, 1.0, 0.0), labelled(0.2, 0.0, 1.0)]
-    assert fit(1.0, rows) == 0.9
-    assert at(0.9, rows).quality == 1.0
+    assert fit_threshold(1.0, rows) == 0.9
+    assert evaluate_threshold(0.9, rows).quality == 1.0
 
 
 def test_a_cost_is_that_of_both_beside_the_large_one_alone() -> None:
-    point = at(0.7, ORDERLY)
+    point = evaluate_threshold(0.7, ORDERLY)
     assert point.share == 0.4
     assert point.quality == 1.0
     assert point.cost == pytest.approx((10 * 1 + 6 * 10) / 100)
@@ -59,13 +59,13 @@ def test_a_cost_is_that_of_both_beside_the_large_one_alone() -> None:
 
 def test_equal_confidences_are_taken_together() -> None:
     rows = [labelled(0.5, 1.0, 1.0), labelled(0.5, 0.0, 1.0), labelled(0.4, 0.0, 1.0)]
-    assert fit(1.0, rows) == ALWAYS_LARGE
-    assert fit(0.6, rows) == 0.5
+    assert fit_threshold(1.0, rows) == ALWAYS_LARGE
+    assert fit_threshold(0.6, rows) == 0.5
 
 
 def test_to_be_surer_is_to_take_less() -> None:
     noisy = [labelled(place / 1000, float(place % 7 != 0 or place > 900), 1.0) for place in range(1, 1001)]
-    assert fit(0.95, noisy, sure=2.0) > fit(0.95, noisy)
+    assert fit_threshold(0.95, noisy, sure=2.0) > fit_threshold(0.95, noisy)
 
 
 rows = st.lists(
@@ -77,20 +77,22 @@ rows = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(rows, st.floats(0, 1))
-def test_what_was_fitted_keeps_its_promise_and_no_lower_threshold_would(found: list[Labelled], target: float) -> None:
-    threshold = fit(target, found)
+def test_what_was_fitted_keeps_its_promise_and_no_lower_threshold_would(
+    found: list[LabelledAnswer], target: float
+) -> None:
+    threshold = fit_threshold(target, found)
     confidences = [each.confidence["mean"] for each in found]
     if threshold == ALWAYS_LARGE:
-        assert all(at(each, found).quality < target for each in confidences)
+        assert all(evaluate_threshold(each, found).quality < target for each in confidences)
         return
-    assert at(threshold, found).quality >= target - 1e-9
+    assert evaluate_threshold(threshold, found).quality >= target - 1e-9
     lower = [each for each in confidences if each < threshold]
-    assert all(at(each, found).quality < target + 1e-9 for each in lower)
+    assert all(evaluate_threshold(each, found).quality < target + 1e-9 for each in lower)
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows)
-def test_a_curve_goes_from_the_large_model_alone_to_the_small_one_alone(found: list[Labelled]) -> None:
+def test_a_curve_goes_from_the_large_model_alone_to_the_small_one_alone(found: list[LabelledAnswer]) -> None:
     points = curve(found)
     assert points[0].share == 0.0
     assert points[-1].share == 1.0

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.routing.cascade import Cascade, CascadeAnswering
-from headrace.gateway.routing.composition import choices_of, summed
+from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
+from headrace.gateway.routing.composite_answerer import collect_choices, sum_usage
 from headrace.gateway.routing.confidence import MEASURES, TOP, Confidence
 from tests.support.running_server import asynchronous
 from tests.support.scripted_answers import (
@@ -37,9 +37,9 @@ CASCADE = Cascade(threshold=0.5)
 
 def cascade_of(
     stage: Stage, small: list[Line], large: list[Line] | None = None, cascade: Cascade = CASCADE
-) -> CascadeAnswering:
+) -> CascadeAnswerer:
     script = answer("large ", "answer") if large is None else large
-    return CascadeAnswering(stage.exchange, stage.plays("draft", small), stage.plays("mini", script), cascade)
+    return CascadeAnswerer(stage.exchange, stage.plays("draft", small), stage.plays("mini", script), cascade)
 
 
 @asynchronous
@@ -65,7 +65,7 @@ async def test_an_unsure_answer_is_answered_by_the_large_model_and_both_are_char
     assert [(each.variant, each.role) for each in cascade.charges] == [("draft", "first try"), ("mini", "answer")]
     assert stage.exchange.usage.prompt_tokens == 2 * PROMPT
     assert stage.exchange.usage.output_tokens == 4
-    assert stage.exchange.usage == client.told() == summed(each.usage for each in cascade.charges)
+    assert stage.exchange.usage == client.told() == sum_usage(each.usage for each in cascade.charges)
     assert stage.exchange.model == "mini"
     (decision,) = cascade.decisions
     assert decision.chosen == "mini"
@@ -124,7 +124,7 @@ async def test_a_small_model_without_logprobs_is_not_listened_to_for_ever() -> N
 @asynchronous
 async def test_what_the_small_model_refuses_the_large_one_answers(refused: ApiError) -> None:
     stage, client = Stage(exchange_of()), Client()
-    cascade = CascadeAnswering(
+    cascade = CascadeAnswerer(
         stage.exchange, stage.plays("draft", refuses=refused), stage.plays("mini", answer("large")), CASCADE
     )
     assert await deliver(cascade, client) is None
@@ -157,7 +157,7 @@ async def test_an_error_of_the_large_model_is_told_and_what_was_computed_is_char
 async def test_a_client_that_leaves_before_the_decision_ends_it_and_nobody_else_is_asked() -> None:
     stage, client = Stage(exchange_of()), Client()
     heard: list[tuple[str, bool]] = []
-    cascade = CascadeAnswering(
+    cascade = CascadeAnswerer(
         stage.exchange,
         stage.plays("draft", [said("a", logprob=UNSURE), asyncio.Event()]),
         stage.plays("mini", answer("large")),
@@ -214,7 +214,7 @@ async def test_a_whole_answer_is_that_of_the_model_that_was_decided_for() -> Non
         stage = Stage(exchange_of())
         cascade = cascade_of(stage, answer("small", logprob=logprob))
         await cascade.begin()
-        (choice,) = await choices_of(cascade)
+        (choice,) = await collect_choices(cascade)
         assert choice.content == text
         cascade.settle()
         assert choice.usage == stage.exchange.usage
@@ -248,7 +248,7 @@ def test_what_a_client_is_told_is_what_is_charged(data: st.DataObject) -> None:
             if isinstance(line, Piece):
                 wanted[line.index] += line.content
         assert client.texts == wanted
-        assert client.told(n) == stage.exchange.usage == summed(each.usage for each in cascade.charges)
+        assert client.told(n) == stage.exchange.usage == sum_usage(each.usage for each in cascade.charges)
         stage.check_settled()
 
     asyncio.run(main())

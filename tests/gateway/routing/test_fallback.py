@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from headrace.config.routing_section import Then
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import CallDelta, Choice, Piece, Usage
-from headrace.gateway.routing.composition import Restart, choices_of, itemised, summed
-from headrace.gateway.routing.fallback import FallbackAnswering, Step, passes_on
-from headrace.gateway.routing.joining import DivergedError, Joining, Said
+from headrace.gateway.routing.composite_answerer import Restart, collect_choices, itemise_charges, sum_usage
+from headrace.gateway.routing.continuation import Continuation, DeliveredText, DivergedError
+from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep, may_fall_back
 from tests.support.running_server import asynchronous
 from tests.support.scripted_answers import (
     PROMPT,
@@ -31,9 +31,9 @@ from tests.support.scripted_answers import (
 )
 
 
-def chain(stage: Stage, *steps: tuple[str, Sequence[Line], Then], **options: object) -> FallbackAnswering:
-    made = [Step(variant, stage.plays(variant, script), then) for variant, script, then in steps]
-    return FallbackAnswering(stage.exchange, made, **options)  # pyright: ignore[reportArgumentType]
+def chain(stage: Stage, *steps: tuple[str, Sequence[Line], Then], **options: object) -> FallbackAnswerer:
+    made = [FallbackStep(variant, stage.plays(variant, script), then) for variant, script, then in steps]
+    return FallbackAnswerer(stage.exchange, made, **options)  # pyright: ignore[reportArgumentType]
 
 
 # Before anything was delivered
@@ -42,8 +42,11 @@ def chain(stage: Stage, *steps: tuple[str, Sequence[Line], Then], **options: obj
 @asynchronous
 async def test_what_the_first_refuses_the_next_one_answers_without_a_mark() -> None:
     stage, client = Stage(exchange_of()), Client()
-    steps = [Step("a", stage.plays("a", refuses=broken())), Step("b", stage.plays("b", answer("hello")))]
-    fallback = FallbackAnswering(stage.exchange, steps)
+    steps = [
+        FallbackStep("a", stage.plays("a", refuses=broken())),
+        FallbackStep("b", stage.plays("b", answer("hello"))),
+    ]
+    fallback = FallbackAnswerer(stage.exchange, steps)
     assert await deliver(fallback, client) is None
     assert client.texts == {0: "hello"}
     assert client.restarts == []
@@ -101,9 +104,9 @@ async def test_a_step_that_has_begun_is_waited_for() -> None:
 @asynchronous
 async def test_only_what_another_variant_may_do_better_goes_on(error: ApiError, goes_on: bool) -> None:
     stage, client = Stage(exchange_of()), Client()
-    steps = [Step("a", stage.plays("a", refuses=error)), Step("b", stage.plays("b", answer("hello")))]
-    told = await deliver(FallbackAnswering(stage.exchange, steps), client)
-    assert passes_on(error) == goes_on
+    steps = [FallbackStep("a", stage.plays("a", refuses=error)), FallbackStep("b", stage.plays("b", answer("hello")))]
+    told = await deliver(FallbackAnswerer(stage.exchange, steps), client)
+    assert may_fall_back(error) == goes_on
     assert (told is None) == goes_on
     assert client.texts == ({0: "hello"} if goes_on else {})
 
@@ -125,11 +128,11 @@ async def test_what_one_variant_took_is_not_wrong_because_another_refuses_it() -
     for last, told in ((answer("hello"), None), ([broken("c")], "c")):
         stage, client = Stage(exchange_of()), Client()
         steps = [
-            Step("a", stage.plays("a", [broken("a")])),
-            Step("b", stage.plays("b", refuses=wrong)),
-            Step("c", stage.plays("c", last)),
+            FallbackStep("a", stage.plays("a", [broken("a")])),
+            FallbackStep("b", stage.plays("b", refuses=wrong)),
+            FallbackStep("c", stage.plays("c", last)),
         ]
-        error = await deliver(FallbackAnswering(stage.exchange, steps), client)
+        error = await deliver(FallbackAnswerer(stage.exchange, steps), client)
         assert (None if error is None else error.code) == told
 
 
@@ -232,7 +235,7 @@ async def test_a_whole_answer_needs_no_mark() -> None:
         stage = Stage(exchange_of())
         fallback = chain(stage, ("a", [said("The capi"), broken()], "error"), ("b", answer("Paris"), then), whole=True)
         await fallback.begin()
-        (choice,) = await choices_of(fallback)
+        (choice,) = await collect_choices(fallback)
         fallback.settle()
         assert choice.content == "Paris"
         assert choice.usage == stage.exchange.usage
@@ -343,7 +346,7 @@ def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
             for index in range(n):
                 assert client.texts[index] in known
             assert client.told(n) == stage.exchange.usage
-            assert summed(each.usage for each in fallback.charges if each.charged) == stage.exchange.usage
+            assert sum_usage(each.usage for each in fallback.charges if each.charged) == stage.exchange.usage
         marked = {mark.index for mark in client.restarts}
         for index in set(range(n)) - marked:
             heard = "".join(piece.content for piece in client.pieces if piece.index == index)
@@ -354,10 +357,10 @@ def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
 
 
 def test_a_joining_holds_everything_until_all_that_was_delivered_has_come_again() -> None:
-    delivered = Said()
+    delivered = DeliveredText()
     for piece in (Piece(0, reasoning="why"), said("because")):
         delivered.add(piece)
-    joining = Joining(delivered)
+    joining = Continuation(delivered)
     assert joining.read(Piece(0, reasoning="why not")) is None
     assert joining.read(said("beca")) is None
     joined = joining.read(said("use of"))
@@ -366,16 +369,16 @@ def test_a_joining_holds_everything_until_all_that_was_delivered_has_come_again(
 
 
 def test_a_joining_says_where_another_tool_is_called() -> None:
-    delivered = Said()
+    delivered = DeliveredText()
     delivered.add(Piece(0, calls=[CallDelta(0, "call_1", "look_up", "{}")]))
     with pytest.raises(DivergedError, match="another tool"):
-        Joining(delivered).read(Piece(0, calls=[CallDelta(0, "call_2", "weather", "{}")]))
+        Continuation(delivered).read(Piece(0, calls=[CallDelta(0, "call_2", "weather", "{}")]))
 
 
 def test_log_probabilities_that_were_told_are_not_told_again() -> None:
-    delivered = Said()
+    delivered = DeliveredText()
     delivered.add(said("a", logprob=-1.0))
-    joining = Joining(delivered)
+    joining = Continuation(delivered)
     joined = joining.read(
         Piece(0, "ab", logprobs=[*(said("a", logprob=-1.0).logprobs or ()), *(said("b", logprob=-2.0).logprobs or ())])
     )
@@ -385,7 +388,7 @@ def test_log_probabilities_that_were_told_are_not_told_again() -> None:
 
 def test_itemised_usages_are_the_whole_whoever_served_which_choice() -> None:
     usage = Usage(prompt_tokens=10, output_tokens=3, cached_tokens=4)
-    charges = itemised({0: ("a", usage), 1: ("b", usage), 2: ("a", usage), 3: ("b", usage)}, 2)
+    charges = itemise_charges({0: ("a", usage), 1: ("b", usage), 2: ("a", usage), 3: ("b", usage)}, 2)
     assert {each.variant: (each.usage.prompt_tokens, each.usage.output_tokens) for each in charges} == {
         "a": (20, 6),
         "b": (0, 6),

@@ -6,13 +6,13 @@ import asyncio
 
 from headrace.config.breaker_section import BreakerConfig
 from headrace.config.routing_section import HealthConfig
-from headrace.gateway.circuit_breaker import State
-from headrace.gateway.routing.health import Check, Health
+from headrace.gateway.circuit_breaker import BreakerState
+from headrace.gateway.routing.health import HealthCheck, VariantHealth
 from tests.support.running_server import asynchronous
 
 
 def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:
-    check = Check(HealthConfig(fall=3, rise=2))
+    check = HealthCheck(HealthConfig(fall=3, rise=2))
     for heard, well in (
         ("no no yes no no", True),
         ("no", False),
@@ -29,7 +29,7 @@ def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:
 
 @asynchronous
 async def test_a_variant_that_does_not_answer_is_left_alone_and_comes_back() -> None:
-    health = Health(check=HealthConfig(within_s=0.01, fall=2, rise=1))
+    health = VariantHealth(check=HealthConfig(within_s=0.01, fall=2, rise=1))
     there = False
 
     async def probe() -> None:
@@ -53,7 +53,7 @@ async def test_a_variant_that_does_not_answer_is_left_alone_and_comes_back() -> 
 
 @asynchronous
 async def test_watching_asks_all_again_and_again_until_it_is_cancelled() -> None:
-    health = Health(check=HealthConfig(every_s=0.005))
+    health = VariantHealth(check=HealthConfig(every_s=0.005))
     asked: list[str] = []
     enough = asyncio.Event()
 
@@ -71,9 +71,9 @@ async def test_watching_asks_all_again_and_again_until_it_is_cancelled() -> None
 
 
 def test_the_breaker_of_one_variant_is_nobody_elses() -> None:
-    heard: list[tuple[str, State]] = []
+    heard: list[tuple[str, BreakerState]] = []
     config = BreakerConfig(least_calls=4)
-    health = Health(config, changed=lambda variant, state: heard.append((variant, state)))
+    health = VariantHealth(config, changed=lambda variant, state: heard.append((variant, state)))
     for _ in range(4):
         permit = health.breaker("a").enter()
         assert permit is not None

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from headrace.config.routing_section import HedgeConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Usage
-from headrace.gateway.routing.hedge import LEAST_SAMPLES, Allowance, HedgedAnswering, Hedging, Latencies
+from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgeAllowance, HedgedAnswerer, HedgePolicy, LatencyWindow
 from tests.support.running_server import asynchronous
 from tests.support.scripted_answers import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
 
 QUICK = HedgeConfig(least_ms=5.0, most_ms=20.0)
 
 
-def hedging(*, idle: bool = True, known: bool = True, saved: int = 1, config: HedgeConfig = QUICK) -> Hedging:
+def hedging(*, idle: bool = True, known: bool = True, saved: int = 1, config: HedgeConfig = QUICK) -> HedgePolicy:
     """One that knows that first tokens take no time, and has saved up for so many hedges."""
-    made = Hedging(config, lambda: idle)
+    made = HedgePolicy(config, lambda: idle)
     for _ in range(LEAST_SAMPLES if known else 0):
         made.answered(0.001)
     for _ in range(round(saved / config.share)):
@@ -27,8 +27,8 @@ def hedging(*, idle: bool = True, known: bool = True, saved: int = 1, config: He
     return made
 
 
-def hedge(stage: Stage, first: list[Line], second: list[Line], state: Hedging) -> HedgedAnswering:
-    return HedgedAnswering(stage.exchange, stage.plays("first", first), stage.plays("second", second), state)
+def hedge(stage: Stage, first: list[Line], second: list[Line], state: HedgePolicy) -> HedgedAnswerer:
+    return HedgedAnswerer(stage.exchange, stage.plays("first", first), stage.plays("second", second), state)
 
 
 @asynchronous
@@ -87,7 +87,7 @@ async def test_there_is_no_second_request_without_an_idle_replica_or_an_allowanc
 async def test_a_second_request_that_is_refused_harms_nobody() -> None:
     stage, client = Stage(exchange_of()), Client()
     go = asyncio.Event()
-    answers = HedgedAnswering(
+    answers = HedgedAnswerer(
         stage.exchange,
         stage.plays("first", [go, *answer("first")]),
         stage.plays("second", refuses=broken()),
@@ -182,7 +182,7 @@ def test_exactly_one_of_two_is_heard_and_charged(order: list[str], rooms: list[b
 
 
 def test_hedges_are_never_more_than_their_share_of_the_requests() -> None:
-    allowance, hedges = Allowance(0.05, most=3.0), 0
+    allowance, hedges = HedgeAllowance(0.05, most=3.0), 0
     for requests in range(1, 2001):
         allowance.earn()
         hedges += allowance.take()
@@ -191,7 +191,7 @@ def test_hedges_are_never_more_than_their_share_of_the_requests() -> None:
 
 
 def test_what_a_quiet_time_saves_up_is_bounded() -> None:
-    allowance = Allowance(0.05, most=3.0)
+    allowance = HedgeAllowance(0.05, most=3.0)
     for _ in range(10_000):
         allowance.earn()
     assert sum(allowance.take() for _ in range(10)) == 3
@@ -200,7 +200,7 @@ def test_what_a_quiet_time_saves_up_is_bounded() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=120), st.floats(0.5, 0.999))
 def test_a_quantile_is_that_of_the_latest_times(times: list[float], share: float) -> None:
-    latencies = Latencies(30)
+    latencies = LatencyWindow(30)
     for seconds in times:
         latencies.add(seconds)
     latest = sorted(times[-30:])
@@ -209,7 +209,7 @@ def test_a_quantile_is_that_of_the_latest_times(times: list[float], share: float
 
 
 def test_the_wait_for_the_first_is_bounded_on_both_sides() -> None:
-    state = Hedging(HedgeConfig(least_ms=50, most_ms=200), lambda: True)
+    state = HedgePolicy(HedgeConfig(least_ms=50, most_ms=200), lambda: True)
     assert state.delay() is None
     for seconds, wanted in ((0.001, 0.05), (0.1, 0.1), (9.0, 0.2)):
         for _ in range(256):

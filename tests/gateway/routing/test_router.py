@@ -14,13 +14,13 @@ from headrace.config.breaker_section import BreakerConfig
 from headrace.config.routing_section import HedgeConfig, RoutingConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.routing.calibration import ALWAYS_LARGE, Labelled, write_labelled
+from headrace.gateway.routing.calibration import ALWAYS_LARGE, LabelledAnswer, write_labelled
 from headrace.gateway.routing.cascade import Cascade
-from headrace.gateway.routing.composer import Composer, decisions_of, hedgings_of
-from headrace.gateway.routing.composition import Answers, Decision, part_of
-from headrace.gateway.routing.health import Health
+from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, derive_exchange
+from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.hedge import LEAST_SAMPLES
-from headrace.gateway.routing.router import HEADER, Plan, Router, headers_of, variants_in
+from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies, routing_decisions
+from headrace.gateway.routing.router import HEADER, RoutePlan, Router, route_headers, variants_in
 from headrace.gateway.routing.routing_checks import findings
 from headrace.gateway.serving.exchange import Exchange
 from tests.support.running_server import asynchronous
@@ -59,7 +59,7 @@ CHAIN = {"steps": [{"variant": "mini"}, {"variant": "cloud", "then": "continue"}
 def test_without_rules_a_request_goes_where_it_is_for() -> None:
     router = router_of()
     assert router.idle
-    assert router.route(exchange_of(variant="mini@int4")) == Plan("mini@int4")
+    assert router.route(exchange_of(variant="mini@int4")) == RoutePlan("mini@int4")
     assert router.route(exchange_of()).headers() == {}
 
 
@@ -79,7 +79,7 @@ def test_a_split_is_sticky_and_says_which_part_it_was() -> None:
     again = [router.route(exchange_of(asked_for("Later", user=f"user {number}"))) for number in range(200)]
     assert [plan.variant for plan in plans] == [plan.variant for plan in again]
     assert {plan.variant for plan in plans} == {"mini", "mini@int4"}
-    assert plans[0].decisions[1] == Decision("split", plans[0].variant, "the conversation's part of int4")
+    assert plans[0].decisions[1] == RoutingDecision("split", plans[0].variant, "the conversation's part of int4")
 
 
 def test_a_part_that_is_not_well_goes_to_the_largest_that_is() -> None:
@@ -90,7 +90,9 @@ def test_a_part_that_is_not_well_goes_to_the_largest_that_is() -> None:
     )
     plans = [router.route(exchange_of(asked_for(user=f"user {number}"))) for number in range(200)]
     assert {plan.variant for plan in plans} == {"draft", "mini"}
-    assert Decision("health", "mini", "mini@int4: it is down") in {each for plan in plans for each in plan.decisions}
+    assert RoutingDecision("health", "mini", "mini@int4: it is down") in {
+        each for plan in plans for each in plan.decisions
+    }
 
 
 def test_a_cascade_has_its_small_model_and_its_threshold() -> None:
@@ -113,12 +115,12 @@ def test_a_small_model_that_is_not_well_is_left_out() -> None:
     )
     plan = router.route(exchange_of())
     assert (plan.small, plan.variant) == (None, "mini")
-    assert plan.decisions[-1] == Decision("health", "mini", "draft: it is down")
+    assert plan.decisions[-1] == RoutingDecision("health", "mini", "draft: it is down")
 
 
 def test_a_threshold_is_found_from_labelled_answers(tmp_path: Path) -> None:
     rows = [
-        Labelled(confidence={"mean": sure}, small=small, large=1.0, small_cost=1.0, large_cost=10.0)
+        LabelledAnswer(confidence={"mean": sure}, small=small, large=1.0, small_cost=1.0, large_cost=10.0)
         for sure, small in ((0.9, 1.0), (0.8, 1.0), (0.3, 0.0))
     ]
     write_labelled(tmp_path / "labelled.jsonl", rows)
@@ -144,23 +146,23 @@ def test_a_chain_is_that_of_its_first_variant_too() -> None:
     assert not router.idle
     plan = router.route(exchange_of())
     assert [plan.variant, *(step.variant for step in plan.steps)] == ["mini", "cloud", "draft"]
-    assert plan.decisions == (Decision("chain", "mini", "safe, then cloud, draft"),)
-    assert router.route(exchange_of(variant="draft")) == Plan("draft")
+    assert plan.decisions == (RoutingDecision("chain", "mini", "safe, then cloud, draft"),)
+    assert router.route(exchange_of(variant="draft")) == RoutePlan("draft")
 
 
 def test_what_is_not_well_is_left_out_of_a_chain_unless_nobody_is_well() -> None:
     ill = {"mini": "it is down"}
     plan = router_of(ill=ill, chains={"safe": CHAIN}).route(exchange_of())
     assert [plan.variant, *(step.variant for step in plan.steps)] == ["cloud", "draft"]
-    assert plan.decisions[0] == Decision("health", "cloud", "mini: it is down")
+    assert plan.decisions[0] == RoutingDecision("health", "cloud", "mini: it is down")
     ill = {variant: "it is down" for variant in VARIANTS}
     plan = router_of(ill=ill, chains={"safe": CHAIN}).route(exchange_of())
     assert [plan.variant, *(step.variant for step in plan.steps)] == ["mini", "cloud", "draft"]
 
 
 def test_a_header_is_short_and_plain_whatever_names_are() -> None:
-    decisions = [Decision("rule", "Mühle\r\nset-cookie: x", "y" * 900)]
-    (shown,) = headers_of(decisions).values()
+    decisions = [RoutingDecision("rule", "Mühle\r\nset-cookie: x", "y" * 900)]
+    (shown,) = route_headers(decisions).values()
     assert len(shown) == 512
     assert shown.startswith("rule M?hle??set-cookie")
 
@@ -246,30 +248,32 @@ class House:
         self.scripts = {name: list(each) for name, each in scripts.items()}
         self.parts: list[Scripted] = []
         self.ended: list[tuple[ApiError | None, bool]] = []
-        self.health = Health(BreakerConfig(least_calls=2, open_s=60.0))
-        self.composer = Composer(
+        self.health = VariantHealth(BreakerConfig(least_calls=2, open_s=60.0))
+        self.composer = PlanComposer(
             self.make, self.health, settled=lambda _, error, gone: self.ended.append((error, gone)), **options
         )
 
-    def make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answers:
-        part = Scripted(part_of(exchange, served(variant), asked), self.scripts[variant].pop(0))
+    def make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answerer:
+        part = Scripted(derive_exchange(exchange, served(variant), asked), self.scripts[variant].pop(0))
         self.parts.append(part)
         return part
 
-    async def answer(self, plan: Plan, exchange: Exchange | None = None) -> tuple[Client, Exchange, list[Decision]]:
+    async def answer(
+        self, plan: RoutePlan, exchange: Exchange | None = None
+    ) -> tuple[Client, Exchange, list[RoutingDecision]]:
         exchange, client = exchange or exchange_of(), Client()
         answers = self.composer.answering(exchange, plan)
         error = await deliver(answers, client)
         assert [error] == [told for told, _ in self.ended[-1:]]
         for part in self.parts:
             assert part.settled == 1
-        return client, exchange, decisions_of(answers)
+        return client, exchange, routing_decisions(answers)
 
 
 @asynchronous
 async def test_a_plain_plan_is_one_part_and_is_settled_once() -> None:
     house = House({"mini": [answer("hello")]})
-    client, exchange, decisions = await house.answer(Plan("mini"))
+    client, exchange, decisions = await house.answer(RoutePlan("mini"))
     assert client.texts == {0: "hello"}
     assert exchange.usage == client.told()
     assert exchange.finish == "stop"
@@ -302,7 +306,7 @@ async def test_a_cascade_within_a_chain_goes_on_where_its_large_model_breaks() -
 @asynchronous
 async def test_a_cascade_that_answers_by_its_small_model_says_its_name() -> None:
     house = House({"draft": [[said("sure", logprob=-0.01), *answer()]]})
-    client, exchange, _ = await house.answer(Plan("mini", small="draft", cascade=Cascade(threshold=0.5)))
+    client, exchange, _ = await house.answer(RoutePlan("mini", small="draft", cascade=Cascade(threshold=0.5)))
     assert client.texts == {0: "sure"}
     assert exchange.model == "draft"
     assert exchange.served.name == "draft"
@@ -310,12 +314,12 @@ async def test_a_cascade_that_answers_by_its_small_model_says_its_name() -> None
 
 @asynchronous
 async def test_a_hedge_is_between_two_parts_of_one_variant_and_one_is_charged() -> None:
-    hedgings = hedgings_of({"mini": HedgeConfig(least_ms=5.0, most_ms=10.0)}, lambda variant: variant == "mini")
+    hedgings = hedge_policies({"mini": HedgeConfig(least_ms=5.0, most_ms=10.0)}, lambda variant: variant == "mini")
     for _ in range(LEAST_SAMPLES):
         hedgings["mini"].answered(0.001)
         hedgings["mini"].asked()
     house = House({"mini": [[asyncio.Event()], answer("quick")]}, hedgings=hedgings)
-    client, exchange, decisions = await house.answer(Plan("mini"))
+    client, exchange, decisions = await house.answer(RoutePlan("mini"))
     assert client.texts == {0: "quick"}
     assert exchange.usage == client.told()
     assert [each.why for each in decisions] == ["the second of two spoke first"]
@@ -325,12 +329,12 @@ async def test_a_hedge_is_between_two_parts_of_one_variant_and_one_is_charged() 
 async def test_calls_that_fail_open_the_breaker_and_then_nobody_is_asked() -> None:
     house = House({"mini": [[broken()], [broken()]]})
     for _ in range(2):
-        await house.answer(Plan("mini"))
+        await house.answer(RoutePlan("mini"))
     assert house.health.why_not("mini") is not None
     asked = len(house.parts)
     house.scripts["mini"] = [answer("never")]
     exchange, client = exchange_of(), Client()
-    error = await deliver(house.composer.answering(exchange, Plan("mini")), client)
+    error = await deliver(house.composer.answering(exchange, RoutePlan("mini")), client)
     assert error is not None
     assert error.code == "variant_unavailable"
     assert error.retry_after is not None
@@ -344,7 +348,7 @@ async def test_calls_that_fail_open_the_breaker_and_then_nobody_is_asked() -> No
 async def test_a_variant_with_a_breaker_of_its_own_gets_none_of_ours() -> None:
     house = House({"cloud": [[broken()] for _ in range(5)]}, own_breakers=("cloud",))
     for _ in range(5):
-        await house.answer(Plan("cloud"))
+        await house.answer(RoutePlan("cloud"))
     assert house.health.why_not("cloud") is None
 
 
@@ -353,7 +357,7 @@ async def test_requests_that_are_wrong_open_no_breaker() -> None:
     wrong = ApiError("the deadline cannot be met", kind="overloaded_error", code="deadline_unreachable")
     house = House({"mini": [[wrong] for _ in range(10)]})
     for _ in range(10):
-        await house.answer(Plan("mini"))
+        await house.answer(RoutePlan("mini"))
     assert house.health.why_not("mini") is None
 
 
@@ -361,7 +365,7 @@ async def test_requests_that_are_wrong_open_no_breaker() -> None:
 async def test_a_client_that_leaves_is_no_failure_of_the_variant() -> None:
     house = House({"mini": [[asyncio.Event()] for _ in range(4)]})
     for _ in range(4):
-        answers = house.composer.answering(exchange_of(), Plan("mini"))
+        answers = house.composer.answering(exchange_of(), RoutePlan("mini"))
         await answers.begin()
         running = asyncio.ensure_future(answers.run(Client().take))
         await asyncio.sleep(0)

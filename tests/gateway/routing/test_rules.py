@@ -16,25 +16,27 @@ from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.requests.text_request import Asked, Tool
 from headrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
 from headrace.gateway.routing.language import LANGUAGES, language_of
-from headrace.gateway.routing.rules import Facts, Rule, first_that_holds, minutes_of
+from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match, parse_hours
 from tests.support.scripted_answers import asked_for, exchange_of
 
 WEDNESDAY = datetime(2026, 11, 18, 14, 30, tzinfo=UTC).timestamp()
 
 
-def facts_of(asked: Asked | None = None, *, tokens: int = 100, wall: float = WEDNESDAY, zone: str = "UTC") -> Facts:
+def facts_of(
+    asked: Asked | None = None, *, tokens: int = 100, wall: float = WEDNESDAY, zone: str = "UTC"
+) -> RoutingFacts:
     exchange = exchange_of(asked)
     exchange.prompt_tokens = tokens
-    return Facts(exchange, lambda: wall, ZoneInfo(zone))
+    return RoutingFacts(exchange, lambda: wall, ZoneInfo(zone))
 
 
-def holds(when: When, facts: Facts | None = None) -> bool:
+def holds(when: When, facts: RoutingFacts | None = None) -> bool:
     return Rule.of(RuleConfig(name="rule", when=when, variant="mini")).holds(facts or facts_of())
 
 
 TOOLS = asked_for(tools=(Tool("look_up"),))
 JSON = asked_for(grammar=Grammar("json_schema", "{}"))
-CASES: list[tuple[When, Facts, bool]] = [
+CASES: list[tuple[When, RoutingFacts, bool]] = [
     (When(), facts_of(), True),
     (When(least_tokens=100, most_tokens=100), facts_of(), True),
     (When(least_tokens=101), facts_of(), False),
@@ -80,7 +82,7 @@ CASES: list[tuple[When, Facts, bool]] = [
 
 
 @pytest.mark.parametrize(("when", "facts", "held"), CASES)
-def test_a_condition_holds_where_it_says(when: When, facts: Facts, held: bool) -> None:
+def test_a_condition_holds_where_it_says(when: When, facts: RoutingFacts, held: bool) -> None:
     assert holds(when, facts) == held
 
 
@@ -94,10 +96,10 @@ def test_the_first_rule_that_holds_has_the_word() -> None:
         Rule.of(RuleConfig(name=name, when=when, variant="mini"))
         for name, when in (("never", When(tools=True)), ("first", When()), ("second", When()))
     ]
-    found = first_that_holds(rules, facts_of())
+    found = first_match(rules, facts_of())
     assert found is not None
     assert found.config.name == "first"
-    assert first_that_holds(rules[:1], facts_of()) is None
+    assert first_match(rules[:1], facts_of()) is None
 
 
 def test_what_no_rule_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +115,11 @@ def test_what_no_rule_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("hours", ["", "8:00-9:00", "08:00", "08:00-08:00", "24:00-01:00", "01:00-24:30", "08-09"])
 def test_hours_that_are_none_are_refused(hours: str) -> None:
     with pytest.raises(ValueError, match="no hours"):
-        minutes_of(hours)
+        parse_hours(hours)
 
 
 def test_hours_may_go_to_the_end_of_the_day() -> None:
-    assert minutes_of("18:00-24:00") == (18 * 60, 24 * 60)
+    assert parse_hours("18:00-24:00") == (18 * 60, 24 * 60)
 
 
 @pytest.mark.parametrize(

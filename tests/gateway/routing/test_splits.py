@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.routing.splits import UNITS, Split, conversation_of, place_of
+from headrace.gateway.routing.splits import UNITS, Split, bucket_of, conversation_key
 from tests.support.scripted_answers import asked_for, exchange_of
 
 CONVERSATIONS = [b"conversation %d" % number for number in range(20_000)]
@@ -64,11 +64,11 @@ def test_a_growing_canary_takes_conversations_and_gives_none_back() -> None:
 
 
 def test_a_place_is_the_same_in_every_process_and_version() -> None:
-    assert [place_of("canary", each) for each in CONVERSATIONS[:3]] == [708_083, 318_281, 101_617]
+    assert [bucket_of("canary", each) for each in CONVERSATIONS[:3]] == [708_083, 318_281, 101_617]
 
 
 def place(asked: Asked, tenant: str = "acme") -> bytes:
-    return conversation_of(exchange_of(asked, tenant=tenant), "conversation")
+    return conversation_key(exchange_of(asked, tenant=tenant), "conversation")
 
 
 @settings(max_examples=100, deadline=None)

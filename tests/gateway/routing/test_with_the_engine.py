@@ -13,10 +13,10 @@ from headrace.engine.interface.sampling import Chosen
 from headrace.engine.process.engine_client import WorkerLostError
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.routing.cascade import Cascade, CascadeAnswering
-from headrace.gateway.routing.composition import Answers, Factory, part_of
-from headrace.gateway.routing.fallback import FallbackAnswering, Step
-from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswering, Hedging
+from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
+from headrace.gateway.routing.composite_answerer import Answerer, AnswererFactory, derive_exchange
+from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
+from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswerer, HedgePolicy
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
@@ -31,9 +31,9 @@ class Variant:
             name=name, engine=self.engine, tokenizer=tokenizer(), context=2048, fingerprint=name
         )
 
-    def part(self, exchange: Exchange) -> Factory:
-        def make(asked: Asked) -> Answers:
-            return EngineAnswering(part_of(exchange, self.served, asked))
+    def part(self, exchange: Exchange) -> AnswererFactory:
+        def make(asked: Asked) -> Answerer:
+            return EngineAnswering(derive_exchange(exchange, self.served, asked))
 
         return make
 
@@ -72,7 +72,7 @@ async def test_a_cascade_asks_the_engine_for_log_probabilities_and_goes_by_them(
         draft.engine.answer = says("small", probability=probability)
         mini.engine.answer = says("large", "words")
         exchange, client = exchange_for(mini), Client()
-        cascade = CascadeAnswering(exchange, draft.part(exchange), mini.part(exchange), Cascade(threshold=0.5))
+        cascade = CascadeAnswerer(exchange, draft.part(exchange), mini.part(exchange), Cascade(threshold=0.5))
         assert await deliver(cascade, client) is None
         assert exchange.model == chosen
         assert client.told() == exchange.usage
@@ -90,10 +90,10 @@ async def test_a_stream_whose_engine_is_lost_goes_on_with_another_byte_for_byte(
     first.engine.answer = says(*words[:3], breaks=True)
     second.engine.answer = says(*words)
     whole, alone = Client(), exchange_for(second)
-    await deliver(FallbackAnswering(alone, [Step("second", second.part(alone))]), whole)
+    await deliver(FallbackAnswerer(alone, [FallbackStep("second", second.part(alone))]), whole)
     exchange, client = exchange_for(first), Client()
-    steps = [Step("first", first.part(exchange)), Step("second", second.part(exchange), "continue")]
-    assert await deliver(FallbackAnswering(exchange, steps), client) is None
+    steps = [FallbackStep("first", first.part(exchange)), FallbackStep("second", second.part(exchange), "continue")]
+    assert await deliver(FallbackAnswerer(exchange, steps), client) is None
     assert client.texts == whole.texts
     assert client.restarts == []
     assert "".join(piece.content for piece in client.pieces) == whole.texts[0]
@@ -104,12 +104,12 @@ async def test_a_stream_whose_engine_is_lost_goes_on_with_another_byte_for_byte(
 @asynchronous
 async def test_a_hedge_that_loses_is_cancelled_in_the_engine() -> None:
     variant = Variant("mini")
-    hedging = Hedging(HedgeConfig(least_ms=5.0, most_ms=10.0), lambda: True)
+    hedging = HedgePolicy(HedgeConfig(least_ms=5.0, most_ms=10.0), lambda: True)
     for _ in range(LEAST_SAMPLES):
         hedging.answered(0.001)
         hedging.asked()
     exchange, client = exchange_for(variant), Client()
-    hedged = HedgedAnswering(exchange, variant.part(exchange), variant.part(exchange), hedging)
+    hedged = HedgedAnswerer(exchange, variant.part(exchange), variant.part(exchange), hedging)
     delivering = asyncio.ensure_future(deliver(hedged, client))
     await until(lambda: len(variant.engine.streams) == 2)
     first, second = variant.engine.streams

@@ -15,7 +15,7 @@ import msgspec
 from headrace.config.cache_section import Mode
 
 
-class Uses(msgspec.Struct, frozen=True):
+class CacheAccess(msgspec.Struct, frozen=True):
     """What may be done with a cache for one request."""
 
     looks: bool  # whether there is an entry is found out
@@ -23,12 +23,12 @@ class Uses(msgspec.Struct, frozen=True):
     stores: bool  # a fresh answer becomes an entry
 
 
-NOTHING: Final = Uses(looks=False, serves=False, stores=False)
-RECORD: Final = Uses(looks=True, serves=False, stores=True)
-EVERYTHING: Final = Uses(looks=True, serves=True, stores=True)
+NO_ACCESS: Final = CacheAccess(looks=False, serves=False, stores=False)
+RECORD_ONLY: Final = CacheAccess(looks=True, serves=False, stores=True)
+FULL_ACCESS: Final = CacheAccess(looks=True, serves=True, stores=True)
 
 
-class Modes(msgspec.Struct, frozen=True, kw_only=True):
+class CachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """`record` finds out what would have been served and serves the fresh answer; `share` is `on` for a share of the
     tenants and `record` for the others."""
 
@@ -37,19 +37,19 @@ class Modes(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Mapping[str, Mode] = {}  # those that have a mode of their own
     salt: str = ""  # caches with different ones choose different tenants
 
-    def uses(self, tenant: str, *, wish: str = "on") -> Uses:
+    def uses(self, tenant: str, *, wish: str = "on") -> CacheAccess:
         """`wish`: the request's own `cache`; "off" neither reads nor writes."""
         if wish == "off":
-            return NOTHING
+            return NO_ACCESS
         match self.tenants.get(tenant, self.mode):
             case "off":
-                return NOTHING
+                return NO_ACCESS
             case "record":
-                return RECORD
+                return RECORD_ONLY
             case "share":
-                return EVERYTHING if self.chosen(tenant) else RECORD
+                return FULL_ACCESS if self.chosen(tenant) else RECORD_ONLY
             case "on":
-                return EVERYTHING
+                return FULL_ACCESS
 
     def chosen(self, tenant: str) -> bool:
         """Whether the tenant is in the share: the same on every gateway, and still so when the share grows."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.prepare import measure
 from headrace.gateway.ledger.budgets import Fallback, Refuse
 from headrace.gateway.ledger.ledger_records import Entry
 from headrace.gateway.limits.limit_set import Scope
-from headrace.gateway.routing.composition import count_of
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.composite_answerer import choice_count
+from headrace.gateway.routing.router import RoutePlan
 
 
 async def admit(course: Course) -> None:
@@ -30,7 +30,7 @@ async def _limit(course: Course, scopes: Sequence[Scope]) -> int:
     """How many tokens all answers together may have, once the limits have let it in."""
     exchange, parts = course.exchange, course.parts
     caller = exchange.caller
-    count = count_of(exchange.asked)
+    count = choice_count(exchange.asked)
     most = _most_tokens(course) * count
     if not scopes:
         return most
@@ -68,9 +68,9 @@ async def _budget(course: Course, most: int, scopes: Sequence[Scope]) -> None:
     likely = parts.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
     verdict = await parts.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
     if isinstance(verdict, Fallback):
-        course.shaped.append(Shaped("budget", exchange.served.name, verdict.variant))
+        course.shaped.append(ShapingChange("budget", exchange.served.name, verdict.variant))
         exchange.served = parts.fleet.served[verdict.variant]
-        course.plan = Plan(verdict.variant, decisions=course.plan.decisions)
+        course.plan = RoutePlan(verdict.variant, decisions=course.plan.decisions)
         course.looked = course.recall = None  # they were of the other variant
         await measure(course)
         others = parts.scopes(caller, exchange.served.name, exchange.surface)
@@ -80,7 +80,7 @@ async def _budget(course: Course, most: int, scopes: Sequence[Scope]) -> None:
                 course.reservation = None
             most = await _limit(course, others)
         else:
-            most = min(most, _most_tokens(course) * count_of(exchange.asked))
+            most = min(most, _most_tokens(course) * choice_count(exchange.asked))
         entry = entry_of(course)
         verdict = await parts.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
     if isinstance(verdict, Refuse):

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.gateway.caches.exact.exact_cache import Answer, Looked
-from headrace.gateway.caches.semantic.semantic_cache import Recall
+from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactLookup
+from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
-from headrace.gateway.degradation.ladder.levels import Signals
-from headrace.gateway.degradation.ladder.pressure import Wait
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.sources import Selected
+from headrace.gateway.degradation.ladder.levels import PressureSignals
+from headrace.gateway.degradation.ladder.pressure import WaitTicket
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.sources import SelectedSources
 from headrace.gateway.flow.shared_generation import Shared, Take
 from headrace.gateway.limits.limiter import Reservation
 from headrace.gateway.requests.text_request import Piece, Usage
-from headrace.gateway.routing.composition import Answers, Charge, Composed
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.composite_answerer import Answerer, CompositeAnswerer, VariantCharge
+from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ class Course(msgspec.Struct):
 
     exchange: Exchange
     parts: Parts
-    plan: Plan
+    plan: RoutePlan
     named: str  # the variant that would answer, had nothing been routed
     gone: bool = False  # the client has left
 
     # prepare
-    telling: ladder.Telling = msgspec.field(default_factory=ladder.Telling)  # what the ladder did
-    shaped: list[Shaped] = []  # what shaping did beside it
-    degraded: ladder.Degraded | None = None
+    telling: ladder.DegradationRecord = msgspec.field(default_factory=ladder.DegradationRecord)  # what the ladder did
+    shaped: list[ShapingChange] = []  # what shaping did beside it
+    degraded: ladder.DegradationPlan | None = None
     whole: Exchange | None = None  # as it was before it was degraded
-    signals: Signals = msgspec.field(default_factory=Signals)
+    signals: PressureSignals = msgspec.field(default_factory=PressureSignals)
     standing: str = ""  # whose place on the ladder is its own
-    selected: Selected | None = None  # the sources, by their numbers
+    selected: SelectedSources | None = None  # the sources, by their numbers
     most_prompt: int | None = None  # tokens, of fast mode
 
     # admit
@@ -52,14 +52,14 @@ class Course(msgspec.Struct):
     charged: bool = False  # the ledger expects to be told of it
 
     # recall
-    looked: Looked | None = None
-    recall: Recall | None = None
-    answer: Answer | None = None
+    looked: ExactLookup | None = None
+    recall: SemanticLookup | None = None
+    answer: AnswerSource | None = None
 
     # generate
-    own: Answers | None = None  # what generates, where nobody shares it
+    own: Answerer | None = None  # what generates, where nobody shares it
     follows: bool = False  # the pieces come from elsewhere, so what they say is noted here
-    wait: Wait | None = None  # before the first token
+    wait: WaitTicket | None = None  # before the first token
 
     # deliver
     looks: bool = False  # every piece is looked at
@@ -83,14 +83,14 @@ class Course(msgspec.Struct):
         return source if isinstance(source, Shared) else None
 
     @property
-    def made(self) -> Answers | None:
+    def made(self) -> Answerer | None:
         """What generates the answer, for this one alone or for several."""
         return self.own if (shared := self.shared) is None else shared.answers
 
-    def tried(self) -> list[Charge]:
+    def tried(self) -> list[VariantCharge]:
         """What was computed before the answer and is paid for, too."""
         made = self.made
-        charges = made.charges if isinstance(made, Composed) else []
+        charges = made.charges if isinstance(made, CompositeAnswerer) else []
         return [charge for charge in charges if charge.charged and charge.role == "first try"]
 
 

@@ -8,14 +8,14 @@ import time
 from functools import partial
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.in_flight import Reader
+from headrace.gateway.caches.exact.in_flight import FlightReader
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
-from headrace.gateway.degradation.shaping.sources import citations
+from headrace.gateway.degradation.shaping.sources import find_citations
 from headrace.gateway.flow.course import Course, Take
 from headrace.gateway.flow.recall import instead, refused_by_ladder
 from headrace.gateway.flow.settle import settle
 from headrace.gateway.requests.text_request import Piece, Restart, Usage, total
-from headrace.gateway.routing.composition import count_of, summed
+from headrace.gateway.routing.composite_answerer import choice_count, sum_usage
 
 
 async def run(course: Course, take: Take) -> bool:
@@ -33,7 +33,7 @@ async def run(course: Course, take: Take) -> bool:
         ended = await _follow(course, take)
     if ended and not course.gone:
         if course.selected is not None and course.selected.sources:
-            told = citations("".join(piece.content for piece in course.said), course.selected)
+            told = find_citations("".join(piece.content for piece in course.said), course.selected)
             course.exchange.notes["citations"] = [
                 {"number": each.number, "id": each.id, "start": each.start, "end": each.end} for each in told
             ]
@@ -70,7 +70,7 @@ async def _follow_in_time(course: Course, take: Take) -> bool:
         course.bound = None
         if timer is not None:
             timer.cancel()
-    error = ladder.refusal(level, course.signals)
+    error = ladder.overload_error(level, course.signals)
     if instead(course, error):
         return await _follow(course, take)
     if course.answer is not None:
@@ -125,7 +125,7 @@ def _look_at(course: Course, take: Take, piece: Piece) -> bool:
 
 def _pays(course: Course) -> bool:
     """For what is generated, as things stand: where whoever began it leaves, another goes on paying."""
-    return course.answer.pays if isinstance(course.answer, Reader) else not course.exchange.answered_by
+    return course.answer.pays if isinstance(course.answer, FlightReader) else not course.exchange.answered_by
 
 
 def _corrects(course: Course, piece: Piece) -> bool:
@@ -196,7 +196,7 @@ def _stop(course: Course, take: Take) -> None:
     assert course.answer is not None
     course.answer.cancel()
     prompts = exchange.prompts.get(exchange.served.name) or ()
-    for index in range(count_of(exchange.asked)):
+    for index in range(choice_count(exchange.asked)):
         if index in course.usages:
             continue
         place = index // exchange.asked.n
@@ -204,7 +204,7 @@ def _stop(course: Course, take: Take) -> None:
         length = len(prompts[place].tokens) if prompts else exchange.prompt_tokens if place == 0 else 0
         usage = Usage(prompt_tokens=length, output_tokens=course.tokens.get(index, 0))
         if index == 0:
-            usage = summed((*(charge.usage for charge in course.tried()), usage))
+            usage = sum_usage((*(charge.usage for charge in course.tried()), usage))
         course.usages[index] = usage
         take(Piece(index, finish="length", usage=usage))
     exchange.notes["cut"] = exchange.cut_by

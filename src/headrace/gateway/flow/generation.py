@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from headrace.gateway.caches.exact.exact_cache import Alone
-from headrace.gateway.caches.exact.in_flight import Terms
+from headrace.gateway.caches.exact.exact_cache import UncachedAnswer
+from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.shared_generation import Shared
-from headrace.gateway.routing.composition import part_of
+from headrace.gateway.routing.composite_answerer import derive_exchange
 
 
 async def generate(course: Course) -> None:
     exchange, parts = course.exchange, course.parts
     looked = course.looked
     if parts.exact is not None and looked is not None and looked.uses.looks:
-        shared, plan = part_of(exchange, exchange.served, exchange.asked), course.plan
+        shared, plan = derive_exchange(exchange, exchange.served, exchange.asked), course.plan
         # What may begin anew, unheard, is not for those who hear it as it comes.
         whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
-        terms = Terms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
+        terms = JoinTerms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
         course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
         course.follows = True
         if course.answer.role == "joiner":
@@ -25,7 +25,7 @@ async def generate(course: Course) -> None:
     else:
         course.own = parts.answers(exchange, course.plan)
         await course.own.begin()
-        course.answer = Alone(course.own)
+        course.answer = UncachedAnswer(course.own)
     if parts.degrades(exchange.surface):
         course.wait = parts.pressure.wait(exchange.served.name, exchange.caller.tenant)
 

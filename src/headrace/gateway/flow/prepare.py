@@ -10,15 +10,15 @@ import time
 
 from headrace.gateway.accounts.access import allows_model, surface_of
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.semantic.semantic_entry import primed
+from headrace.gateway.caches.semantic.semantic_entry import with_example
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.fast_profile import fast, shortened
-from headrace.gateway.degradation.shaping.message_fitting import fitted, numbered
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.fast_profile import apply_fast_profile, cap_max_tokens
+from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.recall import exact
-from headrace.gateway.routing.composition import part_of
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.composite_answerer import derive_exchange
+from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.engine_answering import prompts_of
 
 
@@ -30,7 +30,9 @@ def identify(course: Course) -> None:
     if asked.surface != surface:
         exchange.asked = asked = asked.but(surface=surface)
     if asked.profile == "fast":
-        exchange.asked, shaped = fast(asked, parts.fast_options, reasons=exchange.served.reasoning is not None)
+        exchange.asked, shaped = apply_fast_profile(
+            asked, parts.fast_options, reasons=exchange.served.reasoning is not None
+        )
         course.shaped += shaped
     switch = parts.switches.fast(exchange.caller.tenant, exchange.served.name)
     if switch is None:
@@ -42,10 +44,10 @@ def identify(course: Course) -> None:
     if switch.slow_tools and asked.tools and asked.choosing == "auto":
         left = tuple(tool for tool in asked.tools if tool.name not in switch.slow_tools)
         if len(left) < len(asked.tools):
-            course.shaped.append(Shaped("tools", len(asked.tools), len(left)))
+            course.shaped.append(ShapingChange("tools", len(asked.tools), len(left)))
             exchange.asked = asked.but(tools=left)
     if switch.max_tokens is not None:  # after the tools: an answer that may be a call is not cut
-        exchange.asked, shaped = shortened(exchange.asked, switch.max_tokens)
+        exchange.asked, shaped = cap_max_tokens(exchange.asked, switch.max_tokens)
         course.shaped += shaped
     course.most_prompt = switch.prompt_tokens
 
@@ -53,7 +55,7 @@ def identify(course: Course) -> None:
 def route(course: Course) -> None:
     exchange, parts = course.exchange, course.parts
     if parts.router.idle:
-        course.plan = Plan(exchange.served.name)
+        course.plan = RoutePlan(exchange.served.name)
     else:
         course.plan = plan = parts.router.route(exchange)
         exchange.served = parts.fleet.served[plan.variant]
@@ -80,17 +82,17 @@ def degrade(course: Course) -> None:
     level = parts.ladder.decide(exchange.surface, course.signals, of=course.standing)
     if not level.number:
         return
-    allowed = ladder.Allowed.of(asked.degrade, None if settings.ladder else "off")
-    course.degraded = degraded = ladder.apply(level, asked, allowed)
-    course.whole = part_of(exchange, served, asked)
-    smaller = ladder.smaller(served.name, degraded.variants, parts.fleet.served)
+    allowed = ladder.AllowedSteps.of(asked.degrade, None if settings.ladder else "off")
+    course.degraded = degraded = ladder.plan_degradation(level, asked, allowed)
+    course.whole = derive_exchange(exchange, served, asked)
+    smaller = ladder.find_smaller_variant(served.name, degraded.variants, parts.fleet.served)
     if smaller is not None and not allows_model(exchange.caller, smaller):
         smaller = None
     if smaller is not None and not course.plan.steps and course.plan.cascade is None:
         exchange.served = parts.fleet.served[smaller]
-        course.plan = Plan(smaller, decisions=course.plan.decisions)
-        course.telling.took("variant", Shaped("variant", served.name, smaller))
-    exchange.asked, shaped = ladder.cut(asked, degraded)
+        course.plan = RoutePlan(smaller, decisions=course.plan.decisions)
+        course.telling.took("variant", ShapingChange("variant", served.name, smaller))
+    exchange.asked, shaped = ladder.cap_answer(asked, degraded)
     course.telling.took("max_tokens", *shaped)
 
 
@@ -99,14 +101,14 @@ async def shape(course: Course) -> None:
     asked, degraded = exchange.asked, course.degraded
     if asked.messages is not None:
         most = None if degraded is None else degraded.sources_tokens
-        exchange.asked, course.selected, shaped = numbered(asked, exchange.served, parts.sources_options(most))
+        exchange.asked, course.selected, shaped = number_sources(asked, exchange.served, parts.sources_options(most))
         budget, history = course.most_prompt, None if degraded is None else degraded.history_tokens
         if history is not None:
             own = history + (0 if course.selected is None else course.selected.tokens)
             budget = own if budget is None else min(budget, own)
         # Under pressure nobody is asked for a summary.
         summariser = parts.summariser(exchange) if degraded is None else None
-        changed = await fitted(exchange.asked, exchange.served, parts.shaping, budget, summariser)
+        changed = await fit_request(exchange.asked, exchange.served, parts.shaping, budget, summariser)
         exchange.asked = changed.asked
         if history is not None:
             course.telling.took("trim", *(each for each in shaped if each.step == "sources"), *changed.shaped)
@@ -146,7 +148,7 @@ async def prime(course: Course) -> None:
         if recall.entry is None or recall.outcome != "hit":
             return
         asked, prompts, length = exchange.asked, exchange.prompts, exchange.prompt_tokens
-        exchange.asked, exchange.prompts = primed(asked, recall.entry), {}
+        exchange.asked, exchange.prompts = with_example(asked, recall.entry), {}
         try:
             await measure(course)
         except ApiError:

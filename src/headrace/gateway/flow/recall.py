@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import wanted_of
-from headrace.gateway.caches.exact.exact_cache import Hit
+from headrace.gateway.caches.exact.cache_key import cache_key_for
+from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
-from headrace.gateway.degradation.ladder.extractive_answer import asked_of, extract
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.message_fitting import fitted, numbered
+from headrace.gateway.degradation.ladder.extractive_answer import extract_answer, question_and_sources
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
 from headrace.gateway.flow.course import Course
 from headrace.gateway.requests.text_request import Piece, Usage
 from headrace.gateway.serving.engine_answering import prompts_of
@@ -40,7 +40,7 @@ async def recalled(course: Course) -> bool:
     if course.recall is None and (hit := await exact(course, stale=stale)) is not None:
         _hit(course, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
         if hit.stale:
-            course.telling.took("stale", Shaped("age_s", None, round(hit.age_s)))
+            course.telling.took("stale", ShapingChange("age_s", None, round(hit.age_s)))
         return True
     if parts.semantic is not None and course.recall is None:
         recall = course.recall = await parts.recall(exchange, course.plan)
@@ -48,7 +48,7 @@ async def recalled(course: Course) -> bool:
         if served and recall.entry is not None:
             answer = recall.entry.answer
             pieces = answer.pieces(prompt_tokens=exchange.prompt_tokens)
-            _hit(course, Hit(pieces, n=1, machine_s=answer.machine_s), "semantic", "")
+            _hit(course, CacheHit(pieces, n=1, machine_s=answer.machine_s), "semantic", "")
             if recall.check:
                 parts.check_later(exchange, recall)
             return True
@@ -58,11 +58,11 @@ async def recalled(course: Course) -> bool:
         return True
     if degraded.refuse:
         refused_by_ladder(course)
-        raise ladder.refusal(degraded.level, course.signals)
+        raise ladder.overload_error(degraded.level, course.signals)
     return False
 
 
-async def exact(course: Course, *, stale: bool) -> Hit | None:
+async def exact(course: Course, *, stale: bool) -> CacheHit | None:
     """The exact cache's, which is asked once."""
     exchange, exact = course.exchange, course.parts.exact
     if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
@@ -70,15 +70,15 @@ async def exact(course: Course, *, stale: bool) -> Hit | None:
     return await _hit_of(course, stale=stale) if course.looked is None else course.looked.hit
 
 
-async def _hit_of(course: Course, *, stale: bool) -> Hit | None:
+async def _hit_of(course: Course, *, stale: bool) -> CacheHit | None:
     """What was kept of this very request: first of what was asked, then of what has become of it."""
     if course.whole is not None and course.whole.served.upstream is None:
         whole = course.whole
         if whole.asked is not course.exchange.asked or whole.served is not course.exchange.served:
             whole.prompts = {}
             with suppress(ApiError):  # what was too long before it was trimmed was never kept
-                whole.asked = numbered(whole.asked, whole.served, course.parts.sources_options(None))[0]
-                whole.asked = (await fitted(whole.asked, whole.served, course.parts.shaping, None, None)).asked
+                whole.asked = number_sources(whole.asked, whole.served, course.parts.sources_options(None))[0]
+                whole.asked = (await fit_request(whole.asked, whole.served, course.parts.shaping, None, None)).asked
                 await prompts_of(whole)
                 if (hit := await _look(course, whole, stale=stale)) is not None:
                     course.exchange.served = whole.served
@@ -87,11 +87,11 @@ async def _hit_of(course: Course, *, stale: bool) -> Hit | None:
     return await _look(course, course.exchange, stale=stale)
 
 
-async def _look(course: Course, exchange: Exchange, *, stale: bool) -> Hit | None:
+async def _look(course: Course, exchange: Exchange, *, stale: bool) -> CacheHit | None:
     parts, plan = course.parts, course.plan
     assert parts.exact is not None
     prompts = exchange.prompts.get(exchange.served.name)
-    wanted = wanted_of(
+    wanted = cache_key_for(
         tenant=exchange.caller.tenant,
         served=exchange.served,
         asked=exchange.asked,
@@ -107,7 +107,7 @@ async def _look(course: Course, exchange: Exchange, *, stale: bool) -> Hit | Non
     return hit
 
 
-def _hit(course: Course, answer: Hit, by: str, what: str) -> None:
+def _hit(course: Course, answer: CacheHit, by: str, what: str) -> None:
     course.answer, course.follows = answer, True
     course.exchange.answered_by = by
     course.exchange.headers["x-headrace-cache"] = f"{by}; {what}" if what else by
@@ -118,10 +118,10 @@ def _extracted(course: Course) -> bool:
     """From the request's own sources, where it has any."""
     exchange = course.exchange
     given = () if course.selected is None else course.selected.sources
-    question, before, sources = asked_of(exchange.asked.messages or (), given)
+    question, before, sources = question_and_sources(exchange.asked.messages or (), given)
     if not sources or not question:
         return False
-    found = extract(question, sources, before=before)
+    found = extract_answer(question, sources, before=before)
     exchange.notes |= {
         "extracted": True,
         "confidence": round(found.confidence, 4),
@@ -131,9 +131,9 @@ def _extracted(course: Course) -> bool:
     }
     course.selected = None
     course.telling.clear("max_tokens", "variant")  # which nothing came of
-    course.telling.took("extract", Shaped("quotes", None, len(found.quotes)))
+    course.telling.took("extract", ShapingChange("quotes", None, len(found.quotes)))
     pieces = [Piece(0, content=found.text), Piece(0, finish="stop", usage=Usage())]
-    course.answer, course.follows = Hit(pieces, n=1), True
+    course.answer, course.follows = CacheHit(pieces, n=1), True
     exchange.answered_by = "extract"
     return True
 
@@ -145,8 +145,10 @@ def instead(course: Course, error: ApiError) -> bool:
     if error.code not in _REFUSED or not parts.degrades(exchange.surface):
         return False
     before = course.answer
-    allowed = ladder.Allowed.of(exchange.asked.degrade, None if parts.settings_of(exchange.caller).ladder else "off")
-    degraded = ladder.apply(parts.ladder.bottom(exchange.surface), exchange.asked, allowed)
+    allowed = ladder.AllowedSteps.of(
+        exchange.asked.degrade, None if parts.settings_of(exchange.caller).ladder else "off"
+    )
+    degraded = ladder.plan_degradation(parts.ladder.bottom(exchange.surface), exchange.asked, allowed)
     if not (degraded.extract and _extracted(course)):
         return False
     if before is not None:

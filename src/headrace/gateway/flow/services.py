@@ -24,24 +24,24 @@ from headrace.gateway.accounts.directory import STANDARD, UNLIMITED, Identified
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_terms import CacheModes, declaring, limit_scopes
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.cache_modes import Modes
-from headrace.gateway.caches.exact.entry_store import Guarded
-from headrace.gateway.caches.exact.entry_store import Store as CacheStore
+from headrace.gateway.caches.cache_modes import CachePolicy
+from headrace.gateway.caches.exact.entry_store import EntryStore as CacheStore
+from headrace.gateway.caches.exact.entry_store import GuardedStore
 from headrace.gateway.caches.exact.exact_cache import ExactCache, Options, seconds_of
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.redis import RedisStore
 from headrace.gateway.caches.exact.redis import connect as connect_redis
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.semantic.embedder import ServedEmbedder
-from headrace.gateway.caches.semantic.semantic_cache import Recall, SemanticCache
-from headrace.gateway.caches.semantic.semantic_entry import Answer as Kept
-from headrace.gateway.caches.semantic.semantic_entry import answer_of
+from headrace.gateway.caches.semantic.semantic_cache import SemanticCache, SemanticLookup
+from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer as Kept
+from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
 from headrace.gateway.degradation.ladder.ladder_config import ladder_of
 from headrace.gateway.degradation.ladder.levels import Ladder
-from headrace.gateway.degradation.ladder.pressure import Pressure, watch
+from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
 from headrace.gateway.degradation.shaping.conversation import Message
 from headrace.gateway.degradation.shaping.fast_profile import FastOptions
 from headrace.gateway.degradation.shaping.history import Summariser
@@ -59,10 +59,10 @@ from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.redis_calls import RedisCalls
 from headrace.gateway.limits.shared_limits import SharedStore
 from headrace.gateway.requests.text_request import Asked, Choice, Usage
-from headrace.gateway.routing.composer import Composer, hedgings_of
-from headrace.gateway.routing.composition import Answers, choices_of, part_of
-from headrace.gateway.routing.health import Health
-from headrace.gateway.routing.router import Plan, Router
+from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
+from headrace.gateway.routing.health import VariantHealth
+from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
+from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import Engine, Fleet
@@ -119,16 +119,16 @@ class Parts:
         labels = TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant)
         metrics.label_tenants(labels.label)
 
-        self.health = Health(config.routing.breaker, config.routing.health, changed=_breaker_changed)
+        self.health = VariantHealth(config.routing.breaker, config.routing.health, changed=_breaker_changed)
         self.router = Router(config.routing, self._why_not)
-        self._hedgings = hedgings_of(config.routing.hedges, self._idle)
+        self._hedgings = hedge_policies(config.routing.hedges, self._idle)
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
-        self._composer = Composer(self._make, self.health, self._hedgings, own_breakers=upstreams)
+        self._composer = PlanComposer(self._make, self.health, self._hedgings, own_breakers=upstreams)
 
         ladders = {name: ladder_of(name, config.surfaces.get(name) or SurfaceConfig()) for name in SURFACES}
         self._ladders = {name: options for name, options in ladders.items() if options.steps}
         self.ladder = Ladder(self._ladders)
-        self.pressure = Pressure()
+        self.pressure = PressureMonitor()
         self.shaping = config.shaping
         profile = config.profiles.fast
         self.fast_options = FastOptions(
@@ -239,12 +239,12 @@ class Parts:
             store = MemoryStore(most_bytes=config.bytes, tenant_bytes=config.tenant_bytes)
         secret = "" if config.secret_env is None else self._secret(config.secret_env, "cache.exact.secret_env")
         return ExactCache(
-            Guarded(
+            GuardedStore(
                 store,
                 get_s=None if config.store == "memory" else config.wait_ms / 1e3,
                 failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
             ),
-            Modes(mode=config.mode, share=config.share, salt="exact"),
+            CachePolicy(mode=config.mode, share=config.share, salt="exact"),
             options=Options(
                 ttl_s=seconds_of(config.ttl),
                 tag_ttls={tag: seconds_of(span) for tag, span in config.tags.items()},
@@ -325,7 +325,7 @@ class Parts:
             await self.ledger.open()
         engines = {name: served.engine for name, served in self.fleet.served.items() if served.upstream is None}
         if self._ladders:
-            self._running.append(asyncio.create_task(watch(self.pressure, engines)))
+            self._running.append(asyncio.create_task(poll_statistics(self.pressure, engines)))
         if not self.router.idle:
             probes = {name: partial(_probe, engine) for name, engine in engines.items()}
             self._running.append(asyncio.create_task(self.health.watch(probes)))
@@ -435,7 +435,7 @@ class Parts:
     def _idle(self, variant: str) -> bool:
         return self.fleet.served[variant].idle
 
-    def answers(self, exchange: Exchange, plan: Plan) -> Answers:
+    def answers(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
         """What carries out a plan; nothing of it runs yet."""
         plain = not plan.steps and plan.cascade is None and plan.variant not in self._hedgings
         if plain and self.router.idle:
@@ -444,10 +444,10 @@ class Parts:
             metrics.of(metrics.routes, decision.stage, decision.chosen).inc()
         return self._composer.answering(exchange, plan)
 
-    def _make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answers:
-        return self._plain(part_of(exchange, self.fleet.served[variant], asked), alone)
+    def _make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answerer:
+        return self._plain(derive_exchange(exchange, self.fleet.served[variant], asked), alone)
 
-    def _plain(self, exchange: Exchange, alone: bool = True) -> Answers:
+    def _plain(self, exchange: Exchange, alone: bool = True) -> Answerer:
         """`alone`: nothing else takes part in the answer, so that it can begin anew while nobody has heard of it."""
         upstream = exchange.served.upstream
         if upstream is None:
@@ -493,7 +493,7 @@ class Parts:
         encoder = self.fleet.served[self.config.cache.semantic.embedder]
         return ServedEmbedder(encoder, caller, surface=surface)
 
-    async def recall(self, exchange: Exchange, plan: Plan) -> Recall:
+    async def recall(self, exchange: Exchange, plan: RoutePlan) -> SemanticLookup:
         assert self.semantic is not None
         return await self.semantic.recall(
             exchange.caller.tenant,
@@ -503,19 +503,19 @@ class Parts:
             surface=exchange.surface,
         )
 
-    def keep_later(self, exchange: Exchange, recall: Recall, answer: Kept) -> None:
+    def keep_later(self, exchange: Exchange, recall: SemanticLookup, answer: Kept) -> None:
         assert self.semantic is not None
         self.later(self.semantic.settle(recall, answer, self._embedder(exchange.caller, "batch")))
 
-    def check_later(self, exchange: Exchange, recall: Recall) -> None:
+    def check_later(self, exchange: Exchange, recall: SemanticLookup) -> None:
         """A fresh answer to what a hit was served for, made with what interactive work leaves. Nobody pays for it."""
         self.later(self._check(exchange, recall))
 
-    async def _check(self, exchange: Exchange, recall: Recall) -> None:
+    async def _check(self, exchange: Exchange, recall: SemanticLookup) -> None:
         assert self.semantic is not None
         asked = exchange.asked.but(surface="batch", deadline_s=None, stream=False)
         with suppress(ApiError):
-            fresh = answer_of(await self.whole(part_of(exchange, exchange.served, asked)))
+            fresh = storable_answer(await self.whole(derive_exchange(exchange, exchange.served, asked)))
             await self.semantic.check(recall, fresh, self._embedder(exchange.caller, "batch"))
 
     async def whole(self, exchange: Exchange) -> list[Choice]:
@@ -523,7 +523,7 @@ class Parts:
         answers = self._plain(exchange)
         try:
             await answers.begin()
-            return await choices_of(answers)
+            return await collect_choices(answers)
         finally:
             answers.settle()
 
@@ -547,7 +547,7 @@ class _Summarising:
             max_tokens=tokens,
             surface=exchange.surface,
         )
-        part = part_of(exchange, served, asked)
+        part = derive_exchange(exchange, served, asked)
         part.prompts = {}
         return (await parts.whole(part))[0].content
 

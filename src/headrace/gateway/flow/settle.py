@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.exact_cache import Hit
-from headrace.gateway.caches.exact.in_flight import Facts
-from headrace.gateway.caches.semantic.semantic_entry import answer_of
+from headrace.gateway.caches.exact.exact_cache import CacheHit
+from headrace.gateway.caches.exact.in_flight import AnswerFacts
+from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.flow.admit import entry_of
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.request_metrics import count_ended
 from headrace.gateway.flow.shared_generation import by_plan
 from headrace.gateway.requests.text_request import Choice, Usage, total
-from headrace.gateway.routing.composition import Charge, Composed, count_of, summed
+from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
 from headrace.observe import metrics
 
 _ENDED = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
@@ -40,8 +40,8 @@ def settle(course: Course, error: ApiError | None = None) -> None:
     shared = course.shared
     if shared is not None and not course.free:
         shared.answers.settle(error)  # it has ended, or nobody is left who wants it
-    whole = len(course.usages) == count_of(exchange.asked) if course.looks else bool(exchange.finish)
-    if isinstance(answer, Hit) and not course.looks:
+    whole = len(course.usages) == choice_count(exchange.asked) if course.looks else bool(exchange.finish)
+    if isinstance(answer, CacheHit) and not course.looks:
         whole = answer.over
         exchange.usage, exchange.finish = answer.usage, answer.finish
         exchange.last_at = time.monotonic()
@@ -76,7 +76,7 @@ def _count(course: Course, whole: bool) -> None:
             course.reservation.release_soon()
         elif course.free:  # but for what was let out while it paid
             course.reservation.settle_soon(0, course.reservation.out, whole=False)
-        elif isinstance(course.made, Composed):  # what was tried before counts in the ledger alone
+        elif isinstance(course.made, CompositeAnswerer):  # what was tried before counts in the ledger alone
             course.reservation.settle_soon(exchange.prompt_tokens, course.out, whole=whole and not exchange.cut_by)
         else:
             course.reservation.settle_soon(
@@ -98,7 +98,7 @@ def _count(course: Course, whole: bool) -> None:
         )
 
 
-def _charge(course: Course, facts: Facts | None, ended: str) -> None:
+def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
     exchange, parts = course.exchange, course.parts
     assert parts.ledger is not None
     if course.refused:
@@ -115,18 +115,18 @@ def _charge(course: Course, facts: Facts | None, ended: str) -> None:
         parts.charge(
             exchange.id, saved, ended=ended, hit="exact" if exchange.answered_by == "stale" else exchange.answered_by
         )
-    elif isinstance(made, Composed):
+    elif isinstance(made, CompositeAnswerer):
         charges = [charge for charge in made.charges if charge.charged]
         if exchange.cut_by:  # what the client has of the answer, and not what was made of it
             tried = course.tried()
-            answer = _without(exchange.usage, summed(charge.usage for charge in tried))
-            charges = [*tried, Charge(exchange.served.name, answer, "answer")]
-        _charge_each(course, charges or [Charge(exchange.served.name, Usage(), "answer")], ended, instead)
+            answer = _without(exchange.usage, sum_usage(charge.usage for charge in tried))
+            charges = [*tried, VariantCharge(exchange.served.name, answer, "answer")]
+        _charge_each(course, charges or [VariantCharge(exchange.served.name, Usage(), "answer")], ended, instead)
     else:
         parts.charge(exchange.id, exchange.usage, ended=ended, variant=exchange.served.name, instead_of=instead)
 
 
-def _charge_each(course: Course, charges: list[Charge], ended: str, instead: str) -> None:
+def _charge_each(course: Course, charges: list[VariantCharge], ended: str, instead: str) -> None:
     """The last is the answer; what was computed before it (a cascade's first try) is a part of the same request."""
     for place, charge in enumerate(charges):
         last = place == len(charges) - 1
@@ -149,7 +149,7 @@ def _keep(course: Course, whole: bool) -> None:
         choice = Choice(0)
         for piece in course.said:
             choice.add(piece)
-        if (answer := answer_of([choice])) is not None:
+        if (answer := storable_answer([choice])) is not None:
             course.parts.keep_later(course.exchange, recall, answer)
 
 

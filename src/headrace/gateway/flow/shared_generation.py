@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.routing.composition import Answers
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.composite_answerer import Answerer
+from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 Take = Callable[[Piece], bool]
 
 
-def by_plan(exchange: Exchange, plan: Plan) -> bool:
+def by_plan(exchange: Exchange, plan: RoutePlan) -> bool:
     """Whether it was answered by whom it was meant for, and by nobody who stood in."""
     return exchange.served.name in (plan.variant, plan.small)
 
@@ -21,7 +21,7 @@ def by_plan(exchange: Exchange, plan: Plan) -> bool:
 class Shared:
     """It settles itself when the last of them has left, or at its end."""
 
-    def __init__(self, answers: Answers, plan: Plan) -> None:
+    def __init__(self, answers: Answerer, plan: RoutePlan) -> None:
         self.answers = answers
         self._plan = plan
         self._begun = False

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.exact_cache import Hit
+from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.shaping.change_record import header_value
 from headrace.gateway.flow.admit import admit
 from headrace.gateway.flow.course import Course, Take
@@ -28,8 +28,8 @@ from headrace.gateway.flow.generation import generate
 from headrace.gateway.flow.prepare import degrade, identify, prime, route, shape
 from headrace.gateway.flow.recall import instead, recalled
 from headrace.gateway.flow.settle import settle
-from headrace.gateway.routing.composer import decisions_of
-from headrace.gateway.routing.router import Plan, headers_of
+from headrace.gateway.routing.plan_composer import routing_decisions
+from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
 
@@ -43,7 +43,7 @@ class Way:
     def __init__(self, exchange: Exchange, parts: Parts) -> None:
         self.exchange = exchange
         name = exchange.served.name
-        self._course = Course(exchange, parts, Plan(name), name)
+        self._course = Course(exchange, parts, RoutePlan(name), name)
 
     @property
     def gone(self) -> bool:
@@ -67,7 +67,7 @@ class Way:
                     raise
         course.looks = course.follows or course.reservation is not None or course.charged or course.wait is not None
         course.looks = course.looks or course.selected is not None or course.recall is not None
-        if isinstance(course.answer, Hit) and course.selected is None:
+        if isinstance(course.answer, CacheHit) and course.selected is None:
             course.looks = False  # what its pieces would say is known
 
     async def run(self, take: Take) -> bool:
@@ -87,9 +87,9 @@ class Way:
         if course.shaped:
             found["x-headrace-shaped"] = header_value(course.shaped)
         made = course.made
-        decisions = (*course.plan.decisions, *(decisions_of(made) if made is not None else ()))
+        decisions = (*course.plan.decisions, *(routing_decisions(made) if made is not None else ()))
         if decisions:
-            found |= headers_of(decisions)
+            found |= route_headers(decisions)
         return found
 
     def cancel(self) -> None:

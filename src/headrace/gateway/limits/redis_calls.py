@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.circuit_breaker import StoreBreaker
 
 Result = TypeVar("Result")
 # Why a call did not come through: no answer in time; no connection, or a broken one; no memory; another error of the
@@ -55,7 +55,7 @@ class RedisCalls:
         note: Callable[[str], None] = lambda why: None,  # told of each round trip that failed
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.breaker: Final = Streak(failures=failures, rest_s=skip_s, clock=clock)
+        self.breaker: Final = StoreBreaker(failures=failures, rest_s=skip_s, clock=clock)
         self._url = url
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from headrace.errors import HeadraceError
-from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.circuit_breaker import StoreBreaker
 from headrace.gateway.limits.limit_set import MINUTE, Refusal, Scope, Standing, Wish
 from headrace.gateway.limits.local_limits import UNLIMITED
 from headrace.gateway.limits.lua_script import Ask, Layout, layout_of
@@ -43,7 +43,7 @@ class Calls(Protocol):
     """What RedisCalls does."""
 
     @property
-    def breaker(self) -> Streak: ...
+    def breaker(self) -> StoreBreaker: ...
 
     async def call(self, keys: Sequence[str], payload: bytes, *, probe: bool = False) -> list[int]: ...
 

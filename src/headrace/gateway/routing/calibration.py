@@ -26,7 +26,7 @@ class CalibrationError(HeadraceError):
     """A file of labelled answers that cannot be read."""
 
 
-class Labelled(msgspec.Struct, frozen=True, kw_only=True):
+class LabelledAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One question that both models answered."""
 
     confidence: dict[str, float]  # the small model's, by measure
@@ -36,7 +36,7 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
     large_cost: float
 
 
-class Point(msgspec.Struct, frozen=True):
+class CurvePoint(msgspec.Struct, frozen=True):
     """What a threshold would have done with labelled questions."""
 
     threshold: float
@@ -45,16 +45,16 @@ class Point(msgspec.Struct, frozen=True):
     cost: float  # beside that of the large model alone
 
 
-def read_labelled(path: Path) -> list[Labelled]:
+def read_labelled(path: Path) -> list[LabelledAnswer]:
     """CalibrationError with the line for what is wrong."""
-    found: list[Labelled] = []
+    found: list[LabelledAnswer] = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number > MOST_LABELLED:
                     raise CalibrationError(f"{path}: more than {MOST_LABELLED} lines")
                 try:
-                    found.append(msgspec.json.decode(line, type=Labelled))
+                    found.append(msgspec.json.decode(line, type=LabelledAnswer))
                 except msgspec.MsgspecError as error:
                     raise CalibrationError(f"{path}: line {number}: {error}") from None
     except OSError as error:
@@ -64,13 +64,15 @@ def read_labelled(path: Path) -> list[Labelled]:
     return found
 
 
-def write_labelled(path: Path, labelled: Iterable[Labelled]) -> None:
+def write_labelled(path: Path, labelled: Iterable[LabelledAnswer]) -> None:
     encoder = msgspec.json.Encoder(order="deterministic")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(encoder.encode(each) + b"\n" for each in labelled))
 
 
-def fit(target_quality: float, labelled: Sequence[Labelled], *, measure: Measure = "mean", sure: float = 0.0) -> float:
+def fit_threshold(
+    target_quality: float, labelled: Sequence[LabelledAnswer], *, measure: Measure = "mean", sure: float = 0.0
+) -> float:
     """The lowest threshold at which the answers served are as good as that on average.
 
     `sure`: so many standard errors better than needed, as a fit on few questions flatters itself. ALWAYS_LARGE where no
@@ -95,7 +97,9 @@ def fit(target_quality: float, labelled: Sequence[Labelled], *, measure: Measure
     return best
 
 
-def at(threshold: float, labelled: Sequence[Labelled], *, measure: Measure = "mean") -> Point:
+def evaluate_threshold(
+    threshold: float, labelled: Sequence[LabelledAnswer], *, measure: Measure = "mean"
+) -> CurvePoint:
     taken, quality, cost, alone = 0, 0.0, 0.0, 0.0
     for each in labelled:
         alone += each.large_cost
@@ -107,10 +111,10 @@ def at(threshold: float, labelled: Sequence[Labelled], *, measure: Measure = "me
             quality += each.large
             cost += each.large_cost
     count = len(labelled)
-    return Point(threshold, taken / count, quality / count, cost / alone if alone else 0.0)
+    return CurvePoint(threshold, taken / count, quality / count, cost / alone if alone else 0.0)
 
 
-def curve(labelled: Sequence[Labelled], *, measure: Measure = "mean", points: int = 11) -> list[Point]:
+def curve(labelled: Sequence[LabelledAnswer], *, measure: Measure = "mean", points: int = 11) -> list[CurvePoint]:
     """From the large model alone to the small one alone, the small one's share in even steps."""
     ordered = sorted((each.confidence[measure] for each in labelled), reverse=True)
     thresholds = [ALWAYS_LARGE]
@@ -119,4 +123,4 @@ def curve(labelled: Sequence[Labelled], *, measure: Measure = "mean", points: in
         threshold = ordered[max(place, 0)]
         if threshold != thresholds[-1]:
             thresholds.append(threshold)
-    return [at(threshold, labelled, measure=measure) for threshold in thresholds]
+    return [evaluate_threshold(threshold, labelled, measure=measure) for threshold in thresholds]

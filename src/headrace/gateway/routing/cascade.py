@@ -14,18 +14,18 @@ import msgspec
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, Piece, TokenLogprob
-from headrace.gateway.routing.composition import (
-    Answers,
-    Charge,
+from headrace.gateway.routing.composite_answerer import (
+    Answerer,
+    AnswererFactory,
     Clock,
-    Composed,
-    Decision,
-    Factory,
-    Settled,
+    CompositeAnswerer,
+    RoutingDecision,
+    SettledCallback,
     Take,
-    charges_of,
-    count_of,
-    summed,
+    VariantCharge,
+    charges_for,
+    choice_count,
+    sum_usage,
 )
 from headrace.gateway.routing.confidence import TOP, Confidence, Measure
 from headrace.gateway.serving.exchange import Exchange
@@ -41,15 +41,15 @@ class Cascade(msgspec.Struct, frozen=True, kw_only=True):
     within: float = 5.0  # seconds that the small model has until then
 
 
-class CascadeAnswering(Composed):
+class CascadeAnswerer(CompositeAnswerer):
     def __init__(
         self,
         exchange: Exchange,
-        small: Factory,
-        large: Factory,
+        small: AnswererFactory,
+        large: AnswererFactory,
         cascade: Cascade,
         *,
-        settled: Settled | None = None,
+        settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(exchange, settled=settled, clock=clock)
@@ -57,9 +57,9 @@ class CascadeAnswering(Composed):
         self.confidence: float | None = None  # once it is decided by one: of the least sure choice
         self._make_small = small
         self._make_large = large
-        self._small: Answers | None = None
+        self._small: Answerer | None = None
         self._after = min(cascade.tokens or cascade.most_tokens, cascade.most_tokens)
-        count = count_of(exchange.asked)
+        count = choice_count(exchange.asked)
         self._confidences = [Confidence() for _ in range(count)]
         self._undecided = set(range(count))  # choices of which more is to be heard
 
@@ -68,11 +68,11 @@ class CascadeAnswering(Composed):
         return self._serving is not None and self._serving is not self._small
 
     @property
-    def charges(self) -> list[Charge]:
-        found: list[Charge] = []
+    def charges(self) -> list[VariantCharge]:
+        found: list[VariantCharge] = []
         for part in self._parts:
             role = "first try" if part is self._small and self.escalated else "answer"
-            found += charges_of(part, role)
+            found += charges_for(part, role)
         return found
 
     async def begin(self) -> None:
@@ -121,7 +121,7 @@ class CascadeAnswering(Composed):
             await self._weigh(small)
         return not self.gone
 
-    async def _weigh(self, small: Answers) -> None:
+    async def _weigh(self, small: Answerer) -> None:
         cascade = self.cascade
         found = self.confidence = min(each.value(cascade.measure) for each in self._confidences)
         if found < cascade.threshold:
@@ -132,7 +132,7 @@ class CascadeAnswering(Composed):
         self._held.clear()
         self._held.extend(_trimmed(piece, wanted) for piece in held)
         why = f"{cascade.measure} {found:.3f} >= {cascade.threshold:.3f}"
-        self.decisions.append(Decision("cascade", small.exchange.served.name, why))
+        self.decisions.append(RoutingDecision("cascade", small.exchange.served.name, why))
 
     def _hold(self, piece: Piece) -> bool:
         self._held.append(piece)
@@ -152,7 +152,7 @@ class CascadeAnswering(Composed):
         self._settle(self._small)
         large = self._start(self._make_large(self.exchange.asked))
         name = large.exchange.served.name
-        self.decisions.append(Decision("cascade", name, f"{self._small.exchange.served.name}: {why}"))
+        self.decisions.append(RoutingDecision("cascade", name, f"{self._small.exchange.served.name}: {why}"))
         self._serve(large)
         await large.begin()
         if self.gone:
@@ -172,7 +172,7 @@ class CascadeAnswering(Composed):
 
         def added(piece: Piece) -> bool:
             if piece.usage is not None and piece.index == 0:
-                piece.usage = summed((first_try, piece.usage))
+                piece.usage = sum_usage((first_try, piece.usage))
             return take(piece)
 
         return added

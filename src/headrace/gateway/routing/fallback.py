@@ -19,49 +19,49 @@ import msgspec
 from headrace.config.routing_section import Then
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Piece, Usage
-from headrace.gateway.routing.composition import (
-    Answers,
-    Charge,
+from headrace.gateway.routing.composite_answerer import (
+    Answerer,
+    AnswererFactory,
     Clock,
-    Composed,
-    Decision,
-    Factory,
+    CompositeAnswerer,
     Restart,
-    Settled,
+    RoutingDecision,
+    SettledCallback,
     Take,
-    charges_of,
-    count_of,
-    itemised,
-    produces,
+    VariantCharge,
+    charges_for,
+    choice_count,
+    has_output,
+    itemise_charges,
 )
-from headrace.gateway.routing.joining import DivergedError, Joining, Said
+from headrace.gateway.routing.continuation import Continuation, DeliveredText, DivergedError
 from headrace.gateway.serving.exchange import Exchange
 
 _KINDS: Final = frozenset({"server_error", "overloaded_error", "rate_limit_error"})
 _CODES: Final = frozenset({"context_length_exceeded"})  # another variant may have more room
 
 
-def passes_on(error: ApiError) -> bool:
+def may_fall_back(error: ApiError) -> bool:
     """Whether another variant may do better: not where the request itself is wrong."""
     return error.kind in _KINDS or error.status >= 500 or error.code in _CODES
 
 
-class Step(msgspec.Struct, frozen=True):
+class FallbackStep(msgspec.Struct, frozen=True):
     variant: str
-    make: Factory
+    make: AnswererFactory
     then: Then = "error"  # with a stream that broke after it had begun
 
 
-class FallbackAnswering(Composed):
+class FallbackAnswerer(CompositeAnswerer):
     def __init__(
         self,
         exchange: Exchange,
-        steps: Sequence[Step],
+        steps: Sequence[FallbackStep],
         *,
         patience: float = 10.0,
         diverged: Literal["restart", "error"] = "error",
         whole: bool = False,
-        settled: Settled | None = None,
+        settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`patience`: seconds that a step has for its first piece, where there is another after it. `whole`: nobody
@@ -72,15 +72,15 @@ class FallbackAnswering(Composed):
         self._on_divergence = diverged
         self._place = -1  # of the step that answers
         self._whole = whole
-        self._said: dict[int, Said] = {}  # by choice: what was delivered
-        self._joining: dict[int, Joining] = {}  # choices of which the step repeats what was delivered
-        self._finished: dict[int, tuple[Answers, Usage]] = {}  # choices that are whole, by whom
+        self._said: dict[int, DeliveredText] = {}  # by choice: what was delivered
+        self._joining: dict[int, Continuation] = {}  # choices of which the step repeats what was delivered
+        self._finished: dict[int, tuple[Answerer, Usage]] = {}  # choices that are whole, by whom
         self._heard = False  # something of this step
         self._since = 0  # the first part whose text the client has
         self._failed: ApiError | None = None  # found while a piece was looked at
 
     @property
-    def charges(self) -> list[Charge]:
+    def charges(self) -> list[VariantCharge]:
         """The parts whose choices the client has, whole; of an answer that ended early, the one that computed most."""
         if self._is_answered():
             paid = list({id(part): part for part, _ in self._finished.values()}.values())
@@ -88,13 +88,13 @@ class FallbackAnswering(Composed):
             candidates = self._parts[self._since :]
             paid = [max(candidates, key=lambda part: part.exchange.usage.output_tokens)] if candidates else []
         if len(paid) == 1:
-            charges = charges_of(paid[0], "answer")
+            charges = charges_for(paid[0], "answer")
         else:
             told = {index: (part.exchange.served.name, usage) for index, (part, usage) in self._finished.items()}
-            charges = itemised(told, self.exchange.asked.n)
+            charges = itemise_charges(told, self.exchange.asked.n)
         for part in self._parts:
             if not any(part is each for each in paid):
-                charges += charges_of(part, "broken", charged=False)
+                charges += charges_for(part, "broken", charged=False)
         return charges
 
     async def begin(self) -> None:
@@ -124,14 +124,14 @@ class FallbackAnswering(Composed):
                 self._sum_up()
             return ended
 
-    async def _run(self, part: Answers, take: Take) -> bool:
+    async def _run(self, part: Answerer, take: Take) -> bool:
         if self._heard or self._is_last():
             return await part.run(lambda piece: self._pass(piece, take))
         try:
             async with asyncio.timeout(self._patience) as bound:
 
                 def passed(piece: Piece) -> bool:
-                    if not self._heard and produces(piece):
+                    if not self._heard and has_output(piece):
                         if bound.expired():
                             return False  # it is given up in this very turn
                         bound.reschedule(None)
@@ -142,7 +142,7 @@ class FallbackAnswering(Composed):
             raise _too_late(self._steps[self._place].variant, self._patience) from None
 
     def _is_answered(self) -> bool:
-        return len(self._finished) == count_of(self.exchange.asked)
+        return len(self._finished) == choice_count(self.exchange.asked)
 
     def _is_last(self) -> bool:
         return self._place + 1 >= len(self._steps)
@@ -164,14 +164,14 @@ class FallbackAnswering(Composed):
                 await self._begin(part)
             except ApiError as caught:
                 self._settle(part, caught)
-                if passes_on(caught):
+                if may_fall_back(caught):
                     error = caught
                 elif error is None:
                     raise
                 continue  # what another variant took is not wrong in itself
             if error is not None:
                 told = error.code or error.kind
-                self.decisions.append(Decision("fallback", step.variant, f"the one before: {told}"))
+                self.decisions.append(RoutingDecision("fallback", step.variant, f"the one before: {told}"))
             self.exchange.prompt_tokens = part.exchange.prompt_tokens
             self.exchange.shaped_at = self.exchange.shaped_at or part.exchange.shaped_at
             if self.gone:
@@ -180,7 +180,7 @@ class FallbackAnswering(Composed):
         assert error is not None
         raise error
 
-    async def _begin(self, part: Answers) -> None:
+    async def _begin(self, part: Answerer) -> None:
         if self._is_last():
             await part.begin()
             return
@@ -195,14 +195,14 @@ class FallbackAnswering(Composed):
         part = self._serving
         assert part is not None
         self._settle(part, error)
-        if not passes_on(error):
+        if not may_fall_back(error):
             raise error
         self._joining.clear()
         await self._next(error)
-        open_choices = [index for index in range(count_of(self.exchange.asked)) if index not in self._finished]
+        open_choices = [index for index in range(choice_count(self.exchange.asked)) if index not in self._finished]
         if self._delivered() and self._steps[self._place].then == "continue":
             self._joining = {
-                index: Joining(said) for index in open_choices if (said := self._said.get(index)) and said.anything
+                index: Continuation(said) for index in open_choices if (said := self._said.get(index)) and said.anything
             }
             return
         self._since = len(self._parts) - 1
@@ -228,7 +228,7 @@ class FallbackAnswering(Composed):
                 self._open += 1
             self._said.pop(index, None)
             return take(piece)
-        if not self._heard and produces(piece) and self._serving is not None:
+        if not self._heard and has_output(piece) and self._serving is not None:
             self._heard = True
             self.exchange.served = self._serving.exchange.served  # a cascade knows by now
         if index in self._finished:
@@ -249,14 +249,14 @@ class FallbackAnswering(Composed):
     def _note(self, piece: Piece) -> None:
         said = self._said.get(piece.index)
         if said is None:
-            said = self._said[piece.index] = Said()
+            said = self._said[piece.index] = DeliveredText()
             self.exchange.first_at = self.exchange.first_at or self._clock()
         said.add(piece)
         if piece.finish is not None:
             assert self._serving is not None
             self._finished[piece.index] = (self._serving, piece.usage or Usage())
 
-    def _diverge(self, index: int, joining: Joining, why: str) -> bool:
+    def _diverge(self, index: int, joining: Continuation, why: str) -> bool:
         """Always False: what is held comes first, or there is an error to be told."""
         if self._on_divergence == "error":
             self._failed = ApiError(

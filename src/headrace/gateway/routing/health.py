@@ -12,11 +12,11 @@ from functools import partial
 
 from headrace.config.breaker_section import BreakerConfig
 from headrace.config.routing_section import HealthConfig
-from headrace.gateway.circuit_breaker import Breaker, State
-from headrace.gateway.routing.composition import Clock
+from headrace.gateway.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.gateway.routing.composite_answerer import Clock
 
 
-class Check:
+class HealthCheck:
     """Whether a variant answers when it is asked if it is there. At first it counts as there."""
 
     def __init__(self, config: HealthConfig) -> None:
@@ -44,7 +44,7 @@ class Check:
 Probe = Callable[[], Awaitable[None]]  # raises where the variant is not there
 
 
-class Health:
+class VariantHealth:
     """The breakers and checks of all variants. Their names are the configuration's, so there are no more than those."""
 
     def __init__(
@@ -53,25 +53,25 @@ class Health:
         check: HealthConfig | None = None,
         *,
         clock: Clock = time.monotonic,
-        changed: Callable[[str, State], None] | None = None,
+        changed: Callable[[str, BreakerState], None] | None = None,
     ) -> None:
         """`changed` hears of every new state of a variant's breaker."""
         self._breaker = breaker or BreakerConfig()
         self._check = check or HealthConfig()
         self._clock = clock
         self._changed = changed
-        self._breakers: dict[str, Breaker] = {}
-        self._checks: dict[str, Check] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        self._checks: dict[str, HealthCheck] = {}
 
-    def breaker(self, variant: str) -> Breaker:
+    def breaker(self, variant: str) -> CircuitBreaker:
         found = self._breakers.get(variant)
         if found is None:
             changed = None if self._changed is None else partial(self._changed, variant)
-            found = self._breakers[variant] = Breaker(self._breaker, clock=self._clock, changed=changed)
+            found = self._breakers[variant] = CircuitBreaker(self._breaker, clock=self._clock, changed=changed)
         return found
 
-    def check(self, variant: str) -> Check:
-        return self._checks.setdefault(variant, Check(self._check))
+    def check(self, variant: str) -> HealthCheck:
+        return self._checks.setdefault(variant, HealthCheck(self._check))
 
     def why_not(self, variant: str) -> str | None:
         """Why a variant is to be left alone now; None where it is well."""

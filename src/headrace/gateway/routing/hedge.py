@@ -19,24 +19,24 @@ from headrace.config.routing_section import HedgeConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.routing.composition import (
-    Answers,
-    Charge,
+from headrace.gateway.routing.composite_answerer import (
+    Answerer,
+    AnswererFactory,
     Clock,
-    Composed,
-    Decision,
-    Factory,
-    Settled,
+    CompositeAnswerer,
+    RoutingDecision,
+    SettledCallback,
     Take,
-    charges_of,
-    produces,
+    VariantCharge,
+    charges_for,
+    has_output,
 )
 from headrace.gateway.serving.exchange import Exchange
 
 LEAST_SAMPLES: Final = 20  # before a quantile means anything
 
 
-class Latencies:
+class LatencyWindow:
     """The latest times, and their quantiles."""
 
     def __init__(self, most: int) -> None:
@@ -59,7 +59,7 @@ class Latencies:
         return self._sorted[min(count - 1, int(share * count))] if count >= LEAST_SAMPLES else None
 
 
-class Allowance:
+class HedgeAllowance:
     """Of all requests at most a share: every one saves up that much, and a hedge takes a whole one."""
 
     def __init__(self, share: float, *, most: float = 10.0) -> None:
@@ -78,14 +78,14 @@ class Allowance:
         return True
 
 
-class Hedging:
+class HedgePolicy:
     """What is known of one variant: how long its first tokens take, and how many more hedges it may have."""
 
     def __init__(self, config: HedgeConfig, idle: Callable[[], bool]) -> None:
         """`idle`: whether a replica has nothing to do."""
         self.config = config
-        self.latencies = Latencies(config.samples)
-        self._allowance = Allowance(config.share)
+        self.latencies = LatencyWindow(config.samples)
+        self._allowance = HedgeAllowance(config.share)
         self._idle = idle
 
     def asked(self) -> None:
@@ -105,15 +105,15 @@ class Hedging:
         return self._idle() and self._allowance.take()
 
 
-class HedgedAnswering(Composed):
+class HedgedAnswerer(CompositeAnswerer):
     def __init__(
         self,
         exchange: Exchange,
-        first: Factory,
-        second: Factory,
-        hedging: Hedging,
+        first: AnswererFactory,
+        second: AnswererFactory,
+        hedging: HedgePolicy,
         *,
-        settled: Settled | None = None,
+        settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(exchange, settled=settled, clock=clock)
@@ -129,12 +129,12 @@ class HedgedAnswering(Composed):
         return self._serving is not None and self._serving is not self._parts[0]
 
     @property
-    def charges(self) -> list[Charge]:
-        found: list[Charge] = []
+    def charges(self) -> list[VariantCharge]:
+        found: list[VariantCharge] = []
         # Until something has come, it is the first whose prompt was computed.
         paid = self._serving if self._serving is not None else next(iter(self._parts), None)
         for part in self._parts:
-            found += charges_of(part, "answer" if part is paid else "hedge", charged=part is paid)
+            found += charges_for(part, "answer" if part is paid else "hedge", charged=part is paid)
         return found
 
     async def begin(self) -> None:
@@ -161,10 +161,10 @@ class HedgedAnswering(Composed):
         return ended
 
     async def _race(self) -> None:
-        running: dict[asyncio.Task[None], Answers] = {}
+        running: dict[asyncio.Task[None], Answerer] = {}
         errors: list[Exception] = []
 
-        def enter(part: Answers, *, begins: bool) -> None:
+        def enter(part: Answerer, *, begins: bool) -> None:
             place = self._parts.index(part)
             running[asyncio.ensure_future(self._speak(part, place, begins=begins))] = part
 
@@ -194,7 +194,7 @@ class HedgedAnswering(Composed):
         delay = self.hedging.delay()
         return None if delay is None else max(0.0, self._began + delay - self._clock())
 
-    async def _speak(self, part: Answers, place: int, *, begins: bool) -> None:
+    async def _speak(self, part: Answerer, place: int, *, begins: bool) -> None:
         """Until it has said something that a client hears, or the other one has."""
         pieces = self._pieces[place] = []
 
@@ -202,7 +202,7 @@ class HedgedAnswering(Composed):
             if self._serving is not None:
                 return False
             pieces.append(piece)
-            if produces(piece):
+            if has_output(piece):
                 self._serve(part)
                 return False
             return True
@@ -225,4 +225,4 @@ class HedgedAnswering(Composed):
                 self._settle(part)
         if self.hedged:
             which = "the second" if self.won else "the first"
-            self.decisions.append(Decision("hedge", self.exchange.served.name, f"{which} of two spoke first"))
+            self.decisions.append(RoutingDecision("hedge", self.exchange.served.name, f"{which} of two spoke first"))

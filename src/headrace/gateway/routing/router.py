@@ -16,11 +16,11 @@ import msgspec
 
 from headrace.config.routing_section import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.routing.calibration import ALWAYS_LARGE, at, fit, read_labelled
+from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
 from headrace.gateway.routing.cascade import Cascade
-from headrace.gateway.routing.composition import Decision
-from headrace.gateway.routing.rules import Facts, Rule, first_that_holds
-from headrace.gateway.routing.splits import Split, conversation_of
+from headrace.gateway.routing.composite_answerer import RoutingDecision
+from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match
+from headrace.gateway.routing.splits import Split, conversation_key
 from headrace.gateway.serving.exchange import Exchange
 
 HEADER: Final = "x-headrace-route"
@@ -29,7 +29,7 @@ _MOST_HEADER: Final = 512  # characters
 WhyNot = Callable[[str], str | None]  # why a variant is to be left alone now; None where it is well
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RoutePlan(msgspec.Struct, frozen=True):
     """Who is to answer. Without a cascade, `variant` does; with one, its small model does first and `variant` after."""
 
     variant: str
@@ -38,14 +38,14 @@ class Plan(msgspec.Struct, frozen=True):
     diverged: str = "error"
     small: str | None = None
     cascade: Cascade | None = None
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[RoutingDecision, ...] = ()
 
-    def headers(self, later: Sequence[Decision] = ()) -> dict[str, str]:
+    def headers(self, later: Sequence[RoutingDecision] = ()) -> dict[str, str]:
         """`later`: what was decided while it was answered."""
-        return headers_of((*self.decisions, *later))
+        return route_headers((*self.decisions, *later))
 
 
-def headers_of(decisions: Sequence[Decision]) -> dict[str, str]:
+def route_headers(decisions: Sequence[RoutingDecision]) -> dict[str, str]:
     text = "; ".join(f"{each.stage} {each.chosen} ({each.why})" for each in decisions)
     if not text:
         return {}
@@ -57,7 +57,7 @@ class _Choice(msgspec.Struct):
     """What a decision has come to so far."""
 
     variant: str
-    decisions: list[Decision] = []
+    decisions: list[RoutingDecision] = []
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
 
@@ -77,7 +77,7 @@ class Router:
         self._zone = ZoneInfo(config.timezone)
         self._rules = tuple(map(Rule.of, config.rules))
         self._splits = {name: Split.of(name, each.percent, each.salt) for name, each in config.splits.items()}
-        self._cascades = {name: cascade_of(each) for name, each in config.cascades.items()}
+        self._cascades = {name: resolve_cascade(each) for name, each in config.cascades.items()}
         self._chain_of: dict[str, tuple[str, ChainConfig]] = {}  # by its first variant
         for name, chain in config.chains.items():
             self._chain_of.setdefault(chain.steps[0].variant, (name, chain))
@@ -87,10 +87,10 @@ class Router:
         """Nothing is declared: every request goes to the variant that it names."""
         return not self._rules and not self._chain_of
 
-    def route(self, exchange: Exchange) -> Plan:
+    def route(self, exchange: Exchange) -> RoutePlan:
         choice = _Choice(exchange.served.name)
-        facts = Facts(exchange, self._wall, self._zone)
-        rule = first_that_holds(self._rules, facts)
+        facts = RoutingFacts(exchange, self._wall, self._zone)
+        rule = first_match(self._rules, facts)
         if rule is not None:
             self._follow(rule, facts, choice)
         if choice.cascade is not None:
@@ -99,7 +99,7 @@ class Router:
                 return plan
         return self._with_chain(choice)
 
-    def _follow(self, rule: Rule, facts: Facts, choice: _Choice) -> None:
+    def _follow(self, rule: Rule, facts: RoutingFacts, choice: _Choice) -> None:
         config = rule.config
         if config.split is not None:
             target = f"split {config.split}"
@@ -107,7 +107,7 @@ class Router:
             target = f"chain {config.chain}"
         else:
             target = f"cascade {config.cascade}" if config.cascade is not None else config.variant or ""
-        choice.decisions.append(Decision("rule", config.name, f"to {target}"))
+        choice.decisions.append(RoutingDecision("rule", config.name, f"to {target}"))
         if config.variant is not None:
             choice.variant = config.variant
         elif config.split is not None:
@@ -121,31 +121,31 @@ class Router:
 
     def _split(self, name: str, exchange: Exchange, choice: _Choice) -> None:
         split = self._splits[name]
-        variant = split.choose(conversation_of(exchange, self.config.conversation))
-        choice.decisions.append(Decision("split", variant, f"the conversation's part of {name}"))
+        variant = split.choose(conversation_key(exchange, self.config.conversation))
+        choice.decisions.append(RoutingDecision("split", variant, f"the conversation's part of {name}"))
         reason = self._why_not(variant)
         if reason is not None and variant not in self._chain_of:
             # A share that is not well goes to the largest that is, until it is again.
             others = sorted(self.config.splits[name].percent.items(), key=lambda each: -each[1])
             well = next((other for other, _ in others if other != variant and self._why_not(other) is None), None)
             if well is not None:
-                choice.decisions.append(Decision("health", well, f"{variant}: {reason}"))
+                choice.decisions.append(RoutingDecision("health", well, f"{variant}: {reason}"))
                 variant = well
         choice.variant = variant
 
-    def _with_cascade(self, name: str, choice: _Choice, asked: Asked) -> Plan | None:
+    def _with_cascade(self, name: str, choice: _Choice, asked: Asked) -> RoutePlan | None:
         """None where the large model is to answer alone."""
         config, cascade = self.config.cascades[name], self._cascades[name]
         why = _why_no_cascade(asked)
         if why is not None:
-            choice.decisions.append(Decision("cascade", config.large, why))
+            choice.decisions.append(RoutingDecision("cascade", config.large, why))
             return None
         reason = self._why_not(config.small)
         if reason is not None:
-            choice.decisions.append(Decision("health", config.large, f"{config.small}: {reason}"))
+            choice.decisions.append(RoutingDecision("health", config.large, f"{config.small}: {reason}"))
             return None
         rest = self._with_chain(choice)
-        return Plan(
+        return RoutePlan(
             rest.variant,
             rest.steps,
             patience=rest.patience,
@@ -155,10 +155,10 @@ class Router:
             decisions=rest.decisions,
         )
 
-    def _with_chain(self, choice: _Choice) -> Plan:
+    def _with_chain(self, choice: _Choice) -> RoutePlan:
         found = choice.chain or self._chain_of.get(choice.variant)
         if found is None:
-            return Plan(choice.variant, decisions=tuple(choice.decisions))
+            return RoutePlan(choice.variant, decisions=tuple(choice.decisions))
         name, chain = found
         steps: list[StepConfig] = []
         for place, step in enumerate(chain.steps):
@@ -167,13 +167,13 @@ class Router:
                 steps.append(step)
             else:
                 after = chain.steps[place + 1].variant if place + 1 < len(chain.steps) else "nobody"
-                choice.decisions.append(Decision("health", after, f"{step.variant}: {reason}"))
+                choice.decisions.append(RoutingDecision("health", after, f"{step.variant}: {reason}"))
         if not steps:
             steps = list(chain.steps)  # none is well: they are tried all the same, and say themselves what is wrong
         if len(steps) > 1 or steps[0].variant != choice.variant:
             after = ", ".join(step.variant for step in steps[1:]) or "nobody"
-            choice.decisions.append(Decision("chain", steps[0].variant, f"{name}, then {after}"))
-        return Plan(
+            choice.decisions.append(RoutingDecision("chain", steps[0].variant, f"{name}, then {after}"))
+        return RoutePlan(
             steps[0].variant,
             tuple(steps[1:]),
             patience=chain.patience_s,
@@ -194,14 +194,14 @@ def _why_no_cascade(asked: Asked) -> str | None:
     return None
 
 
-def cascade_of(config: CascadeConfig) -> Cascade:
+def resolve_cascade(config: CascadeConfig) -> Cascade:
     """With a threshold from labelled answers where there is a file of them."""
     threshold = config.threshold
     if threshold is None:
         assert config.calibration is not None
         labelled = read_labelled(Path(config.calibration).expanduser())
-        alone = at(ALWAYS_LARGE, labelled, measure=config.measure)
-        threshold = fit(config.quality * alone.quality, labelled, measure=config.measure)
+        alone = evaluate_threshold(ALWAYS_LARGE, labelled, measure=config.measure)
+        threshold = fit_threshold(config.quality * alone.quality, labelled, measure=config.measure)
     return Cascade(threshold=threshold, measure=config.measure, tokens=config.tokens, within=config.within_s)
 
 

@@ -15,7 +15,7 @@ from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleConf
 from headrace.config.toml_text import key_path, quoted
 from headrace.gateway.routing.calibration import CalibrationError, read_labelled
 from headrace.gateway.routing.language import LANGUAGES
-from headrace.gateway.routing.rules import minutes_of
+from headrace.gateway.routing.rules import parse_hours
 from headrace.gateway.routing.splits import Split
 from headrace.surfaces import SURFACES
 
@@ -95,7 +95,7 @@ def _when(when: When, where: str) -> Iterator[Finding]:
             yield from _known(name[:-1], value, known, f"{where}.{name}[{place}]")
     for place, hours in enumerate(when.hours):
         try:
-            minutes_of(hours)
+            parse_hours(hours)
         except ValueError:
             yield f"{where}.hours[{place}]", f'expected hours such as "22:00-06:00", found {quoted(hours)}'
     for name in ("tokens", "characters", "complexity"):

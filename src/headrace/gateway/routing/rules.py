@@ -22,10 +22,10 @@ from headrace.gateway.serving.exchange import Exchange
 STANDARD: Final = "standard"  # the profile of requests that name none
 _HOURS: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
 
-Test = Callable[["Facts"], bool]
+Test = Callable[["RoutingFacts"], bool]
 
 
-class Facts:
+class RoutingFacts:
     """What rules look at of one request."""
 
     def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo) -> None:
@@ -69,14 +69,14 @@ class Facts:
 
     @cached_property
     def language(self) -> str:
-        return language_of(last_said(self.asked.messages, self.asked.prompts))
+        return language_of(last_user_text(self.asked.messages, self.asked.prompts))
 
     @cached_property
     def now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), self._zone)
 
 
-def last_said(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequence[str | list[int]] | None) -> str:
+def last_user_text(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequence[str | list[int]] | None) -> str:
     """By the user."""
     for message in reversed(messages or ()):
         if message["role"] == "user":
@@ -92,11 +92,11 @@ class Rule(msgspec.Struct, frozen=True):
     def of(cls, config: RuleConfig) -> Rule:
         return cls(config, tuple(_tests(config.when)))
 
-    def holds(self, facts: Facts) -> bool:
+    def holds(self, facts: RoutingFacts) -> bool:
         return all(test(facts) for test in self.tests)
 
 
-def first_that_holds(rules: Sequence[Rule], facts: Facts) -> Rule | None:
+def first_match(rules: Sequence[Rule], facts: RoutingFacts) -> Rule | None:
     for rule in rules:
         if rule.holds(facts):
             return rule
@@ -130,7 +130,7 @@ def _tests(when: When) -> list[Test]:
         days = frozenset(map(DAYS.index, when.days))
         tests.append(lambda facts: facts.now.weekday() in days)
     if when.hours:
-        hours = tuple(map(minutes_of, when.hours))
+        hours = tuple(map(parse_hours, when.hours))
         tests.append(lambda facts: any(_within(facts.now.hour * 60 + facts.now.minute, *each) for each in hours))
     if when.languages:
         languages = frozenset(when.languages)
@@ -139,7 +139,7 @@ def _tests(when: When) -> list[Test]:
     return tests
 
 
-def minutes_of(hours: str) -> tuple[int, int]:
+def parse_hours(hours: str) -> tuple[int, int]:
     """Of the day, from and until; "22:00-06:00" goes over midnight. ValueError for what is none."""
     found = _HOURS.fullmatch(hours)
     if found is None:
@@ -155,7 +155,7 @@ def _within(minute: int, begin: int, end: int) -> bool:
     return begin <= minute < end if begin < end else minute >= begin or minute < end
 
 
-def _between(value: Callable[[Facts], float], least: float | None, most: float | None) -> list[Test]:
+def _between(value: Callable[[RoutingFacts], float], least: float | None, most: float | None) -> list[Test]:
     tests: list[Test] = []
     if least is not None:
         tests.append(lambda facts: value(facts) >= least)
@@ -168,15 +168,15 @@ def _equal(value: Test, wanted: bool) -> Test:
     return lambda facts: value(facts) == wanted
 
 
-def _has_tools(facts: Facts) -> bool:
+def _has_tools(facts: RoutingFacts) -> bool:
     return facts.tools
 
 
-def _has_json(facts: Facts) -> bool:
+def _has_json(facts: RoutingFacts) -> bool:
     return facts.json
 
 
-def _is_streamed(facts: Facts) -> bool:
+def _is_streamed(facts: RoutingFacts) -> bool:
     return facts.asked.stream
 
 

@@ -42,17 +42,17 @@ class Split(msgspec.Struct, frozen=True):
         return cls(salt or name, tuple(ends))
 
     def choose(self, conversation: bytes) -> str:
-        place = place_of(self.salt, conversation)
+        place = bucket_of(self.salt, conversation)
         return next(variant for variant, end in self.ends if place < end)
 
 
-def place_of(salt: str, conversation: bytes) -> int:
+def bucket_of(salt: str, conversation: bytes) -> int:
     """From 0 to UNITS - 1."""
     digest = blake2b(conversation, digest_size=8, key=blake2b(salt.encode(), digest_size=32).digest()).digest()
     return int.from_bytes(digest) * UNITS // _PLACES
 
 
-def conversation_of(exchange: Exchange, key: str) -> bytes:
+def conversation_key(exchange: Exchange, key: str) -> bytes:
     """What a conversation is told by: its id in the metadata, or its user, or how it began.
 
     Its beginning is all up to the first message of the user: what is said later changes nothing.

@@ -18,7 +18,7 @@ from headrace.config.shaping_section import Degrade
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.degradation.shaping.sources import SourceField, sources_of
+from headrace.gateway.degradation.shaping.sources import SourceField, parse_sources
 from headrace.server.http.body_parameters import Parameter, Table, lower
 from headrace.surfaces import MOST_PRIORITY, SURFACES
 
@@ -191,7 +191,7 @@ def asked_extras(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
         "ignore_eos": given.get("ignore_eos", False),
         "template": _template(given.get("chat_template_kwargs") or {}),
         "seeded": given.get("seed") is not None,
-        "sources": sources_of(given.get("sources") or (), most=MOST_SOURCES),
+        "sources": parse_sources(given.get("sources") or (), most=MOST_SOURCES),
         "overflow": given.get("overflow"),
         "user": given.get("safety_identifier", given.get("user")),
         "metadata": given.get("metadata") or {},

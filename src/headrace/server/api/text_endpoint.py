@@ -18,7 +18,7 @@ from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.flow.text_flow import Way
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart
-from headrace.gateway.routing.composition import choices_of
+from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.http.api_call import ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import Table
@@ -44,7 +44,7 @@ async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> di
     way = Way(exchange, parts)
     with _settling(way):
         await way.begin()
-        body = dialect.whole(exchange, await choices_of(way))
+        body = dialect.whole(exchange, await collect_choices(way))
         if dialect.keep is not None:
             await dialect.keep()
         return body
@@ -66,7 +66,7 @@ async def deliver(
             else:
                 await _relay(call, way, relayed, dialect, headers)
         else:
-            choices = await choices_of(way)
+            choices = await collect_choices(way)
             if way.gone:
                 raise GoneError
             body = dialect.whole(exchange, choices)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.caches.exact.cache_entry import Entry, is_whole, pack, say_the_same, unpack
+from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
 from headrace.gateway.requests.text_request import CallDelta, Piece, TokenLogprob, Usage
 from tests.support.exact_caches import said
 
@@ -43,7 +43,7 @@ pieces = st.builds(
 @settings(max_examples=40, deadline=None)
 def test_an_entry_comes_back_as_it_was(given_pieces: list[Piece], made: float) -> None:
     data = pack(given_pieces, key=KEY, made=made)
-    assert unpack(data, key=KEY) == Entry(made, given_pieces)
+    assert unpack(data, key=KEY) == ExactEntry(made, given_pieces)
 
 
 @given(st.data())
@@ -112,14 +112,14 @@ def test_half_a_character_cannot_be_kept() -> None:
     ],
 )
 def test_an_answer_is_whole_when_every_choice_has_its_own_end(answer: list[Piece], choices: int, whole: bool) -> None:
-    assert is_whole(answer, choices) is whole
+    assert is_complete(answer, choices) is whole
 
 
 def test_answers_say_the_same_however_they_are_cut() -> None:
     one = said("Hel", "lo")
-    assert say_the_same(one, said("Hello"))
-    assert not say_the_same(one, said("Hello!"))
-    assert not say_the_same(one, said("Hello", finish="length"))
+    assert is_same_answer(one, said("Hello"))
+    assert not is_same_answer(one, said("Hello!"))
+    assert not is_same_answer(one, said("Hello", finish="length"))
     calls = [[Piece(0, calls=[CallDelta(0, name, "f", "{}")]), *said()] for name in ("call_1", "call_2")]
-    assert say_the_same(*calls)
-    assert not say_the_same(calls[0], [Piece(0, calls=[CallDelta(0, "call_1", "f", "[]")]), *said()])
+    assert is_same_answer(*calls)
+    assert not is_same_answer(calls[0], [Piece(0, calls=[CallDelta(0, "call_1", "f", "[]")]), *said()])

@@ -9,7 +9,7 @@ import pytest
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, Wanted, wanted_of
+from headrace.gateway.caches.exact.cache_key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
 from headrace.gateway.requests.text_request import Asked, Source, Tool
 from tests.support.exact_caches import asked, served
@@ -70,8 +70,8 @@ def key(changed: Asked | None = None, **options: Any) -> bytes:
     return found(changed or asked(sampling=DRAWN), **given).key
 
 
-def found(changed: Asked, **options: Any) -> Wanted:
-    wanted = wanted_of(asked=changed, **options)
+def found(changed: Asked, **options: Any) -> CacheKey:
+    wanted = cache_key_for(asked=changed, **options)
     assert wanted is not None
     return wanted
 
@@ -181,7 +181,7 @@ def test_choices_are_those_of_all_prompts() -> None:
     ],
 )
 def test_what_cannot_be_written_down_has_no_key(changes: dict[str, Any]) -> None:
-    assert wanted_of(tenant="a", served=served(), asked=asked(**changes), prompts=PROMPT, seeded=False) is None
+    assert cache_key_for(tenant="a", served=served(), asked=asked(**changes), prompts=PROMPT, seeded=False) is None
 
 
 def test_tags_are_a_part_of_the_key() -> None:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Scope, Size, Store
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import CacheSize, EntryStore, InvalidationScope
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
@@ -28,13 +28,13 @@ TENANTS = ("a", "b")
 MOST, OF_A_TENANT = 12_000, 8_000  # bytes; an entry takes some hundreds
 
 
-def known(number: int, tenant: str = "a", tags: tuple[str, ...] = ()) -> Wanted:
-    return Wanted(tenant, f"{tenant} {tags} {number}".encode().ljust(32, b"."), tags)
+def known(number: int, tenant: str = "a", tags: tuple[str, ...] = ()) -> CacheKey:
+    return CacheKey(tenant, f"{tenant} {tags} {number}".encode().ljust(32, b"."), tags)
 
 
 @dataclass
 class Kept:
-    wanted: Wanted
+    wanted: CacheKey
     data: bytes
     expires: float
     size: int
@@ -43,7 +43,7 @@ class Kept:
 class Oracle:
     """The same by looking at everything each time. The order of the dictionary is that of use."""
 
-    def __init__(self, size: Callable[[Wanted, bytes], int]) -> None:
+    def __init__(self, size: Callable[[CacheKey, bytes], int]) -> None:
         self.entries: dict[bytes, Kept] = {}
         self.size = size
 
@@ -51,14 +51,14 @@ class Oracle:
         self.entries = {key: kept for key, kept in self.entries.items() if kept.expires > now}
         return self.entries
 
-    def get(self, wanted: Wanted, now: float) -> bytes | None:
+    def get(self, wanted: CacheKey, now: float) -> bytes | None:
         kept = self.live(now).pop(wanted.key, None)
         if kept is None:
             return None
         self.entries[wanted.key] = kept
         return kept.data
 
-    def put(self, wanted: Wanted, data: bytes, seconds: float, now: float) -> bool:
+    def put(self, wanted: CacheKey, data: bytes, seconds: float, now: float) -> bool:
         size = self.size(wanted, data)
         if size > OF_A_TENANT:
             return False
@@ -73,7 +73,7 @@ class Oracle:
     def _of(self, tenant: str) -> list[Kept]:
         return [each for each in self.entries.values() if each.wanted.tenant == tenant]
 
-    def remove(self, scope: Scope, now: float) -> int:
+    def remove(self, scope: InvalidationScope, now: float) -> int:
         gone = [key for key, kept in self.live(now).items() if scope.has(kept.wanted)]
         for key in gone:
             del self.entries[key]
@@ -88,12 +88,12 @@ wanteds = st.builds(
 )
 
 
-def by_its_key(wanted: Wanted) -> Scope:
-    return Scope(tenant=wanted.tenant, key=wanted.key)
+def by_its_key(wanted: CacheKey) -> InvalidationScope:
+    return InvalidationScope(tenant=wanted.tenant, key=wanted.key)
 
 
 scopes = st.one_of(
-    st.builds(Scope, tenant=st.none() | st.sampled_from(TENANTS), tag=st.none() | st.sampled_from(TAGS)),
+    st.builds(InvalidationScope, tenant=st.none() | st.sampled_from(TENANTS), tag=st.none() | st.sampled_from(TAGS)),
     st.builds(by_its_key, wanteds),
 )
 acts = st.one_of(
@@ -106,7 +106,7 @@ acts = st.one_of(
 )
 
 
-async def agree(store: Store, clock: Clock, wished: list[Any], size: Callable[[Wanted, bytes], int]) -> None:
+async def agree(store: EntryStore, clock: Clock, wished: list[Any], size: Callable[[CacheKey, bytes], int]) -> None:
     oracle = Oracle(size)
     for number, (act, *given_) in enumerate(wished):
         match act:
@@ -123,26 +123,26 @@ async def agree(store: Store, clock: Clock, wished: list[Any], size: Callable[[W
             case _:
                 await store.sweep()
                 live = oracle.live(clock.now).values()
-                assert await store.size() == Size(len(live), sum(each.size for each in live))
+                assert await store.size() == CacheSize(len(live), sum(each.size for each in live))
         there = await store.size()
         assert there is not None
         assert there.bytes <= MOST
     for kept in list(oracle.live(clock.now).values()):
         assert (await store.get(kept.wanted)).data == kept.data
     await store.sweep()
-    assert await store.size() == Size(len(oracle.entries), sum(each.size for each in oracle.entries.values()))
+    assert await store.size() == CacheSize(len(oracle.entries), sum(each.size for each in oracle.entries.values()))
 
 
-async def size_in(store: Store, wanted: Wanted, data: bytes) -> int:
-    await store.remove(Scope())
+async def size_in(store: EntryStore, wanted: CacheKey, data: bytes) -> int:
+    await store.remove(InvalidationScope())
     await store.put(wanted, data, 1e9, None)
     found = await store.size()
     assert found is not None
-    await store.remove(Scope())
+    await store.remove(InvalidationScope())
     return found.bytes
 
 
-def in_memory(wanted: Wanted, data: bytes) -> int:
+def in_memory(wanted: CacheKey, data: bytes) -> int:
     return asyncio.run(size_in(MemoryStore(), wanted, data))
 
 
@@ -167,7 +167,7 @@ def test_sqlite_keeps_what_a_dictionary_would(tmp_path: Path, wished: list[Any])
             per_tag = await size_in(store, known(1, tags=("docs",)), b"") - base
             await agree(store, clock, wished, lambda wanted, data: base + len(data) + per_tag * len(wanted.tags))
         finally:
-            await store.remove(Scope())
+            await store.remove(InvalidationScope())
             await database.close()
 
     asyncio.run(test())
@@ -231,7 +231,7 @@ async def test_memory_forgets_what_it_dropped() -> None:
     for name in ("_entries", "_tenants", "_tenant_bytes", "_tags"):
         assert len(kept[name]) == len(store)
     assert len(kept["_expiring"]) <= 2 * len(store) + 64
-    await store.remove(Scope())
+    await store.remove(InvalidationScope())
     assert (len(store), store.bytes, kept["_tags"], kept["_tenants"]) == (0, 0, {}, {})
 
 
@@ -240,8 +240,8 @@ async def test_a_tenant_cannot_read_anothers_entry_even_by_its_key() -> None:
     store = MemoryStore()
     theirs = known(1, "a")
     await store.put(theirs, b"secret", 60.0)
-    assert (await store.get(Wanted("b", theirs.key))).data is None
-    assert await store.remove(Scope(tenant="b", key=theirs.key)) == 0
+    assert (await store.get(CacheKey("b", theirs.key))).data is None
+    assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
     assert (await store.get(theirs)).data == b"secret"
 
 
@@ -256,8 +256,8 @@ def test_in_sqlite_too_a_tenant_cannot_read_anothers_entry(tmp_path: Path) -> No
         database, store = sqlite(tmp_path)
         theirs = known(1, "a")
         await store.put(theirs, b"secret", 60.0)
-        assert (await store.get(Wanted("b", theirs.key))).data is None
-        assert await store.remove(Scope(tenant="b", key=theirs.key)) == 0
+        assert (await store.get(CacheKey("b", theirs.key))).data is None
+        assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
         assert (await store.get(theirs)).data == b"secret"
         await database.close()
 
@@ -326,9 +326,9 @@ def test_sqlite_removes_many_entries_bit_by_bit(tmp_path: Path) -> None:
             )
 
         await database.run(fill)
-        assert await store.size() == Size(2500, 25_000)
-        assert await store.remove(Scope(tenant="a")) == 2400  # the first hundred had expired
-        assert await store.size() == Size(0, 0)
+        assert await store.size() == CacheSize(2500, 25_000)
+        assert await store.remove(InvalidationScope(tenant="a")) == 2400  # the first hundred had expired
+        assert await store.size() == CacheSize(0, 0)
         await database.close()
 
     test()

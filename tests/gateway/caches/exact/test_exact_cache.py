@@ -13,16 +13,16 @@ from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Sampling
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.cache_modes import Modes
+from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_entry import pack
-from headrace.gateway.caches.exact.cache_key import Wanted, wanted_of
-from headrace.gateway.caches.exact.entry_store import Found, Scope
+from headrace.gateway.caches.exact.cache_key import CacheKey, cache_key_for
+from headrace.gateway.caches.exact.entry_store import InvalidationScope, StoreLookup
 from headrace.gateway.caches.exact.exact_cache import OUTCOMES, Options, seconds_of
-from headrace.gateway.caches.exact.in_flight import Flights, Terms
+from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.flow.shared_generation import Shared
 from headrace.gateway.requests.text_request import CallDelta, Piece, Restart, TokenLogprob, Tool, Usage
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.engine_answering import EngineAnswering, prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.server.api.chat_completions import ChatStream
@@ -45,7 +45,7 @@ from tests.support.exact_caches import (
 )
 from tests.support.running_server import FakeEngine, asynchronous, say
 
-NO_TERMS = Terms()
+NO_TERMS = JoinTerms()
 LATE = Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16)  # as of USAGE, without its times
 
 
@@ -408,7 +408,7 @@ async def test_what_was_begun_before_an_invalidation_is_neither_stored_nor_joine
 @asynchronous
 async def test_an_invalidation_while_the_store_is_asked_makes_it_a_miss() -> None:
     class Slow(Broken):
-        async def get(self, wanted: Wanted) -> Found:
+        async def get(self, wanted: CacheKey) -> StoreLookup:
             found = await super().get(wanted)
             if found.data is not None:
                 await caching.cache.invalidate(tag="docs")
@@ -472,7 +472,7 @@ async def test_tenants_share_nothing() -> None:
 
 @asynchronous
 async def test_record_serves_nothing_and_compares_what_it_would_have_served() -> None:
-    caching = Caching(modes=Modes(mode="record"))
+    caching = Caching(modes=CachePolicy(mode="record"))
     assert text_of(await caching.ask(wanted(), saying("Hello"))) == "Hello"
     assert text_of(await caching.ask(wanted(), saying("Hel", "lo"))) == "Hello"
     assert text_of(await caching.ask(wanted(), saying("Goodbye"))) == "Goodbye"
@@ -488,7 +488,7 @@ async def test_record_serves_nothing_and_compares_what_it_would_have_served() ->
 
 @asynchronous
 async def test_in_the_mode_record_an_entry_comes_to_its_time_as_it_would_if_it_were_served() -> None:
-    caching = Caching(modes=Modes(mode="record"), options=Options(ttl_s=10.0))
+    caching = Caching(modes=CachePolicy(mode="record"), options=Options(ttl_s=10.0))
     for _ in range(4):
         await caching.ask(wanted())
         caching.clock.now += 6.0
@@ -497,10 +497,10 @@ async def test_in_the_mode_record_an_entry_comes_to_its_time_as_it_would_if_it_w
 
 @asynchronous
 async def test_a_mode_can_be_changed_while_it_is_in_use() -> None:
-    caching = Caching(modes=Modes(mode="off"))
+    caching = Caching(modes=CachePolicy(mode="off"))
     await caching.ask(wanted(), saying("Hello"))
     assert not caching.counts
-    caching.cache.modes = Modes(mode="on", tenants={"b": "record"})
+    caching.cache.modes = CachePolicy(mode="on", tenants={"b": "record"})
     await caching.ask(wanted(), saying("Hello"))
     await caching.ask(wanted(tenant="b"), saying("b"))
     await caching.ask(wanted())
@@ -549,7 +549,7 @@ async def test_a_store_that_dies_between_a_look_and_its_answer_costs_nothing() -
     assert await caching.cache.size() is None
 
 
-def entry(text: str, one: Wanted, **last: Any) -> bytes:
+def entry(text: str, one: CacheKey, **last: Any) -> bytes:
     return pack(said(text, **last), key=one.key, made=1_000_000.0)
 
 
@@ -605,11 +605,11 @@ def exchange_of(engine: FakeEngine, **changes: Any) -> Exchange:
     return Exchange(caller=Caller(tenant="a"), asked=asked(**changes), served=served(engine=engine))
 
 
-async def begun(exchange: Exchange) -> tuple[Shared, Wanted]:
+async def begun(exchange: Exchange) -> tuple[Shared, CacheKey]:
     prompts = [prompt.tokens for prompt in await prompts_of(exchange)]
-    found = wanted_of(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
+    found = cache_key_for(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
     assert found is not None
-    return Shared(EngineAnswering(exchange), Plan(exchange.served.name)), found
+    return Shared(EngineAnswering(exchange), RoutePlan(exchange.served.name)), found
 
 
 @asynchronous
@@ -688,4 +688,4 @@ async def test_removing_everything_leaves_nothing() -> None:
     assert size is not None
     assert size.entries == 10
     assert caching.store is not None
-    assert await caching.store.remove(Scope()) == 10
+    assert await caching.store.remove(InvalidationScope()) == 10

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Found, Gathering, Guarded, Removals, Scope
-from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import (
+    GuardedStore,
+    InvalidationLog,
+    InvalidationScope,
+    LookupBatcher,
+    StoreLookup,
+)
+from headrace.gateway.circuit_breaker import StoreBreaker
 from tests.support.exact_caches import Broken, Clock, turns, wanted
 from tests.support.running_server import asynchronous
 
@@ -19,7 +25,7 @@ from tests.support.running_server import asynchronous
 async def test_a_store_that_hangs_costs_its_bound_and_no_more() -> None:
     failed: list[str] = []
     store = Broken(hanging=("get", "put", "sweep", "size"))
-    guarded = Guarded(store, get_s=0.01, put_s=0.01, clock=Clock(), failed=failed.append)
+    guarded = GuardedStore(store, get_s=0.01, put_s=0.01, clock=Clock(), failed=failed.append)
     assert await guarded.get(wanted()) is None
     assert await guarded.put(wanted(), b"x", 1.0, None) is None
     assert await guarded.sweep() == 0
@@ -31,7 +37,7 @@ async def test_a_store_that_hangs_costs_its_bound_and_no_more() -> None:
 async def test_after_some_failures_it_is_left_alone_and_then_tried_once() -> None:
     clock, failed = Clock(), list[str]()
     store = Broken("get")
-    guarded = Guarded(store, breaker=Streak(failures=3, rest_s=5.0, clock=clock), failed=failed.append)
+    guarded = GuardedStore(store, breaker=StoreBreaker(failures=3, rest_s=5.0, clock=clock), failed=failed.append)
     for _ in range(5):
         assert await guarded.get(wanted()) is None
     assert (len(store.calls), failed) == (3, ["get"] * 3 + ["skipped"] * 2)
@@ -41,16 +47,16 @@ async def test_after_some_failures_it_is_left_alone_and_then_tried_once() -> Non
     assert len(store.calls) == 4
     clock.now += 5.0
     store.failing.clear()
-    assert await guarded.get(wanted()) == Found(None)
+    assert await guarded.get(wanted()) == StoreLookup(None)
     assert await guarded.put(wanted(), b"x", 60.0, None)
-    assert await guarded.get(wanted()) == Found(b"x")
+    assert await guarded.get(wanted()) == StoreLookup(b"x")
 
 
 @asynchronous
 async def test_while_it_is_tried_nobody_else_waits() -> None:
     clock = Clock()
     store = Broken("get")
-    guarded = Guarded(store, get_s=60.0, breaker=Streak(failures=1, rest_s=5.0, clock=clock))
+    guarded = GuardedStore(store, get_s=60.0, breaker=StoreBreaker(failures=1, rest_s=5.0, clock=clock))
     await guarded.get(wanted())
     clock.now += 5.0
     store.hanging = {"get"}
@@ -63,7 +69,7 @@ async def test_while_it_is_tried_nobody_else_waits() -> None:
     # A try that was given up says nothing, so the next one is a try again.
     store.failing.clear()
     store.hanging.clear()
-    assert await guarded.get(wanted()) == Found(None)
+    assert await guarded.get(wanted()) == StoreLookup(None)
 
 
 @asynchronous
@@ -71,16 +77,18 @@ async def test_a_late_event_loop_is_no_failure_of_the_store() -> None:
     clock, failed = Clock(), list[str]()
 
     class Late(Broken):
-        async def get(self, wanted: Wanted) -> Found:
+        async def get(self, wanted: CacheKey) -> StoreLookup:
             clock.now += 1.0  # somebody else's work took so long
             return await super().get(wanted)
 
     store = Late(hanging=["get"])
-    guarded = Guarded(store, get_s=0.01, breaker=Streak(failures=1, clock=clock), clock=clock, failed=failed.append)
+    guarded = GuardedStore(
+        store, get_s=0.01, breaker=StoreBreaker(failures=1, clock=clock), clock=clock, failed=failed.append
+    )
     for _ in range(3):
         assert await guarded.get(wanted()) is None
     store.hanging.clear()
-    assert await guarded.get(wanted()) == Found(None)
+    assert await guarded.get(wanted()) == StoreLookup(None)
     assert failed == ["late"] * 3
 
 
@@ -89,43 +97,45 @@ async def test_lookups_of_a_crowd_go_together() -> None:
     calls: list[int] = []
     going = asyncio.Event()
 
-    async def find(wanteds: Sequence[Wanted]) -> list[Found]:
+    async def find(wanteds: Sequence[CacheKey]) -> list[StoreLookup]:
         calls.append(len(wanteds))
         await going.wait()
-        return [Found(each.key) for each in wanteds]
+        return [StoreLookup(each.key) for each in wanteds]
 
-    gathering = Gathering(find, most=32, seconds=60.0)
+    gathering = LookupBatcher(find, most=32, seconds=60.0)
     crowd = [asyncio.create_task(gathering.get(wanted(number))) for number in range(100)]
     await turns()
     crowd[0].cancel()
     crowd[99].cancel()
     going.set()
     found = await asyncio.gather(*crowd, return_exceptions=True)
-    assert [each for each in found if isinstance(each, Found)] == [Found(wanted(n).key) for n in range(1, 99)]
+    assert [each for each in found if isinstance(each, StoreLookup)] == [
+        StoreLookup(wanted(n).key) for n in range(1, 99)
+    ]
     assert calls == [32, 32, 32, 3]
-    assert await gathering.get(wanted(7)) == Found(wanted(7).key)
+    assert await gathering.get(wanted(7)) == StoreLookup(wanted(7).key)
 
 
 @asynchronous
 async def test_lookups_that_went_together_fail_together_and_the_next_ones_do_not() -> None:
     failing = True
 
-    async def find(wanteds: Sequence[Wanted]) -> list[Found]:
+    async def find(wanteds: Sequence[CacheKey]) -> list[StoreLookup]:
         if failing:
             raise OSError("it does not work")
-        return [Found(None) for _ in wanteds]
+        return [StoreLookup(None) for _ in wanteds]
 
-    gathering = Gathering(find)
+    gathering = LookupBatcher(find)
     crowd = await asyncio.gather(*(gathering.get(wanted(number)) for number in range(40)), return_exceptions=True)
     assert all(isinstance(each, OSError) for each in crowd)
     failing = False
-    assert await gathering.get(wanted()) == Found(None)
+    assert await gathering.get(wanted()) == StoreLookup(None)
 
-    async def hang(wanteds: Sequence[Wanted]) -> list[Found]:
+    async def hang(wanteds: Sequence[CacheKey]) -> list[StoreLookup]:
         await asyncio.Event().wait()
         return []
 
-    stuck = Gathering(hang, seconds=0.01)
+    stuck = LookupBatcher(hang, seconds=0.01)
     with pytest.raises(TimeoutError):
         await stuck.get(wanted())
     waiting = asyncio.create_task(stuck.get(wanted()))
@@ -138,49 +148,49 @@ async def test_lookups_that_went_together_fail_together_and_the_next_ones_do_not
 async def test_an_invalidation_that_fails_is_an_error() -> None:
     failed: list[str] = []
     store = Broken("remove", "get")
-    guarded = Guarded(store, remove_s=0.01, breaker=Streak(failures=1), failed=failed.append)
+    guarded = GuardedStore(store, remove_s=0.01, breaker=StoreBreaker(failures=1), failed=failed.append)
     await guarded.get(wanted())
     for hanging in ((), ("remove",)):
         store.hanging = set(hanging)
         with pytest.raises(ApiError) as refused:
-            await guarded.remove(Scope())
+            await guarded.remove(InvalidationScope())
         assert (refused.value.status, refused.value.code) == (503, "cache_unavailable")
     store.failing.clear()
     store.hanging.clear()
-    assert await guarded.remove(Scope()) == 0  # an open breaker does not hold it back
+    assert await guarded.remove(InvalidationScope()) == 0  # an open breaker does not hold it back
 
 
 def test_the_latest_removals_are_known() -> None:
-    removals = Removals(most=3)
+    removals = InvalidationLog(most=3)
     one = wanted(tags=["docs"])
     start = removals.count
-    removals.add(Scope(tenant="b"))
-    removals.add(Scope(tenant="a", tag="pricing"))
+    removals.add(InvalidationScope(tenant="b"))
+    removals.add(InvalidationScope(tenant="a", tag="pricing"))
     assert not removals.since(start, one)
-    removals.add(Scope(tag="docs"))
+    removals.add(InvalidationScope(tag="docs"))
     assert removals.since(start, one)
     assert not removals.since(removals.count, one)
     later = removals.count
     for _ in range(3):
-        removals.add(Scope(tenant="b"))
+        removals.add(InvalidationScope(tenant="b"))
     assert not removals.since(later, one)
-    removals.add(Scope(tenant="b"))
+    removals.add(InvalidationScope(tenant="b"))
     assert removals.since(later, one)  # too long ago to tell
 
 
 @pytest.mark.parametrize(
     ("scope", "has"),
     [
-        (Scope(), True),
-        (Scope(tenant="a"), True),
-        (Scope(tenant="b"), False),
-        (Scope(tag="docs"), True),
-        (Scope(tag="pricing"), False),
-        (Scope(tenant="a", tag="docs"), True),
-        (Scope(tenant="b", tag="docs"), False),
-        (Scope(tenant="a", key=wanted(tags=["docs"]).key), True),
-        (Scope(tenant="a", key=wanted(2, tags=["docs"]).key), False),
+        (InvalidationScope(), True),
+        (InvalidationScope(tenant="a"), True),
+        (InvalidationScope(tenant="b"), False),
+        (InvalidationScope(tag="docs"), True),
+        (InvalidationScope(tag="pricing"), False),
+        (InvalidationScope(tenant="a", tag="docs"), True),
+        (InvalidationScope(tenant="b", tag="docs"), False),
+        (InvalidationScope(tenant="a", key=wanted(tags=["docs"]).key), True),
+        (InvalidationScope(tenant="a", key=wanted(2, tags=["docs"]).key), False),
     ],
 )
-def test_a_scope_has_what_has_all_of_it(scope: Scope, has: bool) -> None:
+def test_a_scope_has_what_has_all_of_it(scope: InvalidationScope, has: bool) -> None:
     assert scope.has(wanted(tags=["docs"])) is has

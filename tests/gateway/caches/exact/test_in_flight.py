@@ -10,24 +10,24 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.in_flight import Flight, Flights, Reader, Terms
+from headrace.gateway.caches.exact.in_flight import Flight, FlightReader, Flights, JoinTerms
 from headrace.gateway.requests.text_request import Piece, Usage
 from tests.support.exact_caches import USAGE, Mouth, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
 
 KEY = b"k" * 32
-TERMS = Terms()
+TERMS = JoinTerms()
 
 
 async def nothing(flight: Flight) -> None:
     pass
 
 
-def lead(flights: Flights, mouth: Mouth, terms: Terms = TERMS) -> Reader:
+def lead(flights: Flights, mouth: Mouth, terms: JoinTerms = TERMS) -> FlightReader:
     return flights.lead(KEY, terms, mouth, n=1, ended=nothing)
 
 
-def join(flights: Flights, terms: Terms = TERMS) -> Reader:
+def join(flights: Flights, terms: JoinTerms = TERMS) -> FlightReader:
     flight = flights.find(KEY, terms)
     assert flight is not None
     return flight.join("joiner")
@@ -36,7 +36,7 @@ def join(flights: Flights, terms: Terms = TERMS) -> Reader:
 class Listener:
     """A client that hears everything as it comes, or stops listening after so many pieces at a time."""
 
-    def __init__(self, reader: Reader, *, at_once: int = 1_000_000) -> None:
+    def __init__(self, reader: FlightReader, *, at_once: int = 1_000_000) -> None:
         self.reader = reader
         self.pieces: list[Piece] = []
         self._at_once = at_once
@@ -305,7 +305,7 @@ async def test_what_has_ended_can_be_joined_until_it_is_stored() -> None:
 
     leader = flights.lead(KEY, TERMS, saying("Hello."), n=1, ended=store)
     await turns()
-    late = join(flights, Terms(deadline=1.0))  # no deadline cuts it any more
+    late = join(flights, JoinTerms(deadline=1.0))  # no deadline cuts it any more
     assert text_of(await heard(late)) == text_of(await heard(leader)) == "Hello."
     storing.set()
     await turns()
@@ -315,21 +315,21 @@ async def test_what_has_ended_can_be_joined_until_it_is_stored() -> None:
 @pytest.mark.parametrize(
     ("running", "wished", "joins"),
     [
-        (Terms(), Terms(), True),
-        (Terms(surface="chat"), Terms(surface="voice"), False),
-        (Terms(priority=1), Terms(priority=0), True),
-        (Terms(priority=0), Terms(priority=1), False),
-        (Terms(deadline=10.0), Terms(deadline=10.0), True),
-        (Terms(deadline=10.0), Terms(deadline=10.5), True),
-        (Terms(deadline=10.0), Terms(deadline=11.5), False),  # it would be cut too early
-        (Terms(deadline=10.0), Terms(deadline=9.0), False),  # it would be cut too late
-        (Terms(deadline=10.0), Terms(), False),
-        (Terms(), Terms(deadline=10.0), False),
+        (JoinTerms(), JoinTerms(), True),
+        (JoinTerms(surface="chat"), JoinTerms(surface="voice"), False),
+        (JoinTerms(priority=1), JoinTerms(priority=0), True),
+        (JoinTerms(priority=0), JoinTerms(priority=1), False),
+        (JoinTerms(deadline=10.0), JoinTerms(deadline=10.0), True),
+        (JoinTerms(deadline=10.0), JoinTerms(deadline=10.5), True),
+        (JoinTerms(deadline=10.0), JoinTerms(deadline=11.5), False),  # it would be cut too early
+        (JoinTerms(deadline=10.0), JoinTerms(deadline=9.0), False),  # it would be cut too late
+        (JoinTerms(deadline=10.0), JoinTerms(), False),
+        (JoinTerms(), JoinTerms(deadline=10.0), False),
     ],
 )
 @asynchronous
 async def test_a_request_joins_only_what_runs_on_terms_as_good_as_its_own(
-    running: Terms, wished: Terms, joins: bool
+    running: JoinTerms, wished: JoinTerms, joins: bool
 ) -> None:
     flights = Flights(slack_s=1.0)
     leader = lead(flights, Mouth(), running)
@@ -340,13 +340,13 @@ async def test_a_request_joins_only_what_runs_on_terms_as_good_as_its_own(
 @asynchronous
 async def test_the_latest_generation_is_the_one_that_is_joined() -> None:
     flights, mouths = Flights(), [Mouth(), Mouth()]
-    first = lead(flights, mouths[0], Terms(deadline=5.0))
-    second = lead(flights, mouths[1], Terms(deadline=50.0))
+    first = lead(flights, mouths[0], JoinTerms(deadline=5.0))
+    second = lead(flights, mouths[1], JoinTerms(deadline=50.0))
     mouths[0].say(*said("old"))
     mouths[0].end()
     mouths[1].say(*said("new"))
     assert text_of(await heard(first)) == "old"
-    joined = Listener(join(flights, Terms(deadline=50.0)))
+    joined = Listener(join(flights, JoinTerms(deadline=50.0)))
     listening = asyncio.create_task(joined.listen())
     await turns()
     assert joined.text == "new"

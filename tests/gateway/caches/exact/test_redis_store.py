@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import HeadraceError
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Guarded, Scope
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import GuardedStore, InvalidationScope
 from headrace.gateway.caches.exact.exact_cache import Options
-from headrace.gateway.caches.exact.in_flight import Terms
+from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.redis import RedisStore, connect
 from headrace.gateway.requests.text_request import Piece
 from tests.support.exact_caches import Caching, Clock, Mouth, heard, said, saying, text_of, turns, wanted
@@ -98,7 +98,7 @@ class FakePipeline:
         return [function(*arguments) for function, *arguments in self.wished]
 
 
-async def keep(store: RedisStore, one: Wanted, data: bytes, seconds: float = 60.0) -> None:
+async def keep(store: RedisStore, one: CacheKey, data: bytes, seconds: float = 60.0) -> None:
     found = await store.get(one)
     assert found.data is None
     assert await store.put(one, data, seconds, found.ticket)
@@ -120,16 +120,16 @@ async def test_what_one_gateway_stores_another_one_finds() -> None:
 @pytest.mark.parametrize(
     ("scope", "gone"),
     [
-        (Scope(tag="pricing"), "pricing of a, pricing of b"),
-        (Scope(tag="pricing", tenant="a"), "pricing of a"),
-        (Scope(tenant="a"), "pricing of a, plain of a"),
-        (Scope(), "pricing of a, pricing of b, plain of a, plain of b"),
-        (Scope(tenant="a", key=wanted().key), "plain of a"),
-        (Scope(tag="docs"), ""),
+        (InvalidationScope(tag="pricing"), "pricing of a, pricing of b"),
+        (InvalidationScope(tag="pricing", tenant="a"), "pricing of a"),
+        (InvalidationScope(tenant="a"), "pricing of a, plain of a"),
+        (InvalidationScope(), "pricing of a, pricing of b, plain of a, plain of b"),
+        (InvalidationScope(tenant="a", key=wanted().key), "plain of a"),
+        (InvalidationScope(tag="docs"), ""),
     ],
 )
 @asynchronous
-async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: Scope, gone: str) -> None:
+async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: InvalidationScope, gone: str) -> None:
     fake = Fake()
     here, there = RedisStore(fake), RedisStore(fake)
     entries = {
@@ -156,7 +156,7 @@ async def test_an_answer_begun_before_an_invalidation_elsewhere_is_not_served_af
     one = wanted(tags=["pricing"])
     for _ in range(2):  # whether the tag was known before or not
         found = await here.get(one)
-        await there.remove(Scope(tag="pricing"))
+        await there.remove(InvalidationScope(tag="pricing"))
         assert await here.put(one, b"old prices", 60.0, found.ticket)
         assert (await there.get(one)).data is None
     await keep(there, one, b"new prices")
@@ -233,8 +233,8 @@ async def test_other_tenants_names_are_not_found_and_not_readable() -> None:
     store = RedisStore(fake)
     theirs = wanted(tenant="secretive")
     await keep(store, theirs, b"x")
-    assert (await store.get(Wanted("b", theirs.key))).data is None
-    assert await store.remove(Scope(tenant="b", key=theirs.key)) == 0
+    assert (await store.get(CacheKey("b", theirs.key))).data is None
+    assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
     assert (await store.get(theirs)).data == b"x"
     assert not any("secretive" in name for name in fake.values)
 
@@ -272,7 +272,7 @@ async def test_two_gateways_share_answers_and_invalidations() -> None:
     here, there = (Caching(store=RedisStore(fake)) for _ in range(2))
     one = wanted(tags=["pricing"])
     mouth = Mouth(Piece(0, ""))
-    slow = here.cache.generate(await here.look(one), Terms(), lambda: mouth)
+    slow = here.cache.generate(await here.look(one), JoinTerms(), lambda: mouth)
     await turns()
     assert await there.cache.invalidate(tag="pricing") is None
     mouth.say(*said("old prices"))
@@ -341,10 +341,10 @@ def test_with_a_real_server_entries_come_and_go(server: str) -> None:
         one = wanted(tags=["pricing"])
         await keep(store, one, b"answer \x00\xff")
         assert (await store.get(one)).data == b"answer \x00\xff"
-        assert await store.remove(Scope(tenant="a", key=one.key)) == 1
+        assert await store.remove(InvalidationScope(tenant="a", key=one.key)) == 1
         await keep(store, one, b"again")
         found = await store.get(one)
-        assert await store.remove(Scope(tag="pricing", tenant="a")) is None
+        assert await store.remove(InvalidationScope(tag="pricing", tenant="a")) is None
         assert (await store.get(one)).data is None
         assert await store.put(one, b"old", 60.0, found.ticket)
         assert (await store.get(one)).data is None
@@ -392,7 +392,7 @@ def test_a_server_that_is_frozen_or_gone_is_a_miss() -> None:
                 listening.close()
             failed: list[str] = []
             store = RedisStore(connect(f"redis://127.0.0.1:{port}", seconds=0.05))
-            guarded = Guarded(store, get_s=0.05, clock=Clock(), failed=failed.append)
+            guarded = GuardedStore(store, get_s=0.05, clock=Clock(), failed=failed.append)
             assert [await guarded.get(wanted()) for _ in range(7)] == [None] * 7
             assert failed == ["get"] * 5 + ["skipped"] * 2
             await guarded.close()

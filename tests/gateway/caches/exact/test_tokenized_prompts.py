@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.gateway.caches.exact.tokenized_prompts import Prompts
+from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.requests.text_request import Tool
 from headrace.gateway.serving.exchange import Caller, Exchange, Prompt
 from headrace.models.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ def of(tenant: str = "a", **changes: Any) -> Exchange:
 
 
 def test_what_was_cut_is_found_again() -> None:
-    prompts = Prompts()
+    prompts = TokenizedPrompts()
     name = prompts.name(of())
     assert name is not None
     assert prompts.find(name) is None
@@ -28,7 +28,7 @@ def test_what_was_cut_is_found_again() -> None:
 
 
 def test_all_that_a_prompt_is_made_of_tells_it_apart() -> None:
-    prompts, tool = Prompts(), Tool("weather")
+    prompts, tool = TokenizedPrompts(), Tool("weather")
     exchanges = [
         of(),
         of("b"),
@@ -48,7 +48,7 @@ def test_all_that_a_prompt_is_made_of_tells_it_apart() -> None:
 
 
 def test_what_cannot_be_written_down_and_what_has_no_messages_is_not_kept() -> None:
-    prompts = Prompts()
+    prompts = TokenizedPrompts()
     assert prompts.name(of(messages=[{"role": "user", "content": "\ud800"}])) is None
     assert prompts.name(of(template={"a": object()})) is None
     assert prompts.name(of(messages=None, prompts=["Hello"])) is None
@@ -57,11 +57,11 @@ def test_what_cannot_be_written_down_and_what_has_no_messages_is_not_kept() -> N
 def test_a_prompt_that_tells_the_time_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = of()
     monkeypatch.setattr(Tokenizer, "tells_time", True)
-    assert Prompts().name(exchange) is None
+    assert TokenizedPrompts().name(exchange) is None
 
 
 def test_it_keeps_to_its_bounds_and_drops_what_was_used_least() -> None:
-    prompts = Prompts(most=3, most_tokens=160)
+    prompts = TokenizedPrompts(most=3, most_tokens=160)
     names = [bytes([number]) * 16 for number in range(5)]
     for name in names[:3]:
         prompts.keep(name, [Prompt((1,) * 10, "")])
@@ -70,7 +70,7 @@ def test_it_keeps_to_its_bounds_and_drops_what_was_used_least() -> None:
     assert [prompts.find(name) is not None for name in names] == [True, False, True, True, False]
     prompts.keep(names[4], [Prompt((1,) * 11, "")])  # one that is too long by itself
     assert (len(prompts), prompts.tokens) == (3, 30)
-    several = Prompts(most_tokens=160)
+    several = TokenizedPrompts(most_tokens=160)
     for number in range(40):
         several.keep(bytes([number]) * 16, [Prompt((1,) * 10, "")])
     assert (len(several), several.tokens) == (16, 160)

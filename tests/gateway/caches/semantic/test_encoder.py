@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace import LLM
-from headrace.gateway.caches.semantic.guards import refused
+from headrace.gateway.caches.semantic.guards import refusal_reason
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
-from headrace.gateway.caches.semantic.semantic_entry import Answer
+from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.verifier import score
 from tests.gateway.caches.semantic.pairs import pairs
@@ -61,7 +61,7 @@ def test_few_wrong_pairs_pass_guards_and_verifier_where_half_of_the_right_ones_d
     vectors = dict(zip(texts, encoder.llm.embed(texts), strict=True))
 
     def passes(one: str, other: str, least: float) -> float:
-        if refused(other, one) is not None:
+        if refusal_reason(other, one) is not None:
             return False
         return score(other, one, float(vectors[one] @ vectors[other])) >= least
 
@@ -80,7 +80,7 @@ def test_a_cache_over_it_serves_the_same_question_and_no_opposite(encoder: Encod
 
         async def recall(text: str) -> str:
             found = await cache.recall("a", asking(text), encoder, variant="mini", surface="chat")
-            await cache.settle(found, Answer(f"About: {text}"), encoder)
+            await cache.settle(found, StoredAnswer(f"About: {text}"), encoder)
             return found.outcome if found.entry is None else found.entry.answer.content
 
         assert await recall("How do I turn on two-factor authentication?") == "miss"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.gateway.caches.semantic import guards
-from headrace.gateway.caches.semantic.guarded_question import read
-from headrace.gateway.caches.semantic.guards import GUARDS, refused
+from headrace.gateway.caches.semantic.guarded_question import parse_question
+from headrace.gateway.caches.semantic.guards import GUARDS, refusal_reason
 from tests.gateway.caches.semantic.pairs import Split, pairs
 
 
@@ -43,8 +43,8 @@ from tests.gateway.caches.semantic.pairs import Split, pairs
     ],
 )
 def test_what_changes_the_answer_is_refused_with_its_reason(reason: str, one: str, other: str) -> None:
-    assert refused(one, other) == reason
-    assert refused(other, one) is not None
+    assert refusal_reason(one, other) == reason
+    assert refusal_reason(other, one) is not None
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_what_changes_the_answer_is_refused_with_its_reason(reason: str, one: st
     ],
 )
 def test_the_same_in_other_words_is_let_through(one: str, other: str) -> None:
-    assert refused(one, other) is None
-    assert refused(other, one) is None
+    assert refusal_reason(one, other) is None
+    assert refusal_reason(other, one) is None
 
 
 def test_a_question_is_let_through_to_itself() -> None:
     for pair in pairs():
-        assert refused(pair.one, pair.one) is None, pair.one
+        assert refusal_reason(pair.one, pair.one) is None, pair.one
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_a_question_is_let_through_to_itself() -> None:
 )
 def test_guards_refuse_most_wrong_pairs_and_few_right_ones(split: Split, least: float, most: float) -> None:
     found = pairs(split)
-    wrong = [refused(pair.other, pair.one) is not None for pair in found if not pair.shared]
-    right = [refused(pair.other, pair.one) is not None for pair in found if pair.shared]
+    wrong = [refusal_reason(pair.other, pair.one) is not None for pair in found if not pair.shared]
+    right = [refusal_reason(pair.other, pair.one) is not None for pair in found if pair.shared]
     assert sum(wrong) >= least * len(wrong)
     assert sum(right) <= most * len(right)
 
 
 def test_guards_are_chosen_by_the_caller() -> None:
     one, other = "Give me two ideas.", "Give me seven ideas."
-    assert refused(one, other, (guards.dates, guards.names)) is None
-    assert refused(one, other, (guards.numbers,)) == "number"
+    assert refusal_reason(one, other, (guards.dates, guards.names)) is None
+    assert refusal_reason(one, other, (guards.numbers,)) == "number"
     assert len(set(GUARDS)) == len(GUARDS)
 
 
@@ -108,5 +108,5 @@ def test_any_text_can_be_read() -> None:
         "🙂 🙂",
         "ẞ" * 100,
     ):
-        assert read(text).text == text
-        assert refused(text, text) is None
+        assert parse_question(text).text == text
+        assert refusal_reason(text, text) is None

@@ -12,10 +12,16 @@ from msgspec.structs import replace
 
 from headrace.engine.interface.sampling import Sampling
 from headrace.errors import HeadraceError
-from headrace.gateway.caches.semantic.agreement import agree
+from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
-from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, Recall, SemanticCache
-from headrace.gateway.caches.semantic.semantic_entry import Answer, Subject, answer_of, primed, subject_of
+from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, SemanticCache, SemanticLookup
+from headrace.gateway.caches.semantic.semantic_entry import (
+    SemanticKey,
+    StoredAnswer,
+    semantic_key_for,
+    storable_answer,
+    with_example,
+)
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
@@ -28,7 +34,7 @@ from tests.support.file_storage import Clock, asynchronous
 
 QUESTION = "How do I cancel my subscription?"
 SAME = "How can I cancel my subscription?"
-ANSWER = Answer("Open Settings, then Plan, then Cancel.")
+ANSWER = StoredAnswer("Open Settings, then Plan, then Cancel.")
 
 
 def fixed(**options: Any) -> SemanticOptions:
@@ -50,13 +56,13 @@ class Bench:
         self.embedder = WordEmbedder()
         self.cache = SemanticCache(options, clock=self.clock, **parts)
 
-    async def recall(self, text: str | Asked, tenant: str = "a", *, surface: str = "chat") -> Recall:
+    async def recall(self, text: str | Asked, tenant: str = "a", *, surface: str = "chat") -> SemanticLookup:
         asked = asking(text) if isinstance(text, str) else text
         return await self.cache.recall(tenant, asked, self.embedder, variant="mini fp_1", surface=surface)
 
     async def answered(
-        self, text: str | Asked, answer: Answer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
-    ) -> Recall:
+        self, text: str | Asked, answer: StoredAnswer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
+    ) -> SemanticLookup:
         """A request that misses, its answer kept."""
         recall = await self.recall(tagged(text, *tags) if tags else text, tenant)
         await self.cache.settle(recall, answer, self.embedder)
@@ -117,7 +123,7 @@ def test_tenants_are_walls() -> None:
         bench = Bench(fixed())
         await bench.answered(QUESTION, tenant="a")
         assert (await bench.recall(QUESTION, tenant="b")).outcome == "miss"
-        await bench.answered(QUESTION, Answer("Another."), tenant="b")
+        await bench.answered(QUESTION, StoredAnswer("Another."), tenant="b")
         found = (await bench.recall(SAME, tenant="a")).entry
         assert found is not None
         assert found.answer == ANSWER
@@ -154,7 +160,7 @@ def test_all_else_must_be_equal(other: Asked) -> None:
         bench = Bench(fixed())
         await bench.answered(QUESTION)
         assert (await bench.recall(other)).outcome == "miss"
-        await bench.answered(other, Answer("Another."))
+        await bench.answered(other, StoredAnswer("Another."))
         assert (await bench.recall(other)).entry is not None
         found = (await bench.recall(QUESTION)).entry
         assert found is not None
@@ -165,11 +171,11 @@ def test_all_else_must_be_equal(other: Asked) -> None:
 
 def test_another_variant_policy_or_encoder_is_another_answer() -> None:
     asked = asking(QUESTION)
-    one = subject_of(asked, variant="mini fp_1")
-    assert isinstance(one, Subject)
-    assert one == subject_of(asked, variant="mini fp_1")
-    assert one != subject_of(asked, variant="mini@int4 fp_2")
-    assert one != subject_of(asked, variant="mini fp_1", policy="2")
+    one = semantic_key_for(asked, variant="mini fp_1")
+    assert isinstance(one, SemanticKey)
+    assert one == semantic_key_for(asked, variant="mini fp_1")
+    assert one != semantic_key_for(asked, variant="mini@int4 fp_2")
+    assert one != semantic_key_for(asked, variant="mini fp_1", policy="2")
 
     async def test() -> None:
         bench = Bench(fixed())
@@ -183,7 +189,7 @@ def test_another_variant_policy_or_encoder_is_another_answer() -> None:
 def test_what_a_seed_or_a_nucleus_says_of_the_likeliest_token_makes_no_difference() -> None:
     one = asking(QUESTION)
     other = Asked(model="mini", messages=one.messages, sampling=Sampling(seed=7, top_p=0.9))
-    assert subject_of(one, variant="mini") == subject_of(other, variant="mini")
+    assert semantic_key_for(one, variant="mini") == semantic_key_for(other, variant="mini")
 
 
 TOOL = Tool("search")
@@ -240,12 +246,12 @@ def test_sampled_requests_take_part_when_asked_for() -> None:
 
 
 def test_only_a_whole_answer_is_kept() -> None:
-    assert answer_of([Choice(0, content="Yes.", reasoning="Hm.")]) == Answer("Yes.", "Hm.")
-    assert answer_of([Choice(0, content="Yes", finish="length")]) is None
-    assert answer_of([Choice(0, content="Yes", finish="deadline")]) is None
-    assert answer_of([Choice(0, content=" ")]) is None
-    assert answer_of([Choice(0, content="Yes", calls=[Call("1", "search", "{}")])]) is None
-    assert answer_of([Choice(0, content="Yes"), Choice(1, content="No")]) is None
+    assert storable_answer([Choice(0, content="Yes.", reasoning="Hm.")]) == StoredAnswer("Yes.", "Hm.")
+    assert storable_answer([Choice(0, content="Yes", finish="length")]) is None
+    assert storable_answer([Choice(0, content="Yes", finish="deadline")]) is None
+    assert storable_answer([Choice(0, content=" ")]) is None
+    assert storable_answer([Choice(0, content="Yes", calls=[Call("1", "search", "{}")])]) is None
+    assert storable_answer([Choice(0, content="Yes"), Choice(1, content="No")]) is None
 
 
 def test_learned_thresholds_serve_after_enough_right_answers_and_not_before() -> None:
@@ -254,10 +260,10 @@ def test_learned_thresholds_serve_after_enough_right_answers_and_not_before() ->
         outcomes: list[str] = []
         for place in range(120):
             topic = f"x{chr(97 + place % 26)}q{chr(97 + place // 26)}x"
-            await bench.answered(f"How do I open the {topic} panel?", Answer(f"Press {topic}."))
+            await bench.answered(f"How do I open the {topic} panel?", StoredAnswer(f"Press {topic}."))
             recall = await bench.recall(f"How can I open the {topic} panel?")
             outcomes.append(recall.outcome)
-            await bench.cache.settle(recall, Answer(f"Press {topic}."), bench.embedder)
+            await bench.cache.settle(recall, StoredAnswer(f"Press {topic}."), bench.embedder)
         assert outcomes[0] == "explore"
         assert outcomes[-1] == "hit"
         assert set(outcomes) == {"explore", "hit"}
@@ -273,8 +279,8 @@ def test_a_fresh_answer_that_says_something_else_is_learned_from_and_kept() -> N
         await bench.answered(QUESTION)
         recall = await bench.recall(SAME)
         assert recall.outcome == "explore"
-        await bench.cache.settle(recall, Answer("Write to us."), bench.embedder)
-        await bench.cache.settle(recall, Answer("Write to us."), bench.embedder)  # twice is once
+        await bench.cache.settle(recall, StoredAnswer("Write to us."), bench.embedder)
+        await bench.cache.settle(recall, StoredAnswer("Write to us."), bench.embedder)  # twice is once
         about = bench.cache.about("a")
         assert (about["entries"], about["right"], about["wrong"]) == (2, 0, 1)
         assert bench.cache.counts.comparisons == {"wrong": 1}
@@ -288,10 +294,10 @@ def test_a_share_of_hits_is_checked_against_a_fresh_answer() -> None:
         await bench.answered(QUESTION)
         recall = await bench.recall(SAME)
         assert recall.check
-        assert await bench.cache.check(recall, Answer("open settings, then plan, then cancel"), bench.embedder)
+        assert await bench.cache.check(recall, StoredAnswer("open settings, then plan, then cancel"), bench.embedder)
         recall = await bench.recall(SAME)
-        assert await bench.cache.check(recall, Answer("Write to us."), bench.embedder) is False
-        assert await bench.cache.check(recall, Answer("Write to us."), bench.embedder) is None  # once
+        assert await bench.cache.check(recall, StoredAnswer("Write to us."), bench.embedder) is False
+        assert await bench.cache.check(recall, StoredAnswer("Write to us."), bench.embedder) is None  # once
         about = bench.cache.about("a")
         assert (about["right"], about["wrong"]) == (1, 1)
         bench = Bench(fixed(check_share=0.0))
@@ -309,7 +315,7 @@ def test_record_only_tells_what_would_have_hit() -> None:
         assert recall.outcome == "record"
         assert recall.entry is not None
         assert not recall.check
-        await bench.cache.settle(recall, Answer("Write to us."), bench.embedder)
+        await bench.cache.settle(recall, StoredAnswer("Write to us."), bench.embedder)
         assert bench.cache.about("a")["wrong"] == 1
         bench = Bench(fixed(mode="record", modes={"trusting": "on", "wary": "off"}))
         for tenant, outcome in (("trusting", "hit"), ("wary", "off"), ("another", "record")):
@@ -343,7 +349,7 @@ def test_a_primed_request_shows_the_model_the_kept_pair_before_the_question() ->
         recall = await bench.recall(asked)
         assert recall.outcome == "hit"
         assert recall.entry is not None
-        messages = primed(asked, recall.entry).messages
+        messages = with_example(asked, recall.entry).messages
         assert messages == [
             SYSTEM,
             {"role": "user", "content": QUESTION},
@@ -444,25 +450,25 @@ def test_the_least_used_entries_go_first_at_each_bound() -> None:
 
         bench = Bench(fixed(tenant_bytes=4000))
         for topic in ("manual", "parser", "scheduler", "router", "tokenizer", "sampler"):
-            await bench.answered(f"Where is the {topic}?", Answer("x" * 500))
+            await bench.answered(f"Where is the {topic}?", StoredAnswer("x" * 500))
             assert bench.cache.about("a")["bytes"] <= 4000
         assert 0 < bench.cache.about("a")["entries"] < 6
-        await bench.answered("Where is the log?", Answer("x" * 5000))
+        await bench.answered("Where is the log?", StoredAnswer("x" * 5000))
         assert (await bench.recall("Where is the log?")).outcome == "miss"
 
         bench = Bench(fixed(total_bytes=12_000))
         await bench.answered(QUESTION, tenant="small")
         for topic in ("manual", "parser", "scheduler", "router", "tokenizer", "sampler", "linter", "proxy"):
-            await bench.answered(f"Where is the {topic}?", Answer("x" * 500), tenant="large")
+            await bench.answered(f"Where is the {topic}?", StoredAnswer("x" * 500), tenant="large")
             assert sum(bench.cache.about(tenant)["bytes"] for tenant in ("small", "large")) <= 12_000
         assert bench.cache.about("small")["entries"] == 1
         assert bench.cache.about("large")["evicted"] > 0
 
         bench = Bench(fixed(tenants=2, answer_bytes=10))
         for tenant in ("a", "b", "c"):
-            await bench.answered(QUESTION, Answer("Short."), tenant=tenant)
+            await bench.answered(QUESTION, StoredAnswer("Short."), tenant=tenant)
         assert [bench.cache.about(tenant)["entries"] for tenant in ("a", "b", "c")] == [0, 1, 1]
-        await bench.answered("Where is the manual?", Answer("Far too long."), tenant="c")
+        await bench.answered("Where is the manual?", StoredAnswer("Far too long."), tenant="c")
         assert bench.cache.about("c")["entries"] == 1
 
     asynchronous(test)
@@ -572,14 +578,16 @@ def test_answers_agree_by_text_by_words_or_by_meaning() -> None:
     async def test() -> None:
         embedder = WordEmbedder()
         kept = "The limit is 5 requests. Wait."
-        assert await agree(kept, kept, by="exact")
-        assert await agree(kept, "the limit is 5 requests - wait!", by="exact") is False
-        assert await agree(kept, "the limit is 5 requests - wait!", by="normalised")
-        assert await agree(kept, "Wait: the limit is 5 requests.", by="normalised") is False
-        assert await agree(kept, "Wait: the limit is 5 requests.", by="embedding", embedder=embedder)
-        assert await agree(kept, "Wait: the limit is 6 requests.", by="embedding", embedder=embedder) is False
-        assert await agree(kept, "The limit is not 5 requests. Wait.", by="embedding", embedder=embedder) is False
-        assert await agree(kept, "Wait: the limit is 5 requests.", by="embedding") is None
+        assert await answers_agree(kept, kept, by="exact")
+        assert await answers_agree(kept, "the limit is 5 requests - wait!", by="exact") is False
+        assert await answers_agree(kept, "the limit is 5 requests - wait!", by="normalised")
+        assert await answers_agree(kept, "Wait: the limit is 5 requests.", by="normalised") is False
+        assert await answers_agree(kept, "Wait: the limit is 5 requests.", by="embedding", embedder=embedder)
+        assert await answers_agree(kept, "Wait: the limit is 6 requests.", by="embedding", embedder=embedder) is False
+        assert (
+            await answers_agree(kept, "The limit is not 5 requests. Wait.", by="embedding", embedder=embedder) is False
+        )
+        assert await answers_agree(kept, "Wait: the limit is 5 requests.", by="embedding") is None
 
     asynchronous(test)
 

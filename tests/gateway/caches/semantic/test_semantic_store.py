@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.gateway.caches.semantic.semantic_entry import Answer, Entry
-from headrace.gateway.caches.semantic.semantic_store import Row, SemanticStore
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
+from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
 from headrace.gateway.caches.semantic.thresholds import Evidence, Thresholds
 from headrace.gateway.database import Database
 from tests.support.file_storage import asynchronous
@@ -18,14 +18,14 @@ from tests.support.file_storage import asynchronous
 
 def row(
     id: int, *, question: str = "How do I log in?", expires: float = 100.0, evidence: Evidence | None = None
-) -> Row:
+) -> StoredEntry:
     vector = np.arange(8, dtype=np.float32) + id
-    entry = Entry(
-        id, b"digest", question, Answer("So.", "Because."), frozenset({"docs", "v2"}), float(id), expires, hits=id
+    entry = SemanticEntry(
+        id, b"digest", question, StoredAnswer("So.", "Because."), frozenset({"docs", "v2"}), float(id), expires, hits=id
     )
     if evidence is not None:
         entry.evidence = evidence
-    return Row(entry, vector)
+    return StoredEntry(entry, vector)
 
 
 def test_what_is_saved_comes_back_in_order_and_as_it_was(tmp_path: Path) -> None:

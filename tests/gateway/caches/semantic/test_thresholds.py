@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds, wilson
+from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds, wilson_interval
 
 
 @dataclass(slots=True)
@@ -48,14 +48,14 @@ def test_no_more_than_delta_of_the_hits_are_wrong_and_hits_become_more(hostile: 
     hits = sum(half.hits for run in runs for half in run)
     wrong = sum(half.wrong for run in runs for half in run)
     assert hits > 100
-    assert wilson(wrong, hits)[1] <= 0.05
+    assert wilson_interval(wrong, hits)[1] <= 0.05
     assert all(second.hits > first.hits for first, second in runs)
 
 
 def test_no_more_than_delta_of_the_requests_are_answered_wrong_when_that_is_the_bound() -> None:
     first, second = stream(Thresholds(delta=0.05, per="request", seed=1), seed=1, hostile=True, requests=1500)
     requests, wrong = first.requests + second.requests, first.wrong + second.wrong
-    assert wilson(wrong, requests)[0] <= 0.05
+    assert wilson_interval(wrong, requests)[0] <= 0.05
     strict = stream(Thresholds(delta=0.05, seed=1), seed=1, hostile=True, requests=1500)
     assert first.hits + second.hits > strict[0].hits + strict[1].hits
 
@@ -149,6 +149,6 @@ def test_what_was_kept_teaches_a_new_namespace() -> None:
 
 
 def test_the_interval_of_a_share() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
-    assert wilson(5, 100) == pytest.approx((0.0215, 0.1118), abs=1e-4)
-    assert wilson(0, 50)[0] == 0.0
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    assert wilson_interval(5, 100) == pytest.approx((0.0215, 0.1118), abs=1e-4)
+    assert wilson_interval(0, 50)[0] == 0.0

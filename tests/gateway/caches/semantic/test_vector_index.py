@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.gateway.caches.semantic.vector_index import ExactVectors, GrowingVectors, Kind, unit
+from headrace.gateway.caches.semantic.vector_index import ExactVectors, GrowingVectors, VectorFormat, unit
 
 WIDTH = 32
 
@@ -21,7 +21,7 @@ def vectors(count: int, seed: int = 0) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize(("kind", "close"), [("float32", 1e-6), ("int8", 0.02)])
-def test_the_nearest_come_first_with_their_cosines(kind: Kind, close: float) -> None:
+def test_the_nearest_come_first_with_their_cosines(kind: VectorFormat, close: float) -> None:
     rows = vectors(500)
     index = ExactVectors(WIDTH, kind)
     for id, row in enumerate(rows, start=100):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.verifier import (
     FEATURES,
     SIGNS,
@@ -34,7 +34,7 @@ def test_a_score_does_not_depend_on_which_comes_first() -> None:
 
 
 def test_features_have_names_bounds_and_weights_of_the_right_sign() -> None:
-    found = features(read("Is 5 GB enough for Redis?"), read("Would 5 GB do for Redis?"), 0.9)
+    found = features(parse_question("Is 5 GB enough for Redis?"), parse_question("Would 5 GB do for Redis?"), 0.9)
     assert len(found) == len(FEATURES) == len(SIGNS)
     assert np.all((found >= 0.0) & (found <= 1.0))
     assert set(WEIGHTS) == set(FEATURES)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from headrace.gateway.degradation.ladder.extractive_answer import (
     NOT_THERE,
     ExtractOptions,
-    asked_of,
-    extract,
-    piece_of,
-    told,
+    answer_piece,
+    extract_answer,
+    extraction_report,
+    question_and_sources,
 )
-from headrace.gateway.degradation.ladder.question_terms import questions, stem
-from headrace.gateway.degradation.ladder.sentences import sentences
+from headrace.gateway.degradation.ladder.question_terms import parse_questions, stem
+from headrace.gateway.degradation.ladder.sentences import split_sentences
 from headrace.gateway.requests.text_request import Source, Usage
 
 OFFICES = [
@@ -49,7 +49,7 @@ ONE = ExtractOptions(quotes=1)
     ],
 )  # fmt: skip
 def test_questions_are_answered_with_sentences_of_the_sources(question: str, answer: str) -> None:
-    found = extract(question, OFFICES, options=ONE)
+    found = extract_answer(question, OFFICES, options=ONE)
     assert found.text == answer
     assert bool(found.quotes) == (answer != NOT_THERE)
     for quote in found.quotes:
@@ -59,7 +59,7 @@ def test_questions_are_answered_with_sentences_of_the_sources(question: str, ans
 
 
 def test_a_short_question_takes_the_rest_from_the_one_before() -> None:
-    found = extract("And Lisbon?", OFFICES, before=["Hello", "When does the Porto office open?"], options=ONE)
+    found = extract_answer("And Lisbon?", OFFICES, before=["Hello", "When does the Porto office open?"], options=ONE)
     assert found.text == "It opens at 8:15. [2]"
 
 
@@ -89,7 +89,9 @@ def test_a_short_question_takes_the_rest_from_the_one_before() -> None:
     ],
 )
 def test_other_languages_are_read_too(question: str, texts: list[str], answer: str) -> None:
-    assert extract(question, [Source(str(at), text) for at, text in enumerate(texts)], options=ONE).text == answer
+    assert (
+        extract_answer(question, [Source(str(at), text) for at, text in enumerate(texts)], options=ONE).text == answer
+    )
 
 
 def test_a_further_sentence_says_something_else_or_is_left_out() -> None:
@@ -98,7 +100,7 @@ def test_a_further_sentence_says_something_else_or_is_left_out() -> None:
         Source("b", "Refunds are paid within 14 days!"),
         Source("c", "Refunds over 500 euros are paid by bank transfer."),
     ]
-    found = extract("What about refunds?", sources, options=ExtractOptions(quotes=3, margin=2.0))
+    found = extract_answer("What about refunds?", sources, options=ExtractOptions(quotes=3, margin=2.0))
     assert [quote.number for quote in found.quotes] == [1, 3]
     assert found.text == "Refunds are paid within 14 days. [1] Refunds over 500 euros are paid by bank transfer. [3]"
 
@@ -113,8 +115,8 @@ def test_quotes_are_always_verbatim_and_the_same(seed: int) -> None:
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(0, 40))) for _ in range(draw.randint(0, 6))]
     question = " ".join(draw.choices(WORDS, k=draw.randint(0, 12)))
     sources = [Source(str(place), text) for place, text in enumerate(texts)]
-    found = extract(question, sources)
-    assert found == extract(question, sources)
+    found = extract_answer(question, sources)
+    assert found == extract_answer(question, sources)
     assert 0.0 <= found.confidence <= 1.0
     for quote in found.quotes:
         assert sources[quote.number - 1].text[quote.start : quote.end] == quote.text
@@ -125,7 +127,7 @@ def test_quotes_are_always_verbatim_and_the_same(seed: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab A.!?。\n\t-1#) e.g", max_size=200), st.integers(2, 40))
 def test_sentences_cover_the_text_in_order_within_their_bound(text: str, most: int) -> None:
-    spans = sentences(text, most)
+    spans = split_sentences(text, most)
     end = 0
     for start, stop in spans:
         assert end <= start < stop
@@ -150,7 +152,7 @@ def test_sentences_cover_the_text_in_order_within_their_bound(text: str, most: i
     ],
 )  # fmt: skip
 def test_sentences_end_where_readers_see_it(text: str, parts: list[str]) -> None:
-    assert [text[start:end] for start, end in sentences(text)] == parts
+    assert [text[start:end] for start, end in split_sentences(text)] == parts
 
 
 def test_endings_make_no_difference_to_a_word() -> None:
@@ -173,13 +175,13 @@ def test_the_kind_of_answer_is_told_from_the_question() -> None:
         "What does Acme sell?": None,
     }
     for text, kind in kinds.items():
-        assert (text, [each.kind for each in questions(text)]) == (text, [kind] if questions(text) else [])
+        assert (text, [each.kind for each in parse_questions(text)]) == (text, [kind] if parse_questions(text) else [])
 
 
 def test_the_question_and_the_sources_are_found_in_messages() -> None:
     numbered = "Sources:\n[1] Alpha is first.\n[2] Beta is second.\n\nQuestion: Which is first?"
-    assert asked_of([{"role": "user", "content": numbered}])[0] == "Which is first?"
-    question, before, sources = asked_of(
+    assert question_and_sources([{"role": "user", "content": numbered}])[0] == "Which is first?"
+    question, before, sources = question_and_sources(
         [
             {"role": "system", "content": "Cite.\n\n[1] Alpha is first.\n[2] Beta is second."},
             {"role": "user", "content": "Hi"},
@@ -189,23 +191,27 @@ def test_the_question_and_the_sources_are_found_in_messages() -> None:
     )
     assert (question, before, [each.id for each in sources]) == ("Which is first?", ["Hi"], ["1", "2"])
     tagged = [{"role": "user", "content": '<source id="x">Alpha is first.</source>Which?'}]
-    assert asked_of(tagged) == ("Which?", [], (Source("x", "Alpha is first."),))
+    assert question_and_sources(tagged) == ("Which?", [], (Source("x", "Alpha is first."),))
     given_ones = [Source("f", "Gamma.")]
-    assert asked_of([{"role": "user", "content": "Which?"}], given_ones) == ("Which?", [], tuple(given_ones))
+    assert question_and_sources([{"role": "user", "content": "Which?"}], given_ones) == (
+        "Which?",
+        [],
+        tuple(given_ones),
+    )
 
 
 def test_large_and_hostile_sources_are_bounded() -> None:
     rng = random.Random(1)
     sources = [Source(str(place), "".join(rng.choices("a. \nB1", k=30_000))) for place in range(200)]
-    assert extract("When does a B1 open? " * 2000, sources).confidence <= 1.0
-    assert extract("When does it open?", [Source("x", "9" * 200_000), Source("y", " " * 200_000)]).quotes == ()
+    assert extract_answer("When does a B1 open? " * 2000, sources).confidence <= 1.0
+    assert extract_answer("When does it open?", [Source("x", "9" * 200_000), Source("y", " " * 200_000)]).quotes == ()
 
 
 def test_an_extract_is_an_answer_that_took_no_tokens() -> None:
-    found = extract("Who runs the Porto office?", OFFICES, options=ONE)
-    piece = piece_of(found)
+    found = extract_answer("Who runs the Porto office?", OFFICES, options=ONE)
+    piece = answer_piece(found)
     assert (piece.content, piece.finish, piece.usage) == (found.text, "stop", Usage())
-    said = told(found)
+    said = extraction_report(found)
     assert said["extracted"] is True
     assert said["citations"] == [{"number": 1, "id": "a", "source_start": 32, "source_end": 57}]
-    assert told(extract("Who runs Mars?", OFFICES))["citations"] == []
+    assert extraction_report(extract_answer("Who runs Mars?", OFFICES))["citations"] == []

@@ -10,9 +10,17 @@ from headrace.config.shaping_section import Degrade
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.degradation.ladder.ladder_options import ORDER, LadderOptions, StepOptions, Threshold, by_patience
-from headrace.gateway.degradation.ladder.ladder_steps import Allowed, Telling, apply, cut, refusal, retry_after, smaller
-from headrace.gateway.degradation.ladder.levels import Ladder, Level, Signals
-from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.ladder.ladder_steps import (
+    AllowedSteps,
+    DegradationRecord,
+    cap_answer,
+    find_smaller_variant,
+    overload_error,
+    plan_degradation,
+    retry_after,
+)
+from headrace.gateway.degradation.ladder.levels import Ladder, LadderLevel, PressureSignals
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.requests.text_request import Asked, Tool
 
 BOTTOM = Ladder({"chat": by_patience(10.0, variants=("fast",))}).bottom("chat")
@@ -25,15 +33,15 @@ def asked(**more: Any) -> Asked:
 
 
 def test_every_step_says_what_to_change() -> None:
-    found = apply(BOTTOM, asked())
+    found = plan_degradation(BOTTOM, asked())
     assert (found.history_tokens, found.sources_tokens, found.max_tokens) == (1024, 512, 128)
     assert (found.variants, found.stale_s, found.extract, found.refuse) == (("fast",), 86_400.0, True, True)
     assert not found.nothing
-    assert apply(Level(0), asked()).nothing
+    assert plan_degradation(LadderLevel(0), asked()).nothing
 
 
 def test_a_milder_level_changes_less() -> None:
-    found = apply(Level(2, BOTTOM.steps[:2]), asked())
+    found = plan_degradation(LadderLevel(2, BOTTOM.steps[:2]), asked())
     assert (found.history_tokens, found.max_tokens) == (1024, 128)
     assert (found.variants, found.stale_s, found.extract, found.refuse) == ((), None, False, False)
 
@@ -50,14 +58,14 @@ def test_a_milder_level_changes_less() -> None:
     ],
 )
 def test_steps_can_be_declined_by_request_and_by_tenant(wishes: tuple[Degrade | None, ...], steps: set[str]) -> None:
-    assert Allowed.of(*wishes).steps == steps
+    assert AllowedSteps.of(*wishes).steps == steps
 
 
 def test_what_is_declined_is_not_done() -> None:
-    found = apply(BOTTOM, asked(), Allowed.of("off"))
+    found = plan_degradation(BOTTOM, asked(), AllowedSteps.of("off"))
     assert (found.history_tokens, found.max_tokens, found.variants, found.stale_s) == (None, None, (), None)
     assert (found.extract, found.refuse) == (False, True)
-    only = apply(BOTTOM, asked(), Allowed.of(["extract"]))
+    only = plan_degradation(BOTTOM, asked(), AllowedSteps.of(["extract"]))
     assert (only.extract, only.stale_s, only.max_tokens) == (True, None, None)
 
 
@@ -72,47 +80,49 @@ def test_what_is_declined_is_not_done() -> None:
     ],
 )
 def test_answers_that_a_program_reads_are_not_replaced_by_quotes(form: dict[str, Any]) -> None:
-    assert not apply(BOTTOM, asked(**form)).extract
+    assert not plan_degradation(BOTTOM, asked(**form)).extract
 
 
 def test_steps_that_can_mean_nothing_for_a_request_are_left_out() -> None:
-    assert apply(BOTTOM, asked(max_tokens=100)).max_tokens is None
-    assert apply(BOTTOM, asked(grammar=Grammar("json_object"))).max_tokens is None
-    assert apply(BOTTOM, asked(messages=None, prompts=["once"])).history_tokens is None
-    assert apply(BOTTOM, asked(model="mini@golden")).variants == ()  # it was asked for by its name
-    assert apply(BOTTOM, asked(cache="off")).stale_s is None
+    assert plan_degradation(BOTTOM, asked(max_tokens=100)).max_tokens is None
+    assert plan_degradation(BOTTOM, asked(grammar=Grammar("json_object"))).max_tokens is None
+    assert plan_degradation(BOTTOM, asked(messages=None, prompts=["once"])).history_tokens is None
+    assert plan_degradation(BOTTOM, asked(model="mini@golden")).variants == ()  # it was asked for by its name
+    assert plan_degradation(BOTTOM, asked(cache="off")).stale_s is None
 
 
 def test_an_answer_is_cut_within_what_was_asked() -> None:
-    changed, shaped = cut(asked(max_tokens=1000, min_tokens=300), apply(BOTTOM, asked(max_tokens=1000)))
+    changed, shaped = cap_answer(
+        asked(max_tokens=1000, min_tokens=300), plan_degradation(BOTTOM, asked(max_tokens=1000))
+    )
     assert (changed.max_tokens, changed.min_tokens) == (128, 128)
-    assert shaped == (Shaped("max_tokens", 1000, 128),)
-    assert cut(asked(), apply(Level(0), asked())) == (asked(), ())
+    assert shaped == (ShapingChange("max_tokens", 1000, 128),)
+    assert cap_answer(asked(), plan_degradation(LadderLevel(0), asked())) == (asked(), ())
 
 
 def test_a_smaller_variant_is_one_that_is_there() -> None:
     there = {"mini": 1, "mini@int4": 1, "mini@fast": 1}
-    assert smaller("mini", ("tiny", "int4", "fast"), there) == "mini@int4"
-    assert smaller("mini@int4", ("int4",), there) is None
-    assert smaller("other", ("int4",), there) is None
+    assert find_smaller_variant("mini", ("tiny", "int4", "fast"), there) == "mini@int4"
+    assert find_smaller_variant("mini@int4", ("int4",), there) is None
+    assert find_smaller_variant("other", ("int4",), there) is None
 
 
 def test_refusals_say_whose_fault_it_is_and_when_to_come_again() -> None:
-    busy = Ladder({"chat": by_patience(10.0)}).decide("chat", Signals(queue_s=20.0), 0.0)
-    error = refusal(busy, Signals(queue_s=20.0))
+    busy = Ladder({"chat": by_patience(10.0)}).decide("chat", PressureSignals(queue_s=20.0), 0.0)
+    error = overload_error(busy, PressureSignals(queue_s=20.0))
     assert (error.status, error.code, error.retry_after) == (503, "overloaded", 16.0)  # until 4 s are left
-    assert retry_after(busy, Signals(queue_s=4.0)) == 1.0
-    assert retry_after(busy, Signals(queue_s=1e6)) == 60.0
+    assert retry_after(busy, PressureSignals(queue_s=4.0)) == 1.0
+    assert retry_after(busy, PressureSignals(queue_s=1e6)) == 60.0
     steps = LadderOptions(steps=(StepOptions(step="refuse", budget_left=Threshold(0.0, 0.01)),))
-    poor = Ladder({"chat": steps}).decide("chat", Signals(budget_left=0.0), 0.0)
-    assert refusal(poor, Signals(budget_left=0.0)).status == 429
+    poor = Ladder({"chat": steps}).decide("chat", PressureSignals(budget_left=0.0), 0.0)
+    assert overload_error(poor, PressureSignals(budget_left=0.0)).status == 429
 
 
 def test_what_was_done_is_told_to_everybody() -> None:
-    telling = Telling()
+    telling = DegradationRecord()
     assert telling.headers() == {}
-    telling.took("max_tokens", Shaped("max_tokens", 1000, 128))
-    telling.took("trim", Shaped("turns", 5210, 980), Shaped("sources", 900, 512))
+    telling.took("max_tokens", ShapingChange("max_tokens", 1000, 128))
+    telling.took("trim", ShapingChange("turns", 5210, 980), ShapingChange("sources", 900, 512))
     telling.took("variant")  # there was none that was smaller
     assert telling.steps == ("trim", "max_tokens")
     assert telling.headers() == {
@@ -121,9 +131,9 @@ def test_what_was_done_is_told_to_everybody() -> None:
 
 
 def test_what_came_to_nothing_is_not_told() -> None:
-    telling = Telling()
-    telling.took("trim", Shaped("turns", 5210, 980))
-    telling.took("max_tokens", Shaped("max_tokens", 1000, 128))
+    telling = DegradationRecord()
+    telling.took("trim", ShapingChange("turns", 5210, 980))
+    telling.took("max_tokens", ShapingChange("max_tokens", 1000, 128))
     telling.clear("max_tokens", "variant")
     assert telling.steps == ("trim",)
     telling.clear()

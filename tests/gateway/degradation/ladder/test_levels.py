@@ -17,7 +17,7 @@ from headrace.gateway.degradation.ladder.ladder_options import (
     by_patience,
     findings,
 )
-from headrace.gateway.degradation.ladder.levels import NONE, Ladder, Signals, State, next_state
+from headrace.gateway.degradation.ladder.levels import NONE, Ladder, LadderState, PressureSignals, next_state
 
 DWELL = 2.0
 OPTIONS = LadderOptions(
@@ -32,20 +32,20 @@ OPTIONS = LadderOptions(
 )
 queues = st.none() | st.floats(0.0, 12.0)
 shares = st.none() | st.floats(0.0, 1.0)
-signals = st.builds(Signals, queue_s=queues, memory_free=shares, budget_left=shares)
-states = st.builds(State, st.integers(0, 4), st.floats(0.0, 50.0), st.floats(0.0, 50.0))
+signals = st.builds(PressureSignals, queue_s=queues, memory_free=shares, budget_left=shares)
+states = st.builds(LadderState, st.integers(0, 4), st.floats(0.0, 50.0), st.floats(0.0, 50.0))
 
 
-def queue(seconds: float | None) -> Signals:
-    return Signals(queue_s=seconds)
+def queue(seconds: float | None) -> PressureSignals:
+    return PressureSignals(queue_s=seconds)
 
 
 @settings(max_examples=150, deadline=None)
 @given(states, signals, st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 60.0))
 def test_more_pressure_never_gives_a_milder_level(
-    state: State, calm: Signals, queue_more: float, memory_less: float, budget_less: float, now: float
+    state: LadderState, calm: PressureSignals, queue_more: float, memory_less: float, budget_less: float, now: float
 ) -> None:
-    worse = Signals(
+    worse = PressureSignals(
         queue_s=None if calm.queue_s is None else calm.queue_s + queue_more,
         memory_free=None if calm.memory_free is None else calm.memory_free - memory_less,
         budget_left=None if calm.budget_left is None else calm.budget_left - budget_less,
@@ -57,11 +57,11 @@ def test_more_pressure_never_gives_a_milder_level(
 @given(st.integers(0, 2**32))
 def test_a_ladder_never_flaps_faster_than_the_dwell_time(seed: int) -> None:
     draw = Random(seed)
-    state, now = State(), 0.0
+    state, now = LadderState(), 0.0
     changes: list[tuple[float, int]] = []
     for _ in range(80):
         now += draw.choice((0.01, 0.3, 1.0, 3.0))
-        found = Signals(
+        found = PressureSignals(
             queue_s=draw.choice((None, 12.0 * draw.random() ** 2)),
             memory_free=draw.choice((None, draw.random())),
             budget_left=draw.choice((None, None, draw.random())),
@@ -91,8 +91,10 @@ def test_steps_are_entered_at_once_and_left_slowly() -> None:
 
 def test_the_signals_that_lead_to_a_step_are_named() -> None:
     ladder = Ladder({"chat": OPTIONS})
-    assert ladder.decide("chat", Signals(queue_s=2.5, memory_free=0.05), 0.0).why == ("queue_s", "memory_free")
-    assert ladder.decide("chat", Signals(queue_s=0.0, memory_free=1.0), 0.1).why == ()  # held by the dwell time alone
+    assert ladder.decide("chat", PressureSignals(queue_s=2.5, memory_free=0.05), 0.0).why == ("queue_s", "memory_free")
+    assert (
+        ladder.decide("chat", PressureSignals(queue_s=0.0, memory_free=1.0), 0.1).why == ()
+    )  # held by the dwell time alone
 
 
 def test_what_is_not_known_holds_a_step_for_so_long_and_no_longer() -> None:
@@ -103,15 +105,15 @@ def test_what_is_not_known_holds_a_step_for_so_long_and_no_longer() -> None:
 
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
-    state = next_state(OPTIONS, State(), queue(1.5), 100.0)
+    state = next_state(OPTIONS, LadderState(), queue(1.5), 100.0)
     assert next_state(OPTIONS, state, queue(0.0), 50.0) == replace(state, known=50.0)
 
 
 def test_a_deadline_is_the_requests_own() -> None:
     ladder = Ladder({"chat": OPTIONS})
-    late = ladder.decide("chat", Signals(queue_s=0.0, slack_s=-0.1), 0.0)
+    late = ladder.decide("chat", PressureSignals(queue_s=0.0, slack_s=-0.1), 0.0)
     assert (late.name, late.why) == ("extract", ("slack_s",))
-    assert ladder.decide("chat", Signals(queue_s=0.0, slack_s=5.0), 0.1) == NONE
+    assert ladder.decide("chat", PressureSignals(queue_s=0.0, slack_s=5.0), 0.1) == NONE
     assert ladder.number("chat") == 0
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.degradation.ladder.levels import Signals
-from headrace.gateway.degradation.ladder.pressure import Pressure, Wait, watch
+from headrace.gateway.degradation.ladder.levels import PressureSignals
+from headrace.gateway.degradation.ladder.pressure import PressureMonitor, WaitTicket, poll_statistics
 from tests.support.file_storage import asynchronous
 
 
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def serving(pressure: Pressure, clock: Clock, *, seconds: float = 0.5, times: int = 40) -> None:
+def serving(pressure: PressureMonitor, clock: Clock, *, seconds: float = 0.5, times: int = 40) -> None:
     """One request after the other gets its first token after so many seconds."""
     for _ in range(times):
         wait = pressure.wait("mini", "regular")
@@ -33,12 +33,12 @@ def serving(pressure: Pressure, clock: Clock, *, seconds: float = 0.5, times: in
 
 
 def test_nobody_waits_where_nobody_is() -> None:
-    assert Pressure().signals("mini", "a") == Signals(queue_s=0.0)
+    assert PressureMonitor().signals("mini", "a") == PressureSignals(queue_s=0.0)
 
 
 def test_a_wait_is_as_long_as_those_before_take() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock)
     for _ in range(4):
         pressure.wait("mini", "a")
@@ -48,7 +48,7 @@ def test_a_wait_is_as_long_as_those_before_take() -> None:
 
 def test_a_flood_of_one_tenant_is_pressure_for_that_one() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock)
     for _ in range(100):
         pressure.wait("mini", "flood")
@@ -61,7 +61,7 @@ def test_a_flood_of_one_tenant_is_pressure_for_that_one() -> None:
 
 def test_what_was_foreseen_wrongly_is_corrected() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock)
     pressure.wait("mini", "stuck")
     before = pressure.signals("mini", "a").queue_s
@@ -78,7 +78,7 @@ def test_what_was_foreseen_wrongly_is_corrected() -> None:
 
 def test_before_the_first_token_the_longest_wait_is_what_is_known() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     pressure.wait("mini", "a")
     clock.now += 3.0
     pressure.wait("mini", "a")
@@ -87,7 +87,7 @@ def test_before_the_first_token_the_longest_wait_is_what_is_known() -> None:
 
 def test_a_request_that_ends_is_counted_once() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock)
     wait = pressure.wait("mini", "a")
     wait.begun()
@@ -101,9 +101,9 @@ def test_a_request_that_ends_is_counted_once() -> None:
 def test_the_count_of_who_waits_is_right_whatever_happens(seed: int) -> None:
     draw = Random(seed)
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock, times=2)
-    open_waits: list[tuple[str, Wait]] = []
+    open_waits: list[tuple[str, WaitTicket]] = []
     for _ in range(60):
         clock.now += 2.0 * draw.random()
         if draw.random() < 0.6 or not open_waits:
@@ -126,7 +126,7 @@ def test_the_count_of_who_waits_is_right_whatever_happens(seed: int) -> None:
 
 def test_slack_is_what_is_left_at_the_deadline() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock)
+    pressure = PressureMonitor(clock=clock)
     serving(pressure, clock)
     pressure.answered("mini", "chat", tokens=101, seconds=5.0)
     pressure.wait("mini", "b")
@@ -140,7 +140,7 @@ def test_slack_is_what_is_left_at_the_deadline() -> None:
 
 def test_memory_is_that_of_the_replica_with_most_and_grows_old() -> None:
     clock = Clock()
-    pressure = Pressure(clock=clock, stale_s=2.0)
+    pressure = PressureMonitor(clock=clock, stale_s=2.0)
     replicas: list[dict[str, Any]] = [
         {"blocks": {"total": 100, "free": 1, "cached": 4}},
         {"blocks": {"total": 100, "free": 20, "cached": 10}},
@@ -157,7 +157,7 @@ def test_memory_is_that_of_the_replica_with_most_and_grows_old() -> None:
 
 
 def test_variants_are_bounded() -> None:
-    pressure = Pressure(most=2)
+    pressure = PressureMonitor(most=2)
     pressure.wait("a", "t")
     pressure.wait("b", "t")
     with pytest.raises(ValueError, match="more than 2 variants"):
@@ -181,9 +181,9 @@ class Engine:
 
 def test_engines_are_asked_again_and_one_that_hangs_holds_up_no_other() -> None:
     async def test() -> None:
-        pressure = Pressure(stale_s=60.0)
+        pressure = PressureMonitor(stale_s=60.0)
         engines = {"fine": Engine(), "hanging": Engine(hangs=True), "broken": Engine(breaks=True)}
-        watching = asyncio.create_task(watch(pressure, engines, every=0.001, patience=0.01))
+        watching = asyncio.create_task(poll_statistics(pressure, engines, every=0.001, patience=0.01))
         while engines["hanging"].asked < 3:
             await asyncio.sleep(0.001)
         watching.cancel()

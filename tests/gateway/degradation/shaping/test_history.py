@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.degradation.shaping.conversation import Message, message_counter, problem_of, units_of
-from headrace.gateway.degradation.shaping.history import SummaryOptions, fit, fit_with_summary
+from headrace.gateway.degradation.shaping.conversation import (
+    Message,
+    find_turn_problem,
+    group_messages,
+    message_counter,
+)
+from headrace.gateway.degradation.shaping.history import SummaryOptions, fit_conversation, fit_conversation_with_summary
 from tests.support.conversations import conversation, count
 
 
@@ -34,9 +39,9 @@ def test_what_is_left_is_a_conversation_that_fits_or_all_that_must_stay(
     seed: int, budget: int, overhead: int, stride: int
 ) -> None:
     messages = conversation(seed)
-    assert problem_of(messages) is None
-    fitted = fit(messages, budget=budget, count=count, overhead=overhead, stride=stride)
-    assert problem_of(fitted.messages) is None
+    assert find_turn_problem(messages) is None
+    fitted = fit_conversation(messages, budget=budget, count=count, overhead=overhead, stride=stride)
+    assert find_turn_problem(fitted.messages) is None
     assert fitted.after == sum(map(count, fitted.messages)) + overhead
     assert fitted.before == sum(map(count, messages)) + overhead
     assert fitted.fits == (fitted.after <= budget)
@@ -48,7 +53,7 @@ def test_what_is_left_is_a_conversation_that_fits_or_all_that_must_stay(
     kept = {id(messages[last_user]), id(messages[-1]), *(id(each) for each in messages if each["role"] == "system")}
     assert kept <= set(left)
     if not fitted.fits:
-        units = units_of(messages)
+        units = group_messages(messages)
         assert sum(len(unit.places) for unit in units if unit.stays) == len(
             [message for message in fitted.messages if message["role"] != "system"]
         )
@@ -59,8 +64,8 @@ def test_what_is_left_is_a_conversation_that_fits_or_all_that_must_stay(
 @given(seeds, st.integers(1, 300))
 def test_a_conversation_that_was_fitted_is_not_changed_again(seed: int, budget: int) -> None:
     messages = conversation(seed)
-    once = fit(messages, budget=budget, count=count)
-    again = fit(once.messages, budget=budget, count=count)
+    once = fit_conversation(messages, budget=budget, count=count)
+    again = fit_conversation(once.messages, budget=budget, count=count)
     if once.fits:
         assert again.messages == once.messages
         assert not again.dropped
@@ -68,14 +73,14 @@ def test_a_conversation_that_was_fitted_is_not_changed_again(seed: int, budget: 
 
 def test_what_fits_is_left_alone() -> None:
     messages = talk(3)
-    fitted = fit(messages, budget=10_000, count=count)
+    fitted = fit_conversation(messages, budget=10_000, count=count)
     assert fitted.messages == messages
     assert (fitted.shaped, fitted.dropped, fitted.fits) == ((), (), True)
 
 
 def test_the_oldest_turns_go_first_and_are_told() -> None:
     messages = talk(4)
-    fitted = fit(messages, budget=80, count=count, stride=1)
+    fitted = fit_conversation(messages, budget=80, count=count, stride=1)
     assert [message["content"].split()[0] for message in fitted.messages] == ["be", "q2", "a2", "q3", "a3", "last"]
     assert str(fitted.shaped[0]) == f"turns={fitted.before}>{fitted.after}"
 
@@ -84,7 +89,7 @@ def test_the_cut_stays_where_it_is_while_a_conversation_grows() -> None:
     """Or else no turn would find the one before it in the prefix cache."""
     cuts: list[str] = []
     for rounds in range(20, 40):
-        fitted = fit(talk(rounds), budget=300, count=count)
+        fitted = fit_conversation(talk(rounds), budget=300, count=count)
         assert fitted.fits
         cuts.append(fitted.messages[1]["content"].split()[0])
     assert len(set(cuts)) <= 9  # of twenty
@@ -96,7 +101,7 @@ def test_within_the_last_turn_the_oldest_calls_go_with_their_results() -> None:
     for number in range(4):
         messages.append(said("assistant", "", tool_calls=[{"id": f"c{number}"}]))
         messages.append(said("tool", "r " * 20, tool_call_id=f"c{number}"))
-    fitted = fit(messages, budget=80, count=count, stride=1)
+    fitted = fit_conversation(messages, budget=80, count=count, stride=1)
     assert [message.get("tool_call_id") for message in fitted.messages if message["role"] == "tool"] == ["c2", "c3"]
     assert fitted.messages[0]["content"] == "find it"
     assert fitted.fits
@@ -111,13 +116,15 @@ def test_calls_that_are_answered_in_a_later_turn_go_with_it() -> None:
         said("assistant", "done"),
         said("user", "last"),
     ]
-    fitted = fit(messages, budget=12, count=count, stride=1)
+    fitted = fit_conversation(messages, budget=12, count=count, stride=1)
     assert [message["content"] for message in fitted.messages] == ["last"]
-    assert len(fit(messages, budget=40, count=count, stride=1).messages) == 1  # both turns, though one would do
+    assert (
+        len(fit_conversation(messages, budget=40, count=count, stride=1).messages) == 1
+    )  # both turns, though one would do
 
 
 def test_too_much_to_keep_is_said_and_not_hidden() -> None:
-    fitted = fit([said("system", "s " * 50), said("user", "u " * 50)], budget=40, count=count)
+    fitted = fit_conversation([said("system", "s " * 50), said("user", "u " * 50)], budget=40, count=count)
     assert not fitted.fits
     assert fitted.after == 108
     assert not fitted.shaped
@@ -144,10 +151,12 @@ def test_a_summary_stands_before_the_first_turn_that_stays() -> None:
     messages = talk(6)
     teller = Teller("They spoke of x.")
     options = SummaryOptions(tokens=20, reads=60)
-    fitted = asyncio.run(fit_with_summary(messages, budget=120, count=count, summariser=teller, options=options))
+    fitted = asyncio.run(
+        fit_conversation_with_summary(messages, budget=120, count=count, summariser=teller, options=options)
+    )
     assert fitted.fits
     assert fitted.after <= 120
-    assert problem_of(fitted.messages) is None
+    assert find_turn_problem(fitted.messages) is None
     first = next(message for message in fitted.messages if message["role"] == "user")
     assert "They spoke of x." in first["content"]
     assert first["content"].split()[-11] == "q4"
@@ -166,15 +175,17 @@ def test_without_a_summary_turns_are_dropped(summariser: Teller | Broken) -> Non
     options = SummaryOptions(tokens=20, seconds=0.05)
     heard: list[Exception] = []
     fitted = asyncio.run(
-        fit_with_summary(messages, budget=120, count=count, summariser=summariser, options=options, failed=heard.append)
+        fit_conversation_with_summary(
+            messages, budget=120, count=count, summariser=summariser, options=options, failed=heard.append
+        )
     )
-    assert fitted == fit(messages, budget=120, count=count)
+    assert fitted == fit_conversation(messages, budget=120, count=count)
     assert len(heard) == (0 if isinstance(summariser, Teller) and not summariser.text.strip() else 1)
 
 
 def test_nobody_is_asked_for_a_summary_where_nothing_is_dropped() -> None:
     teller = Teller("unused")
-    asyncio.run(fit_with_summary(talk(1), budget=1000, count=count, summariser=teller))
+    asyncio.run(fit_conversation_with_summary(talk(1), budget=1000, count=count, summariser=teller))
     assert not teller.read
 
 
@@ -195,4 +206,4 @@ def test_messages_are_counted_with_their_calls() -> None:
     ],
 )
 def test_problems_of_conversations_are_named(roles: list[str], problem: str | None) -> None:
-    assert problem_of([said(role, "x") for role in roles]) == problem
+    assert find_turn_problem([said(role, "x") for role in roles]) == problem

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.degradation.shaping.conversation import Message, problem_of
-from headrace.gateway.degradation.shaping.near_duplicates import repeats, similarity
+from headrace.gateway.degradation.shaping.conversation import Message, find_turn_problem
+from headrace.gateway.degradation.shaping.near_duplicates import find_repeats, similarity
 from headrace.gateway.degradation.shaping.sources import (
     SourceField,
     SourceOptions,
-    citations,
-    lifted,
-    numbered_in,
+    extract_numbered_passages,
+    extract_tagged_sources,
+    find_citations,
+    insert_sources,
+    parse_sources,
     plain_brackets,
-    select,
-    sources_of,
-    written,
+    select_sources,
 )
 from headrace.gateway.requests.text_request import Source
 
@@ -58,7 +58,7 @@ def test_caps_hold_repeats_go_and_numbers_find_their_sources(seed: int, chunk: i
         for place, text in enumerate(drawn(seed, 12))
     ]
     options = SourceOptions(most=most, chunk_tokens=chunk, total_tokens=total, least_tokens=3)
-    found = select(sources, options, tokens)
+    found = select_sources(sources, options, tokens)
     kept = found.sources
     assert len(kept) <= most
     assert sum(tokens(each.text) for each in kept) <= total
@@ -77,14 +77,14 @@ def test_caps_hold_repeats_go_and_numbers_find_their_sources(seed: int, chunk: i
     assert ranks == sorted(ranks)
     assert found.id_of(0) is None
     assert found.id_of(len(kept) + 1) is None
-    assert select(sources, options, tokens) == found
+    assert select_sources(sources, options, tokens) == found
 
 
 @settings(max_examples=100, deadline=None)
 @given(seeds)
 def test_of_near_duplicates_the_first_stays_alone(seed: int) -> None:
     given_texts = drawn(seed, 10)
-    found = repeats(given_texts, jaccard=0.6, contained=0.8)
+    found = find_repeats(given_texts, jaccard=0.6, contained=0.8)
     kept = [text for text, original in zip(given_texts, found, strict=True) if original is None]
     for place, one in enumerate(kept):
         for other in kept[place + 1 :]:
@@ -96,8 +96,8 @@ def test_of_near_duplicates_the_first_stays_alone(seed: int) -> None:
 def test_a_passage_cut_from_a_longer_one_adds_nothing() -> None:
     whole = " ".join(f"word{number}" for number in range(60))
     part = " ".join(f"word{number}" for number in range(20, 45))
-    assert repeats([whole, part, part.upper() + "!", "something else entirely, and short"]) == [None, 0, 0, None]
-    assert repeats([part, whole]) == [None, None]  # the longer one says more
+    assert find_repeats([whole, part, part.upper() + "!", "something else entirely, and short"]) == [None, 0, 0, None]
+    assert find_repeats([part, whole]) == [None, None]  # the longer one says more
 
 
 def test_numbers_make_a_difference_and_capitals_do_not() -> None:
@@ -108,40 +108,42 @@ def test_numbers_make_a_difference_and_capitals_do_not() -> None:
 
 def test_sources_are_told_of_what_was_done_to_them() -> None:
     sources = numbered("a b c d e f g h", "a b c d e f g h", "k l m n o p q r")
-    found = select(sources, SourceOptions(chunk_tokens=6, total_tokens=9, least_tokens=2), tokens)
+    found = select_sources(sources, SourceOptions(chunk_tokens=6, total_tokens=9, least_tokens=2), tokens)
     assert [str(each) for each in found.shaped] == ["chunks=24>18", "repeats=3>2", "sources=12>9"]
     assert [each.text for each in found.sources] == ["a b c d e f", "k l m"]
-    assert not select(numbered("one", "two"), SourceOptions(), tokens).shaped
+    assert not select_sources(numbered("one", "two"), SourceOptions(), tokens).shaped
 
 
 def test_scores_come_before_the_order_given() -> None:
     sources = [Source("a", "alpha"), Source("b", "beta", 0.2), Source("c", "gamma", 0.9), Source("d", "delta", 0.2)]
-    assert [each.id for each in select(sources, SourceOptions(), tokens).sources] == ["c", "b", "d", "a"]
+    assert [each.id for each in select_sources(sources, SourceOptions(), tokens).sources] == ["c", "b", "d", "a"]
 
 
 def test_written_sources_stand_in_the_last_users_turn_or_in_the_systems() -> None:
-    selected = select(numbered("First [9] text.", "Second text."), SourceOptions(), tokens)
+    selected = select_sources(numbered("First [9] text.", "Second text."), SourceOptions(), tokens)
     messages: list[Message] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "Which?"},
     ]
     block = "Sources:\n[1] First (9) text.\n[2] Second text."
-    in_turn = written(messages, selected, SourceOptions())
+    in_turn = insert_sources(messages, selected, SourceOptions())
     assert in_turn[-1]["content"] == f"{block}\n\nQuestion: Which?"
     assert in_turn[:-1] == messages[:-1]
     assert messages[-1]["content"] == "Which?"
-    in_system = written(messages, selected, SourceOptions(place="system"))
+    in_system = insert_sources(messages, selected, SourceOptions(place="system"))
     assert in_system == [{"role": "system", "content": block}, *messages]
-    both = written([{"role": "system", "content": "Be brief."}, *messages], selected, SourceOptions(place="system"))
+    both = insert_sources(
+        [{"role": "system", "content": "Be brief."}, *messages], selected, SourceOptions(place="system")
+    )
     assert both[0]["content"] == f"Be brief.\n\n{block}"
-    assert written(messages, select([], SourceOptions(), tokens), SourceOptions()) == messages
+    assert insert_sources(messages, select_sources([], SourceOptions(), tokens), SourceOptions()) == messages
 
 
 def test_citations_map_back_to_ids_and_unknown_numbers_to_none() -> None:
-    selected = select(numbered("one", "two"), SourceOptions(), tokens)
+    selected = select_sources(numbered("one", "two"), SourceOptions(), tokens)
     answer = "It is so [2]. And so [1][2], but not [3] and not [0]."
-    assert [(each.number, each.id, answer[each.start : each.end]) for each in citations(answer, selected)] == [
+    assert [(each.number, each.id, answer[each.start : each.end]) for each in find_citations(answer, selected)] == [
         (2, "id-1", "[2]"),
         (1, "id-0", "[1]"),
         (2, "id-1", "[2]"),
@@ -157,7 +159,7 @@ def test_tagged_blocks_are_lifted_out_of_messages() -> None:
         'Look: <source id="a" score="0.5">Alpha is first.</source> and <source>no id</source>'
         '<source id="a">same id</source>\nWhich is first?'
     )
-    rest, sources = lifted([{"role": "system", "content": "S"}, {"role": "user", "content": content}])
+    rest, sources = extract_tagged_sources([{"role": "system", "content": "S"}, {"role": "user", "content": content}])
     assert rest == [{"role": "system", "content": "S"}, {"role": "user", "content": "Look:  and \nWhich is first?"}]
     assert sources == (Source("a", "Alpha is first.", 0.5), Source("source", "no id"), Source("a-2", "same id"))
 
@@ -168,7 +170,7 @@ def test_named_messages_are_sources() -> None:
         {"role": "user", "name": "source", "content": "Beta is second."},
         {"role": "user", "content": "Which is first?"},
     ]
-    rest, sources = lifted(messages)
+    rest, sources = extract_tagged_sources(messages)
     assert rest == messages[2:]
     assert [(each.id, each.text) for each in sources] == [("doc 7", "Alpha is first."), ("source", "Beta is second.")]
 
@@ -189,27 +191,27 @@ def test_named_messages_are_sources() -> None:
     ],
 )
 def test_messages_stay_as_they_are_where_lifting_would_break_them(messages: list[Message]) -> None:
-    rest, sources = lifted(messages)
+    rest, sources = extract_tagged_sources(messages)
     assert rest == messages
     assert sources == ()
-    assert problem_of(rest) is None
+    assert find_turn_problem(rest) is None
 
 
 def test_too_many_tagged_sources_are_left_where_they_are() -> None:
     messages: list[Message] = [{"role": "user", "content": "<source>x</source>" * 5 + "?"}]
-    assert lifted(messages, most=4) == (messages, ())
-    assert len(lifted(messages, most=5)[1]) == 5
+    assert extract_tagged_sources(messages, most=4) == (messages, ())
+    assert len(extract_tagged_sources(messages, most=5)[1]) == 5
 
 
 def test_numbered_passages_are_found_in_text() -> None:
     text = "Sources:\n[1] Alpha is first.\nIt is old.\n[2] Beta is second.\n\nQuestion: Which is first?"
-    sources, rest = numbered_in(text)
+    sources, rest = extract_numbered_passages(text)
     assert [(each.id, each.text) for each in sources] == [
         ("1", "Alpha is first.\nIt is old."),
         ("2", "Beta is second."),
     ]
     assert rest == "Which is first?"
-    assert numbered_in("see [1] and\n[3] three") == ((), "see [1] and\n[3] three")
+    assert extract_numbered_passages("see [1] and\n[3] three") == ((), "see [1] and\n[3] three")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_numbered_passages_are_found_in_text() -> None:
 )
 def test_wrong_sources_are_refused_by_name(fields: list[SourceField], parameter: str) -> None:
     with pytest.raises(ApiError) as caught:
-        sources_of(fields, most=3)
+        parse_sources(fields, most=3)
     assert caught.value.parameter == parameter
     assert caught.value.status == 400
 
@@ -236,6 +238,6 @@ def test_hostile_texts_are_read_in_linear_time() -> None:
         "<source " + " " * 200_000,
     ):
         messages: list[Message] = [{"role": "user", "content": text}]
-        assert lifted(messages)[0] == messages
-        numbered_in(text)
-    select(numbered("1.1" * 50_000, "a" * 100_000), SourceOptions(), tokens)
+        assert extract_tagged_sources(messages)[0] == messages
+        extract_numbered_passages(text)
+    select_sources(numbered("1.1" * 50_000, "a" * 100_000), SourceOptions(), tokens)

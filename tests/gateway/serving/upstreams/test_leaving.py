@@ -10,7 +10,7 @@ import pytest
 from headrace.config.upstream_section import HealthConfig, Timeouts
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.routing.composition import choices_of
+from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
 from tests.support.fake_upstream import (
@@ -61,7 +61,7 @@ async def test_one_that_left_before_it_began_asks_for_nothing() -> None:
         answering = UpstreamAnswering(exchange(), upstream)
         await answering.begin()
         answering.cancel()
-        assert [choice.content for choice in await choices_of(answering)] == [""]
+        assert [choice.content for choice in await collect_choices(answering)] == [""]
         answering.settle()
         assert fake.heard == []
 

@@ -75,7 +75,7 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
     machine_s: float = 0.0
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ExactEntry(msgspec.Struct, frozen=True):
     made: float  # seconds since 1970
     pieces: list[Piece]
     machine_s: float = 0.0  # that it took to make
@@ -94,7 +94,7 @@ def pack(pieces: Sequence[Piece], *, key: bytes, made: float, secret: bytes = b"
     return b"".join((_MAGIC, _seal(body, key, secret), body))
 
 
-def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> Entry | None:
+def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> ExactEntry | None:
     """None for anything but a whole entry of this key."""
     start = len(_MAGIC) + _SEAL
     body = data[start:]
@@ -105,7 +105,7 @@ def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> Entry | None:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     # The empty list is given because the field's own default takes longer than all the rest of a piece.
-    return Entry(
+    return ExactEntry(
         found.made,
         [Piece(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in found.pieces],
         found.machine_s,
@@ -168,7 +168,7 @@ def _said(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def is_whole(pieces: Sequence[Piece], choices: int) -> bool:
+def is_complete(pieces: Sequence[Piece], choices: int) -> bool:
     """Whether every choice has come to an end of its own. What a deadline cut, failed or was cancelled has not, and
     what began anew says something else than its pieces do."""
     ended: set[int] = set()
@@ -182,7 +182,7 @@ def is_whole(pieces: Sequence[Piece], choices: int) -> bool:
     return ended == set(range(choices))
 
 
-def say_the_same(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
+def is_same_answer(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
     """Whether two answers do, however they are cut into pieces. The ids of calls are random."""
     return _said_by(one) == _said_by(other)
 

@@ -67,7 +67,7 @@ _seeded_values = attrgetter(*Sampling.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class CacheKey(msgspec.Struct, frozen=True):
     """An answer that the cache may have."""
 
     tenant: str
@@ -78,7 +78,7 @@ class Wanted(msgspec.Struct, frozen=True):
     repeatable: bool = True  # generated again, it would be the same: the likeliest tokens, or a seed that was given
 
 
-def wanted_of(
+def cache_key_for(
     *,
     tenant: str,
     served: ServedVariant,
@@ -86,14 +86,14 @@ def wanted_of(
     prompts: Sequence[Sequence[int]] | None,
     seeded: bool,
     policy: str = "",
-) -> Wanted | None:
+) -> CacheKey | None:
     """None where there can be no key: something in the request cannot be written down. ApiError for tags that are none.
 
     `prompts`: the tokens; None where the variant's tokens are not known here, as an upstream's. `seeded`: the request
     has a seed of its own; others get a random one each, which is no part of the key. `policy`: the version of whatever
     else shapes answers, such as guards before and after the model; a new one finds nothing that is old.
     """
-    tags = tags_of(asked)
+    tags = cache_tags(asked)
     greedy = asked.sampling.temperature <= 0.0
     parts: list[Any] = [
         FORMAT,
@@ -121,7 +121,7 @@ def wanted_of(
         # Half a character, a number of more than 64 bits, nesting without an end: they come from clients' own schemas.
         return None
     count = len(asked.prompts or (None,)) if prompts is None else len(prompts)
-    return Wanted(tenant, digest.digest(), tags, asked.n, count * asked.n, greedy or seeded)
+    return CacheKey(tenant, digest.digest(), tags, asked.n, count * asked.n, greedy or seeded)
 
 
 def _sampling_values(sampling: Sampling, *, greedy: bool, seeded: bool) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ def _in_order(value: Any) -> Any:
     return value
 
 
-def tags_of(asked: Asked) -> tuple[str, ...]:
+def cache_tags(asked: Asked) -> tuple[str, ...]:
     """ApiError for what is no list of tags.
 
     Tags are a part of the key: what is stored without `pricing` must not answer a request that has it, because neither
@@ -153,12 +153,12 @@ def tags_of(asked: Asked) -> tuple[str, ...]:
     if len(tags) > MOST_TAGS:
         raise invalid(f"'{parameter}' may have {MOST_TAGS} tags at most, not {len(tags)}", parameter)
     for tag in tags:
-        if not is_tag(tag):
+        if not is_valid_tag(tag):
             raise invalid(
                 f"'{parameter}': '{tag[:64]}' is no tag: 1 to 64 letters, digits and any of _ . : -", parameter
             )
     return tuple(tags)
 
 
-def is_tag(text: str) -> bool:
+def is_valid_tag(text: str) -> bool:
     return _TAG.fullmatch(text) is not None

@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.circuit_breaker import Streak
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.circuit_breaker import StoreBreaker
 
 log: Final = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 _LATE: Final = 2.0  # times a bound: who comes to look so late cannot tell whether the store was in time
 
 
-class Scope(msgspec.Struct, frozen=True, kw_only=True):
+class InvalidationScope(msgspec.Struct, frozen=True, kw_only=True):
     """The entries that have all of what is given; nothing given is every entry."""
 
     tenant: str | None = None
     tag: str | None = None
     key: bytes | None = None  # with a tenant
 
-    def has(self, wanted: Wanted) -> bool:
+    def has(self, wanted: CacheKey) -> bool:
         return (
             (self.tenant is None or self.tenant == wanted.tenant)
             and (self.tag is None or self.tag in wanted.tags)
@@ -44,24 +44,24 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Found(msgspec.Struct, frozen=True):
+class StoreLookup(msgspec.Struct, frozen=True):
     data: bytes | None  # None: a miss
     ticket: Any = None  # to be shown at `put`: the store's own memory of when it was asked
 
 
-class Size(msgspec.Struct, frozen=True):
+class CacheSize(msgspec.Struct, frozen=True):
     entries: int
     bytes: int
 
 
-class Store(Protocol):
-    async def get(self, wanted: Wanted) -> Found: ...
+class EntryStore(Protocol):
+    async def get(self, wanted: CacheKey) -> StoreLookup: ...
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any) -> bool:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool:
         """Keeps it so long, in place of what is there. False: it is too long for this store."""
         ...
 
-    async def remove(self, scope: Scope) -> int | None:
+    async def remove(self, scope: InvalidationScope) -> int | None:
         """How many entries that were; None where the store cannot count them."""
         ...
 
@@ -69,25 +69,25 @@ class Store(Protocol):
         """Removes what has expired, as far as one short turn goes; how many entries that were."""
         ...
 
-    async def size(self) -> Size | None:
+    async def size(self) -> CacheSize | None:
         """None where the store is shared and does not know."""
         ...
 
     async def close(self) -> None: ...
 
 
-class Removals:
+class InvalidationLog:
     """The latest invalidations, so that an answer begun before one of them is not stored after it."""
 
     def __init__(self, most: int = 1024) -> None:
-        self._latest: deque[Scope] = deque(maxlen=most)
+        self._latest: deque[InvalidationScope] = deque(maxlen=most)
         self.count = 0  # of all; remembered by whoever wants to ask `since`
 
-    def add(self, scope: Scope) -> None:
+    def add(self, scope: InvalidationScope) -> None:
         self._latest.append(scope)
         self.count += 1
 
-    def since(self, count: int, wanted: Wanted) -> bool:
+    def since(self, count: int, wanted: CacheKey) -> bool:
         """Whether one of those after the first `count` meant it; true, too, where it is too long ago to tell."""
         new = self.count - count
         if new > len(self._latest):
@@ -95,13 +95,13 @@ class Removals:
         return any(self._latest[-place].has(wanted) for place in range(1, new + 1))
 
 
-class Gathering:
+class LookupBatcher:
     """Lookups that come while others are under way go together, as one call of `find`: a crowd of requests must not
     make a store look slow that answers each of them at once."""
 
     def __init__(
         self,
-        find: Callable[[Sequence[Wanted]], Awaitable[Sequence[Found]]],
+        find: Callable[[Sequence[CacheKey]], Awaitable[Sequence[StoreLookup]]],
         *,
         most: int = 32,  # in one call
         seconds: float = 0.05,  # that one call may take
@@ -109,12 +109,12 @@ class Gathering:
         self._find = find
         self._most = most
         self._seconds = seconds
-        self._waiting: deque[tuple[Wanted, asyncio.Future[Found]]] = deque()
+        self._waiting: deque[tuple[CacheKey, asyncio.Future[StoreLookup]]] = deque()
         self._working: asyncio.Task[None] | None = None
 
-    async def get(self, wanted: Wanted) -> Found:
+    async def get(self, wanted: CacheKey) -> StoreLookup:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Found] = loop.create_future()
+        future: asyncio.Future[StoreLookup] = loop.create_future()
         self._waiting.append((wanted, future))
         if self._working is None:
             self._working = loop.create_task(self._work())
@@ -130,7 +130,7 @@ class Gathering:
         finally:
             self._working = None
 
-    async def _answer(self, together: Sequence[tuple[Wanted, asyncio.Future[Found]]]) -> None:
+    async def _answer(self, together: Sequence[tuple[CacheKey, asyncio.Future[StoreLookup]]]) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 found = await self._find([wanted for wanted, _ in together])
@@ -149,18 +149,18 @@ class Gathering:
             await asyncio.gather(self._working, return_exceptions=True)
 
 
-class Guarded:
+class GuardedStore:
     """A store that may be slow, gone or broken. `failed` hears which call did not work: get, put, remove, sweep, size;
     skipped where the breaker let none pass, and late where the event loop was too busy for anybody to be in time."""
 
     def __init__(
         self,
-        store: Store,
+        store: EntryStore,
         *,
         get_s: float | None = 0.05,  # that a request waits; None: the store answers at once
         put_s: float = 1.0,  # nobody waits for it
         remove_s: float = 5.0,  # that an administrator waits
-        breaker: Streak | None = None,
+        breaker: StoreBreaker | None = None,
         clock: Callable[[], float] = time.monotonic,
         failed: Callable[[str], None] = lambda call: None,
     ) -> None:
@@ -168,19 +168,19 @@ class Guarded:
         self._get_s = get_s
         self._put_s = put_s
         self._remove_s = remove_s
-        self._breaker = breaker or Streak(clock=clock)
+        self._breaker = breaker or StoreBreaker(clock=clock)
         self._clock = clock
         self._failed = failed
 
-    async def get(self, wanted: Wanted) -> Found | None:
+    async def get(self, wanted: CacheKey) -> StoreLookup | None:
         """None: the store could not be asked, so nothing is to be put into it either."""
         return await self._try("get", self._get_s, self.store.get, wanted)
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any) -> bool | None:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool | None:
         """None: it did not work."""
         return await self._try("put", self._put_s, self.store.put, wanted, data, seconds, ticket)
 
-    async def remove(self, scope: Scope) -> int | None:
+    async def remove(self, scope: InvalidationScope) -> int | None:
         """Whatever the breaker says; ApiError where it did not work."""
         try:
             async with asyncio.timeout(self._remove_s):
@@ -198,7 +198,7 @@ class Guarded:
     async def sweep(self) -> int:
         return await self._try("sweep", self._put_s, self.store.sweep) or 0
 
-    async def size(self) -> Size | None:
+    async def size(self) -> CacheSize | None:
         return await self._try("size", self._get_s, self.store.size)
 
     async def close(self) -> None:

@@ -24,26 +24,26 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.cache_modes import NOTHING, Modes, Uses
-from headrace.gateway.caches.exact.cache_entry import Entry, is_whole, pack, say_the_same, unpack
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Guarded, Removals, Scope, Size
+from headrace.gateway.caches.cache_modes import NO_ACCESS, CacheAccess, CachePolicy
+from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import CacheSize, GuardedStore, InvalidationLog, InvalidationScope
 from headrace.gateway.caches.exact.in_flight import (
-    Facts,
+    AnswerFacts,
     Flight,
     Flights,
+    JoinTerms,
+    PieceSource,
     Role,
-    Shareable,
-    Source,
+    ShareableSource,
     Take,
-    Terms,
-    taken_by,
+    total_usage,
 )
-from headrace.gateway.caches.exact.tokenized_prompts import Prompts
+from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.requests.text_request import Piece, Usage
 
 # What is counted, each with the tenant that it is about.
-Outcome = Literal[
+ExactOutcome = Literal[
     "hit",
     "stale",  # an entry beyond its time, where that was asked for
     "miss",
@@ -62,7 +62,7 @@ Outcome = Literal[
     "stood_in",  # another variant than the key's answered: not stored
     "unstored",  # the store did not take it
 ]
-OUTCOMES: Final[tuple[Outcome, ...]] = Outcome.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+OUTCOMES: Final[tuple[ExactOutcome, ...]] = ExactOutcome.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 _AT_ONCE: Final = 256  # pieces of a hit before others have a turn
 _AHEAD: Final = 60.0  # seconds that an entry may be of the future: gateways' clocks differ, and clocks are set
@@ -78,14 +78,14 @@ def seconds_of(span: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-class Answer(Protocol):
+class AnswerSource(Protocol):
     """What a client's answer comes from."""
 
     @property
     def role(self) -> Role: ...
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> PieceSource | None:
         """What generates it, whoever began it. None where nothing does."""
         ...
 
@@ -98,15 +98,15 @@ class Answer(Protocol):
         """To be called once, however it ends."""
         ...
 
-    def facts(self) -> Facts: ...
+    def facts(self) -> AnswerFacts: ...
 
 
-class Alone:
+class UncachedAnswer:
     """A generation that the cache has no part in."""
 
     role: Role = "alone"
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: PieceSource) -> None:
         self.source = source
 
     async def run(self, take: Take) -> bool:
@@ -115,11 +115,11 @@ class Alone:
     def cancel(self) -> None:
         self.source.cancel()
 
-    def facts(self) -> Facts:
-        return Facts("alone", True, Usage())
+    def facts(self) -> AnswerFacts:
+        return AnswerFacts("alone", True, Usage())
 
 
-class Hit:
+class CacheHit:
     """An entry, piece by piece as it was made."""
 
     role: Role = "hit"
@@ -150,7 +150,7 @@ class Hit:
     def usage(self) -> Usage:
         """Of all choices together, as they were made; no times."""
         usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
-        return taken_by(usages, self._n)
+        return total_usage(usages, self._n)
 
     async def run(self, take: Take) -> bool:
         while self._at < len(self._pieces) and not self._gone:
@@ -165,10 +165,10 @@ class Hit:
     def cancel(self) -> None:
         self._gone = True
 
-    def facts(self) -> Facts:
+    def facts(self) -> AnswerFacts:
         saved = self.usage
         saved.decode_s = self._machine_s
-        return Facts("hit", False, saved, self.age_s)
+        return AnswerFacts("hit", False, saved, self.age_s)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,13 +182,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes = b""  # entries that others wrote, who can reach the store but have no secret, are none
 
 
-class Looked(msgspec.Struct, frozen=True):
+class ExactLookup(msgspec.Struct, frozen=True):
     """What a look found, and what `generate` needs to know of it."""
 
-    wanted: Wanted | None
-    uses: Uses = NOTHING
-    hit: Hit | None = None
-    entry: Entry | None = None  # in the mode record: what would have been the hit
+    wanted: CacheKey | None
+    uses: CacheAccess = NO_ACCESS
+    hit: CacheHit | None = None
+    entry: ExactEntry | None = None  # in the mode record: what would have been the hit
     stored: bool = False  # a fresh answer is to be stored
     ticket: Any = None  # the store's
     mark: int = 0  # invalidations before it
@@ -199,40 +199,40 @@ class ExactCache:
 
     def __init__(
         self,
-        store: Guarded,
-        modes: Modes,
+        store: GuardedStore,
+        modes: CachePolicy,
         *,
         options: Options | None = None,
         flights: Flights | None = None,
-        note: Callable[[Outcome, str], None] = lambda outcome, tenant: None,
+        note: Callable[[ExactOutcome, str], None] = lambda outcome, tenant: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.modes = modes
         self.options = options or Options()
         self.flights = Flights() if flights is None else flights
-        self.prompts = Prompts()
+        self.prompts = TokenizedPrompts()
         self._store = store
-        self._removals = Removals()
+        self._removals = InvalidationLog()
         self._note = note
         self._clock = clock
 
-    async def look(self, wanted: Wanted | None, *, wish: str = "on", stale: bool = False) -> Looked:
+    async def look(self, wanted: CacheKey | None, *, wish: str = "on", stale: bool = False) -> ExactLookup:
         """Never an error, and never longer than the store's bound. `wish`: the request's `cache`. `stale`: an entry
         beyond its time will do."""
         if wanted is None:
-            return Looked(None)
+            return ExactLookup(None)
         tenant = wanted.tenant
         uses = self.modes.uses(tenant, wish=wish)
         if not uses.looks:
-            return Looked(wanted)
+            return ExactLookup(wanted)
         if self.options.repeatable_only and not wanted.repeatable:
             self._note("skipped", tenant)
-            return Looked(wanted)
+            return ExactLookup(wanted)
         mark = self._removals.count
         found = await self._store.get(wanted)
         if found is None:
             self._note("unreachable", tenant)
-            return Looked(wanted, uses, mark=mark)
+            return ExactLookup(wanted, uses, mark=mark)
         entry = None if found.data is None else self._entry(wanted, found.data)
         if entry is not None and self._removals.since(mark, wanted):
             entry = None
@@ -241,18 +241,18 @@ class ExactCache:
         is_fresh = age < ttl
         if entry is None or age < -_AHEAD or age >= ttl + (self.options.stale_s if stale else 0.0):
             self._note("miss", tenant)
-            return Looked(wanted, uses, stored=uses.stores, ticket=found.ticket, mark=mark)
+            return ExactLookup(wanted, uses, stored=uses.stores, ticket=found.ticket, mark=mark)
         if not uses.serves:
             # The entry stays as it is, or none would ever come to its time in this mode.
             self._note("would_hit", tenant)
-            return Looked(wanted, uses, entry=entry, mark=mark)
+            return ExactLookup(wanted, uses, entry=entry, mark=mark)
         self._note("hit" if is_fresh else "stale", tenant)
-        hit = Hit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh, machine_s=entry.machine_s)
-        return Looked(wanted, uses, hit, mark=mark)
+        hit = CacheHit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh, machine_s=entry.machine_s)
+        return ExactLookup(wanted, uses, hit, mark=mark)
 
-    def _entry(self, wanted: Wanted, data: bytes) -> Entry | None:
+    def _entry(self, wanted: CacheKey, data: bytes) -> ExactEntry | None:
         entry = unpack(data, key=wanted.key, secret=self.options.secret)
-        if entry is None or not is_whole(entry.pieces, wanted.choices):
+        if entry is None or not is_complete(entry.pieces, wanted.choices):
             self._note("corrupt", wanted.tenant)
             return None
         return entry
@@ -262,11 +262,11 @@ class ExactCache:
         ttls = self.options.tag_ttls
         return min((ttls[tag] for tag in tags if tag in ttls), default=self.options.ttl_s)
 
-    def generate(self, looked: Looked, terms: Terms, start: Callable[[], Shareable]) -> Answer:
+    def generate(self, looked: ExactLookup, terms: JoinTerms, start: Callable[[], ShareableSource]) -> AnswerSource:
         """An answer where there was no hit. `start` begins a generation; it is called at once, or not at all."""
         wanted = looked.wanted
         if wanted is None or not looked.uses.looks:
-            return Alone(start())
+            return UncachedAnswer(start())
         flight = self.flights.find(wanted.key, terms) if self.options.joins else None
         if flight is not None and not self._removals.since(flight.mark, wanted):
             if looked.uses.serves:
@@ -276,17 +276,17 @@ class ExactCache:
         ended = partial(self._ended, wanted, looked)
         return self.flights.lead(wanted.key, terms, start(), n=wanted.n, ended=ended, mark=looked.mark)
 
-    async def _ended(self, wanted: Wanted, looked: Looked, flight: Flight) -> None:
+    async def _ended(self, wanted: CacheKey, looked: ExactLookup, flight: Flight) -> None:
         """A generation is over."""
         tenant = wanted.tenant
         if flight.error is None and not flight.source.keeps():
             self._note("stood_in", tenant)
             return
-        if flight.error is not None or not (flight.whole and is_whole(flight.pieces, wanted.choices)):
+        if flight.error is not None or not (flight.whole and is_complete(flight.pieces, wanted.choices)):
             self._note("unfinished" if flight.whole else "too_long", tenant)
             return
         if looked.entry is not None:
-            self._note("same" if say_the_same(flight.pieces, looked.entry.pieces) else "different", tenant)
+            self._note("same" if is_same_answer(flight.pieces, looked.entry.pieces) else "different", tenant)
         if not looked.stored:
             return
         if self._removals.since(looked.mark, wanted):
@@ -315,7 +315,7 @@ class ExactCache:
         What is being generated is neither stored then nor shared with who comes after."""
         if key is not None and tenant is None:
             raise ValueError("a key is one tenant's")
-        scope = Scope(tenant=tenant, tag=tag, key=key)
+        scope = InvalidationScope(tenant=tenant, tag=tag, key=key)
         self._removals.add(scope)
         return await self._store.remove(scope)
 
@@ -336,7 +336,7 @@ class ExactCache:
         """Removes what has expired, as far as one short turn goes."""
         return await self._store.sweep()
 
-    async def size(self) -> Size | None:
+    async def size(self) -> CacheSize | None:
         return await self._store.size()
 
     async def close(self) -> None:

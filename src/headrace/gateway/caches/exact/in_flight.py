@@ -31,7 +31,7 @@ Take = Callable[[Piece], bool]
 Role = Literal["leader", "joiner", "hit", "alone"]
 
 
-class Source(Protocol):
+class PieceSource(Protocol):
     """What makes pieces: an engine's answer, or an upstream's."""
 
     async def run(self, take: Take) -> bool:
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-class Shareable(Source, Protocol):
+class ShareableSource(PieceSource, Protocol):
     """One that several may have, and that may be kept."""
 
     def keeps(self) -> bool:
@@ -51,7 +51,7 @@ class Shareable(Source, Protocol):
         ...
 
 
-class Facts(msgspec.Struct, frozen=True):
+class AnswerFacts(msgspec.Struct, frozen=True):
     """How an answer came about, for the ledger, the headers and the metrics. Final once it has been read or left."""
 
     role: Role
@@ -60,7 +60,7 @@ class Facts(msgspec.Struct, frozen=True):
     age_s: float = 0.0  # of a hit
 
 
-class Terms(msgspec.Struct, frozen=True):
+class JoinTerms(msgspec.Struct, frozen=True):
     """When a request runs. A request joins only what runs on terms that are no worse than its own."""
 
     deadline: float | None = None  # on the monotonic clock
@@ -68,7 +68,7 @@ class Terms(msgspec.Struct, frozen=True):
     priority: int = 0
     whole: bool = False  # nobody is to hear of it before it is whole: what breaks is begun anew
 
-    def as_good_as(self, other: Terms, slack_s: float) -> bool:
+    def as_good_as(self, other: JoinTerms, slack_s: float) -> bool:
         """`slack_s`: that these may be cut before the other's own deadline. They are never cut after it."""
         if self.surface != other.surface or self.priority < other.priority:
             return False
@@ -77,7 +77,7 @@ class Terms(msgspec.Struct, frozen=True):
         return self.deadline <= other.deadline <= self.deadline + slack_s
 
 
-class Reader:
+class FlightReader:
     """One request's way through a flight. To be left by `cancel` in the end, however it ends."""
 
     __slots__ = ("_at", "_flight", "_later", "_over", "_take", "gone", "role")
@@ -92,7 +92,7 @@ class Reader:
         self._later: asyncio.Handle | None = None  # where it was a long way behind
 
     @property
-    def source(self) -> Shareable:
+    def source(self) -> ShareableSource:
         """What generates the answer, whoever began it."""
         return self._flight.source
 
@@ -158,16 +158,16 @@ class Reader:
         if self._over is not None and not self._over.done():
             self._over.set_result(True)
 
-    def facts(self) -> Facts:
+    def facts(self) -> AnswerFacts:
         flight, pays = self._flight, self.pays
         heard = flight.over and self._at >= flight.end
-        return Facts(self.role, pays, taken_by(flight.usages, flight.n) if heard and not pays else Usage())
+        return AnswerFacts(self.role, pays, total_usage(flight.usages, flight.n) if heard and not pays else Usage())
 
 
 class Flight:
     """One generation and its readers."""
 
-    def __init__(self, source: Shareable, terms: Terms, *, n: int, most_bytes: int) -> None:
+    def __init__(self, source: ShareableSource, terms: JoinTerms, *, n: int, most_bytes: int) -> None:
         self.terms = terms
         self.n = n  # choices of each prompt
         self.mark = 0  # the caller's own, of when it began
@@ -176,8 +176,8 @@ class Flight:
         self.whole = True  # nothing of it was dropped, so that it can be read from its beginning
         self.over = False
         self.error: Exception | None = None
-        self.readers: list[Reader] = []
-        self.payer: Reader | None = None
+        self.readers: list[FlightReader] = []
+        self.payer: FlightReader | None = None
         self.source = source
         self._most_bytes = most_bytes
         self._bytes = 0
@@ -195,14 +195,14 @@ class Flight:
     def piece(self, place: int) -> Piece:
         return self.pieces[place - self._dropped]
 
-    def join(self, role: Role) -> Reader:
-        reader = Reader(self, role)
+    def join(self, role: Role) -> FlightReader:
+        reader = FlightReader(self, role)
         self.readers.append(reader)
         if self.payer is None:
             self.payer = reader
         return reader
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: FlightReader) -> None:
         self.readers.remove(reader)
         if self.over:
             return
@@ -274,7 +274,7 @@ class Flights:
         """Generations under way."""
         return len(self._tasks)
 
-    def find(self, key: bytes, terms: Terms) -> Flight | None:
+    def find(self, key: bytes, terms: JoinTerms) -> Flight | None:
         """One that a request may join."""
         flight = self._open.get(key)
         if flight is None or not flight.whole or flight.abandoned or flight.error is not None:
@@ -287,13 +287,13 @@ class Flights:
     def lead(
         self,
         key: bytes,
-        terms: Terms,
-        source: Shareable,
+        terms: JoinTerms,
+        source: ShareableSource,
         *,
         n: int,
         ended: Callable[[Flight], Awaitable[None]],
         mark: int = 0,
-    ) -> Reader:
+    ) -> FlightReader:
         """Begins a generation, which the next may join in place of any before it. `ended` is called when it is over,
         and until that has returned it can be joined: so whatever it stores is there when the flight no longer is."""
         flight = Flight(source, terms, n=n, most_bytes=self._most_bytes)
@@ -326,7 +326,7 @@ class Flights:
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
 
 
-def taken_by(usages: Mapping[int, Usage], n: int) -> Usage:
+def total_usage(usages: Mapping[int, Usage], n: int) -> Usage:
     """What all choices together took: tokens, and the machine's time. A prompt counts once, however many choices it
     has."""
     found = total([usages[index] for index in sorted(usages)], n)

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Found, Scope, Size
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import CacheSize, InvalidationScope, StoreLookup
 
 # What an entry takes beside its data, at most, as measured with tracemalloc: the object and its places in the tables,
 # and for each tag, where nobody else has it, the tag itself with its set.
@@ -27,7 +27,7 @@ _TURN: Final = 1000  # entries that may be dropped before others have a turn
 
 
 class _Entry(msgspec.Struct, eq=False):
-    wanted: Wanted
+    wanted: CacheKey
     data: bytes
     expires: float
     size: int
@@ -56,18 +56,18 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    async def get(self, wanted: Wanted) -> Found:
+    async def get(self, wanted: CacheKey) -> StoreLookup:
         entry = self._entries.get(wanted.key)
         if entry is None or entry.wanted.tenant != wanted.tenant:
-            return Found(None)
+            return StoreLookup(None)
         if entry.expires <= self._clock():
             self._drop(entry)
-            return Found(None)
+            return StoreLookup(None)
         self._entries.move_to_end(wanted.key)
         self._tenants[wanted.tenant].move_to_end(wanted.key)
-        return Found(entry.data)
+        return StoreLookup(entry.data)
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any = None) -> bool:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any = None) -> bool:
         size = sys.getsizeof(data) + _ENTRY + len(wanted.tags) * _TAG
         if size > self.tenant_bytes:
             return False
@@ -90,7 +90,7 @@ class MemoryStore:
         heapq.heappush(self._expiring, (entry.expires, self._number, entry))
         return True
 
-    async def remove(self, scope: Scope) -> int:
+    async def remove(self, scope: InvalidationScope) -> int:
         now, count = self._clock(), 0
         for place, entry in enumerate(self._among(scope)):
             if place % _TURN == _TURN - 1:
@@ -100,7 +100,7 @@ class MemoryStore:
                 self._drop(entry)
         return count
 
-    def _among(self, scope: Scope) -> Sequence[_Entry]:
+    def _among(self, scope: InvalidationScope) -> Sequence[_Entry]:
         """Few entries, those of the scope among them."""
         if scope.key is not None:
             entry = self._entries.get(scope.key)
@@ -122,8 +122,8 @@ class MemoryStore:
                 self._drop(entry)
         return before - len(self._entries)
 
-    async def size(self) -> Size:
-        return Size(len(self._entries), self.bytes)
+    async def size(self) -> CacheSize:
+        return CacheSize(len(self._entries), self.bytes)
 
     async def close(self) -> None:
         self._entries.clear()

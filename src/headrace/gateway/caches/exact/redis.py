@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from headrace.errors import HeadraceError
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Found, Gathering, Scope, Size
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import CacheSize, InvalidationScope, LookupBatcher, StoreLookup
 
 _TOKEN: Final = 12  # bytes
 _PUTTING: Final = 16  # entries that are written at once, so that there is a connection for who reads
 _CONNECTIONS: Final = 24
 
 
-class Pipeline(Protocol):
+class RedisPipeline(Protocol):
     def set(self, name: str, value: bytes, *, px: int, nx: bool = False) -> Any: ...
 
     def get(self, name: str) -> Any: ...
@@ -39,7 +39,7 @@ class Pipeline(Protocol):
     async def execute(self) -> list[Any]: ...
 
 
-class Client(Protocol):
+class RedisClient(Protocol):
     """What is used of a redis.asyncio.Redis."""
 
     async def mget(self, keys: Sequence[str]) -> list[bytes | None]: ...
@@ -48,12 +48,12 @@ class Client(Protocol):
 
     async def unlink(self, *names: str) -> int: ...
 
-    def pipeline(self, transaction: bool) -> Pipeline: ...
+    def pipeline(self, transaction: bool) -> RedisPipeline: ...
 
     async def aclose(self) -> None: ...
 
 
-def connect(url: str, *, seconds: float = 0.05) -> Client:
+def connect(url: str, *, seconds: float = 0.05) -> RedisClient:
     """A client that connects when it is first used. `seconds`: of one connecting, writing or reading. HeadraceError
     where the package is missing or the URL is none."""
     try:
@@ -80,7 +80,7 @@ def connect(url: str, *, seconds: float = 0.05) -> Client:
 class RedisStore:
     def __init__(
         self,
-        client: Client,
+        client: RedisClient,
         *,
         prefix: str = "headrace:exact",  # of all its keys
         most_seconds: float = 86_400.0,  # that any entry is kept
@@ -91,14 +91,14 @@ class RedisStore:
         self._prefix = prefix
         self._most_seconds = most_seconds
         self._entry_bytes = entry_bytes
-        self._gathering = Gathering(self._find, seconds=bound_s)
+        self._gathering = LookupBatcher(self._find, seconds=bound_s)
         self._putting = asyncio.Semaphore(_PUTTING)
         self._token_ms = math.ceil(2000 * most_seconds)  # longer than any entry that begins with the token
 
-    async def get(self, wanted: Wanted) -> Found:
+    async def get(self, wanted: CacheKey) -> StoreLookup:
         return await self._gathering.get(wanted)
 
-    async def _find(self, wanteds: Sequence[Wanted]) -> Sequence[Found]:
+    async def _find(self, wanteds: Sequence[CacheKey]) -> Sequence[StoreLookup]:
         """In one round trip, and a second one where scopes have no token yet."""
         scopes = [self._scopes_of(wanted) for wanted in wanteds]
         names = [self._entry(wanted.tenant, wanted.key) for wanted in wanteds]
@@ -108,18 +108,18 @@ class RedisStore:
         new = dict.fromkeys(name for each in scopes for name in each if not _is_token(values[name]))
         if new:
             values.update(await self._tokens(list(new)))
-        found: list[Found] = []
+        found: list[StoreLookup] = []
         for name, theirs in zip(names, scopes, strict=False):
             tokens = [values[scope] for scope in theirs]
             if not all(map(_is_token, tokens)):
-                found.append(Found(None))
+                found.append(StoreLookup(None))
                 continue
             head = b"".join(token or b"" for token in tokens)
             data = values[name]
             if data is None or not data.startswith(head) or len(data) > self._entry_bytes + len(head):
-                found.append(Found(None, head))
+                found.append(StoreLookup(None, head))
             else:
-                found.append(Found(data[len(head) :], head))
+                found.append(StoreLookup(data[len(head) :], head))
         return found
 
     async def _tokens(self, scopes: Sequence[str]) -> dict[str, bytes | None]:
@@ -130,7 +130,7 @@ class RedisStore:
             pipeline.get(scope)
         return dict(zip(scopes, (await pipeline.execute())[1::2], strict=True))
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any) -> bool:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool:
         """`ticket`: from the `get` that the answer was made after; without one nothing is kept."""
         if ticket is None or len(data) > self._entry_bytes:
             return False
@@ -143,7 +143,7 @@ class RedisStore:
             await pipeline.execute()
         return True
 
-    async def remove(self, scope: Scope) -> int | None:
+    async def remove(self, scope: InvalidationScope) -> int | None:
         """Entries of a scope are not counted: nothing looks at them."""
         if scope.key is not None and scope.tenant is not None:
             return await self._client.unlink(self._entry(scope.tenant, scope.key))
@@ -155,7 +155,7 @@ class RedisStore:
         """Redis does it."""
         return 0
 
-    async def size(self) -> Size | None:
+    async def size(self) -> CacheSize | None:
         """Redis knows, of all that is in it."""
         return None
 
@@ -171,7 +171,7 @@ class RedisStore:
         of_tag = "" if tag is None else f":tag:{tag}"
         return f"{self._prefix}:scope{of_tenant}{of_tag}"
 
-    def _scopes_of(self, wanted: Wanted) -> list[str]:
+    def _scopes_of(self, wanted: CacheKey) -> list[str]:
         scopes = [self._scope(None, None), self._scope(wanted.tenant, None)]
         for tag in wanted.tags:
             scopes += (self._scope(None, tag), self._scope(wanted.tenant, tag))

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from headrace.gateway.caches.exact.cache_key import Wanted
-from headrace.gateway.caches.exact.entry_store import Found, Gathering, Scope, Size
+from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.entry_store import CacheSize, InvalidationScope, LookupBatcher, StoreLookup
 from headrace.gateway.database import Database
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ class SqliteStore:
         self.tenant_bytes = most_bytes if tenant_bytes is None else min(tenant_bytes, most_bytes)
         self._database = database
         self._clock = clock
-        self._gathering = Gathering(self._find, seconds=bound_s)
+        self._gathering = LookupBatcher(self._find, seconds=bound_s)
         # Used by the database's thread alone.
         self._opened: sqlite3.Connection | None = None
         self._use = 0
@@ -94,18 +94,18 @@ class SqliteStore:
         """Makes the tables. Whatever comes first does it, too."""
         await self._run(lambda connection: None)
 
-    async def get(self, wanted: Wanted) -> Found:
+    async def get(self, wanted: CacheKey) -> StoreLookup:
         return await self._gathering.get(wanted)
 
-    async def _find(self, wanteds: Sequence[Wanted]) -> Sequence[Found]:
+    async def _find(self, wanteds: Sequence[CacheKey]) -> Sequence[StoreLookup]:
         now = self._clock()
 
-        def find(connection: sqlite3.Connection) -> list[Found]:
-            return [Found(self._select(connection, wanted, now)) for wanted in wanteds]
+        def find(connection: sqlite3.Connection) -> list[StoreLookup]:
+            return [StoreLookup(self._select(connection, wanted, now)) for wanted in wanteds]
 
         return await self._run(find)
 
-    async def put(self, wanted: Wanted, data: bytes, seconds: float, ticket: Any = None) -> bool:
+    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any = None) -> bool:
         size = len(data) + _ENTRY + len(wanted.tags) * _TAG
         if size > self.tenant_bytes:
             return False
@@ -126,7 +126,7 @@ class SqliteStore:
         await self._run(put)
         return True
 
-    async def remove(self, scope: Scope) -> int:
+    async def remove(self, scope: InvalidationScope) -> int:
         now = self._clock()
         where, values = ["TRUE"], list[Any]()
         if scope.tenant is not None:
@@ -163,7 +163,7 @@ class SqliteStore:
         now = self._clock()
         return await self._run(lambda connection: _sweep(connection, now))
 
-    async def size(self) -> Size:
+    async def size(self) -> CacheSize:
         return await self._run(_total)
 
     async def close(self) -> None:
@@ -189,7 +189,7 @@ class SqliteStore:
 
     # In the database's thread, in a transaction.
 
-    def _select(self, connection: sqlite3.Connection, wanted: Wanted, now: float) -> bytes | None:
+    def _select(self, connection: sqlite3.Connection, wanted: CacheKey, now: float) -> bytes | None:
         row = connection.execute(
             "SELECT answer FROM exact_entries WHERE key = ? AND tenant = ? AND expires > ?",
             (wanted.key, wanted.tenant, now),
@@ -232,12 +232,12 @@ def _drop_oldest(connection: sqlite3.Connection, where: str, values: tuple[Any, 
     return False
 
 
-def _total(connection: sqlite3.Connection, tenant: str | None = None) -> Size:
+def _total(connection: sqlite3.Connection, tenant: str | None = None) -> CacheSize:
     where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
     row = connection.execute(
         f"SELECT COALESCE(SUM(entries), 0), COALESCE(SUM(bytes), 0) FROM exact_totals{where}", values
     ).fetchone()
-    return Size(*row)
+    return CacheSize(*row)
 
 
 def _sweep(connection: sqlite3.Connection, now: float) -> int:

@@ -18,7 +18,7 @@ from headrace.gateway.serving.exchange import Exchange, Prompt
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
-class Prompts:
+class TokenizedPrompts:
     """All of it belongs to one event loop. A request is to be asked for and kept under the same name."""
 
     def __init__(

@@ -15,16 +15,18 @@ from typing import Final, Literal
 import numpy as np
 
 from headrace.gateway.caches.semantic.embedder import Embedder, Floats
-from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.vector_index import unit
 
-By = Literal["exact", "normalised", "embedding"]
+AgreementMethod = Literal["exact", "normalised", "embedding"]
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD: Final = re.compile(r"\w+")
 _PART: Final = 1000  # characters, some 250 tokens
 
 
-async def agree(kept: str, fresh: str, *, by: By, embedder: Embedder | None = None, least: float = 0.9) -> bool | None:
+async def answers_agree(
+    kept: str, fresh: str, *, by: AgreementMethod, embedder: Embedder | None = None, least: float = 0.9
+) -> bool | None:
     """None where it cannot be said, as without an embedder. `least`: the cosine from which on meanings count as one."""
     if kept == fresh:
         return True
@@ -38,7 +40,7 @@ async def agree(kept: str, fresh: str, *, by: By, embedder: Embedder | None = No
         return None
     if Counter(_NUMBER.findall(kept)) != Counter(_NUMBER.findall(fresh)):
         return False
-    if bool(read(kept).denied) != bool(read(fresh).denied):  # of their beginnings
+    if bool(parse_question(kept).denied) != bool(parse_question(fresh).denied):  # of their beginnings
         return False
     parts = [_parts(kept), _parts(fresh)]
     rows = await embedder.embed([*parts[0], *parts[1]])

@@ -67,7 +67,7 @@ _CLAUSES: Final = re.compile(r"(?<=[.?!;:,])\s+")
 _SPACE: Final = re.compile(r"\s+")
 
 
-def kind_of(lower: str) -> str:
+def question_kind(lower: str) -> str:
     """By the last clause that ends in a question mark, or else the first that begins like a question; "" for none."""
     clauses = [_SPACE.sub(" ", each).strip() for each in _CLAUSES.split(lower)]
     asked = [each for each in clauses if each.endswith("?")]

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.caches.semantic.answer_types import kind_of
+from headrace.gateway.caches.semantic.answer_types import question_kind
 from headrace.gateway.caches.semantic.lexicon import ALL, COURTESY, NEGATIONS, ONE, SHORT_FORMS
 from headrace.gateway.caches.semantic.quantities import places, quantities
 from headrace.gateway.caches.semantic.script_detection import language_of, script_of
@@ -24,7 +24,7 @@ _LONGEST: Final = 1500  # characters that are read; the cache takes no question 
 _KEPT: Final = 4096  # questions that have been read
 
 
-class Question(msgspec.Struct, frozen=True):
+class ParsedQuestion(msgspec.Struct, frozen=True):
     text: str
     words: tuple[Word, ...]  # without what is polite only, and without numbers and dates
     content: tuple[str, ...]  # keys of the words that say what is asked, in order; numbers and dates are not among them
@@ -47,7 +47,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 @lru_cache(_KEPT)
-def read(text: str) -> Question:
+def parse_question(text: str) -> ParsedQuestion:
     given = unicodedata.normalize("NFKC", text[:_LONGEST]).translate(_QUOTES).strip()
     identifiers, names, masked = _named(given)
     lower = expanded(masked)
@@ -58,7 +58,7 @@ def read(text: str) -> Question:
     affirmed, denied = _polarity(all_words)
     content = tuple(word.key for word in all_words if not word.small and len(word.text) > 1)
     plain = frozenset(part for word in all_words for part in (word.text, word.lemma, word.key))
-    return Question(
+    return ParsedQuestion(
         text=text,
         words=tuple(all_words),
         content=_genitives(all_words, content),
@@ -69,7 +69,7 @@ def read(text: str) -> Question:
         identifiers=identifiers,
         affirmed=affirmed,
         denied=denied,
-        kind=kind_of(lower),
+        kind=question_kind(lower),
         roles=_roles(all_words),
         conditions=_conditions(all_words),
         superlatives=_superlatives(all_words),

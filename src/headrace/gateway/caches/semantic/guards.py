@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headrace.gateway.caches.semantic.guarded_question import Question, read
+from headrace.gateway.caches.semantic.guarded_question import ParsedQuestion, parse_question
 from headrace.gateway.caches.semantic.word_forms import ALTERNATIVE, OPPOSED, key_of, negated_form
 
-Guard = Callable[[Question, Question], str | None]
+Guard = Callable[[ParsedQuestion, ParsedQuestion], str | None]
 
 
-def language(question: Question, candidate: Question) -> str | None:
+def language(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Another script, or small words of another language."""
     if question.script and candidate.script and question.script != candidate.script:
         return "language"
@@ -27,17 +27,17 @@ def language(question: Question, candidate: Question) -> str | None:
     return "language" if differs else None
 
 
-def numbers(question: Question, candidate: Question) -> str | None:
+def numbers(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Other numbers, or the same in other units."""
     return "number" if Counter(question.numbers) != Counter(candidate.numbers) else None
 
 
-def dates(question: Question, candidate: Question) -> str | None:
+def dates(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Other dates, times, weekdays, relative days or seasons."""
     return "date" if set(question.dates) != set(candidate.dates) else None
 
 
-def identifiers(question: Question, candidate: Question) -> str | None:
+def identifiers(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Code, flags, paths, versions and quoted texts must be the same."""
     there = candidate.identifiers | candidate.plain
     back = question.identifiers | question.plain
@@ -45,16 +45,16 @@ def identifiers(question: Question, candidate: Question) -> str | None:
     return None if same else "identifier"
 
 
-def names(question: Question, candidate: Question) -> str | None:
+def names(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """What is written with a capital on one side must be there on the other, in any writing."""
     for one, other in ((question, candidate), (candidate, question)):
         for name in one.names:
-            if name not in other.plain and not any(part in other.plain for part in read(name).plain):
+            if name not in other.plain and not any(part in other.plain for part in parse_question(name).plain):
                 return "name"
     return None
 
 
-def negation(question: Question, candidate: Question) -> str | None:
+def negation(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Denied here and not there, unless the other says the same with an opposite: not active, inactive."""
     one, other = question.denied, candidate.denied
     if not one and not other:
@@ -68,7 +68,7 @@ def negation(question: Question, candidate: Question) -> str | None:
     return None if all(_explained(key, plain, denying) for key in denying.denied) else "negation"
 
 
-def _explained(key: str, plain: Question, denying: Question) -> bool:
+def _explained(key: str, plain: ParsedQuestion, denying: ParsedQuestion) -> bool:
     """Whether what is denied on one side is on the other said by a word against it, which is not on the first too."""
     against = [each for each in OPPOSED.get(key, ()) if each in plain.affirmed and each not in denying.affirmed]
     return bool(against) or any(
@@ -76,7 +76,7 @@ def _explained(key: str, plain: Question, denying: Question) -> bool:
     )
 
 
-def polarity(question: Question, candidate: Question) -> str | None:
+def polarity(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """A word on one side and its opposite on the other: enable and disable, inbound and outbound."""
     one, other = set(question.affirmed), set(candidate.affirmed)
     denied = set(question.denied) - set(candidate.denied)
@@ -99,14 +99,14 @@ def polarity(question: Question, candidate: Question) -> str | None:
     return None
 
 
-def _either(question: Question, key: str, against: str) -> bool:
+def _either(question: ParsedQuestion, key: str, against: str) -> bool:
     """Whether both are offered as a choice, in which the order says nothing."""
     found = [word.key if word.key in (key, against) else word.text for word in question.words]
     first, last = sorted((found.index(key), found.index(against)))
     return bool({"or", "vs", "versus"} & set(found[first:last])) or _symmetric(question)
 
 
-def alternatives(question: Question, candidate: Question) -> str | None:
+def alternatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """One of several things that exclude each other here, another one there: staging and production."""
     one, other = set(question.affirmed), set(candidate.affirmed)
     for key in one - other:
@@ -136,7 +136,7 @@ _ALIKE: Final = (
 )
 
 
-def kind(question: Question, candidate: Question) -> str | None:
+def kind(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Who against when, why against how, whether against where."""
     one, other = question.kind, candidate.kind
     if not one or not other or one == other or {one, other} in _ALIKE:
@@ -144,12 +144,12 @@ def kind(question: Question, candidate: Question) -> str | None:
     return None if _symmetric(question) and _symmetric(candidate) else "kind of question"
 
 
-def extent(question: Question, candidate: Question) -> str | None:
+def extent(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """All of it against one of it."""
     return "extent" if {question.extent, candidate.extent} == {"all", "one"} else None
 
 
-def superlatives(question: Question, candidate: Question) -> str | None:
+def superlatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """The most of something against none, or against another."""
     one, other = question.superlatives, candidate.superlatives
     if one == other:
@@ -162,7 +162,7 @@ def superlatives(question: Question, candidate: Question) -> str | None:
     return None if (one or other) <= compared else "superlative"
 
 
-def direction(question: Question, candidate: Question) -> str | None:
+def direction(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """The same words with their parts exchanged: from A to B, from B to A; who does it, and to whom."""
     if (
         question.passive == candidate.passive
@@ -193,7 +193,7 @@ def _exchanged(one: Sequence[str], other: Sequence[str]) -> bool:
     return one[first] == other[second] and one[second] == other[first]
 
 
-def _symmetric(question: Question) -> bool:
+def _symmetric(question: ParsedQuestion) -> bool:
     """A question about both alike: the difference between A and B, A or B."""
     texts = {word.text for word in question.words}
     return bool({"or", "between", "versus", "vs", "differ", "compare", "both"} & texts) or "differenc" in question.plain
@@ -202,7 +202,7 @@ def _symmetric(question: Question) -> bool:
 _SMALL_CHANGE: Final = 2  # words that may differ on each side for it to count as a change of words
 
 
-def condition(question: Question, candidate: Question) -> str | None:
+def condition(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """A restriction on one side that the other, which says all the rest, has not: ... for gift cards."""
     for one, other in ((question, candidate), (candidate, question)):
         extra = set(one.content) - set(other.content)
@@ -216,7 +216,7 @@ def condition(question: Question, candidate: Question) -> str | None:
 _UNSAID: Final = frozenset(map(key_of, "account application product website tool system software company".split()))
 
 
-def substitution(question: Question, candidate: Question) -> str | None:
+def substitution(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """The same sentence but for a word, which is no synonym that we know: reset my PIN, reset my router."""
     one, other = Counter(question.content), Counter(candidate.content)
     gone, come = list((one - other).elements()), list((other - one).elements())
@@ -243,7 +243,7 @@ def _derived(one: str, other: str) -> bool:
     return root >= 5 and one[root:] in _ENDINGS and other[root:] in _ENDINGS
 
 
-def _same_frame(question: Question, candidate: Question) -> bool:
+def _same_frame(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
     """Whether all but the changed words are the same, small words too, and in the same order."""
     one = [word.key for word in question.words]
     other = [word.key for word in candidate.words]
@@ -271,7 +271,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
 )
 
 
-def refused(question: str, candidate: str, guards: Sequence[Guard] = GUARDS) -> str | None:
+def refusal_reason(question: str, candidate: str, guards: Sequence[Guard] = GUARDS) -> str | None:
     """Why the candidate's answer must not be given to the question; None where no guard says so."""
-    one, other = read(question), read(candidate)
+    one, other = parse_question(question), parse_question(candidate)
     return next((reason for guard in guards if (reason := guard(one, other)) is not None), None)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.gateway.caches.semantic.guards import refused
-from headrace.gateway.caches.semantic.semantic_entry import Answer, Entry, Subject
+from headrace.gateway.caches.semantic.guards import refusal_reason
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer
 from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds
-from headrace.gateway.caches.semantic.vector_index import EXACT, GrowingVectors, Kind
+from headrace.gateway.caches.semantic.vector_index import EXACT, GrowingVectors, VectorFormat
 from headrace.gateway.caches.semantic.verifier import score
 
 Floats = NDArray[np.float32]
@@ -31,20 +31,20 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 64 * 1024 * 1024  # 64 MiB of texts and vectors
     ttl_s: float = 24 * 3600.0
     tag_ttl_s: Mapping[str, float] = {}  # the shortest of an entry's tags counts
-    vectors: Kind = "float32"
+    vectors: VectorFormat = "float32"
     exact: int = EXACT
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    entry: Entry
+class CacheCandidate(msgspec.Struct, frozen=True):
+    entry: SemanticEntry
     cosine: float
     score: float
 
 
-class Search(msgspec.Struct, frozen=True):
+class CandidateSearch(msgspec.Struct, frozen=True):
     """The best candidate, or why the nearest was refused; neither where nothing is near."""
 
-    best: Candidate | None
+    best: CacheCandidate | None
     reason: str = ""
 
 
@@ -57,7 +57,7 @@ class Namespace:
         self.bounds = bounds
         self.nbytes = 0
         self.evicted = 0
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # the least used first
+        self._entries: OrderedDict[int, SemanticEntry] = OrderedDict()  # the least used first
         self._groups: dict[bytes, GrowingVectors] = {}  # by digest: only what has the same may answer
         self._tagged: dict[str, set[int]] = {}
         self._sizes: dict[int, int] = {}
@@ -66,22 +66,22 @@ class Namespace:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[SemanticEntry]:
         return iter(self._entries.values())
 
-    def get(self, id: int) -> Entry | None:
+    def get(self, id: int) -> SemanticEntry | None:
         return self._entries.get(id)
 
     # Looking for
 
     def search(
-        self, subject: Subject, vector: Floats, *, now: float, nearest: int, floor: float, guarded: bool = True
-    ) -> Search:
+        self, subject: SemanticKey, vector: Floats, *, now: float, nearest: int, floor: float, guarded: bool = True
+    ) -> CandidateSearch:
         """The candidate that scores best among those near enough that no guard refuses."""
         group = self._groups.get(subject.digest)
         if group is None:
-            return Search(None)
-        best: Candidate | None = None
+            return CandidateSearch(None)
+        best: CacheCandidate | None = None
         reason = ""
         for id, cosine in group.search(vector, nearest):
             if cosine < floor:
@@ -89,33 +89,37 @@ class Namespace:
             entry = self._entries[id]
             if entry.expires <= now:
                 continue
-            why = refused(subject.question, entry.question) if guarded else None
+            why = refusal_reason(subject.question, entry.question) if guarded else None
             if why is not None:
                 reason = reason or why
                 continue
-            found = Candidate(entry, cosine, score(subject.question, entry.question, cosine))
+            found = CacheCandidate(entry, cosine, score(subject.question, entry.question, cosine))
             if best is None or found.score > best.score:
                 best = found
-        return Search(best, "" if best is not None else reason)
+        return CandidateSearch(best, "" if best is not None else reason)
 
-    def used(self, entry: Entry) -> None:
+    def used(self, entry: SemanticEntry) -> None:
         entry.hits += 1
         if entry.id in self._entries:
             self._entries.move_to_end(entry.id)
 
     # Keeping
 
-    def add(self, subject: Subject, vector: Floats, answer: Answer, *, now: float) -> tuple[Entry | None, list[int]]:
+    def add(
+        self, subject: SemanticKey, vector: Floats, answer: StoredAnswer, *, now: float
+    ) -> tuple[SemanticEntry | None, list[int]]:
         """The new entry, if there is room for one of its size at all, and the ids of those that made room."""
         kept = frozenset(subject.tags)
         ttl = min([self.bounds.ttl_s, *(self.bounds.tag_ttl_s[tag] for tag in kept if tag in self.bounds.tag_ttl_s)])
-        entry = Entry(self._next, subject.digest, subject.question, answer, kept, now, now + ttl, evidence=Evidence())
+        entry = SemanticEntry(
+            self._next, subject.digest, subject.question, answer, kept, now, now + ttl, evidence=Evidence()
+        )
         if self._size(entry, vector) > self.bounds.nbytes or ttl <= 0:
             return None, []
         self._next += 1
         return entry, self._put(entry, vector)
 
-    def restore(self, entry: Entry, vector: Floats) -> list[int]:
+    def restore(self, entry: SemanticEntry, vector: Floats) -> list[int]:
         """An entry that a database had kept, left out where it does not fit the others; the ids that made room."""
         group = self._groups.get(entry.digest)
         if entry.id in self._entries or self._size(entry, vector) > self.bounds.nbytes:
@@ -130,7 +134,7 @@ class Namespace:
         """The next entry's id is beyond this one: a database has entries that were not loaded."""
         self._next = max(self._next, last + 1)
 
-    def _put(self, entry: Entry, vector: Floats) -> list[int]:
+    def _put(self, entry: SemanticEntry, vector: Floats) -> list[int]:
         size = self._size(entry, vector)
         gone: list[int] = []
         while self._entries and (len(self) >= self.bounds.entries or self.nbytes + size > self.bounds.nbytes):
@@ -150,7 +154,7 @@ class Namespace:
             self._tagged.setdefault(tag, set()).add(entry.id)
         return gone
 
-    def _size(self, entry: Entry, vector: Floats) -> int:
+    def _size(self, entry: SemanticEntry, vector: Floats) -> int:
         each = 4 if self.bounds.vectors == "float32" else 1
         return entry.nbytes + each * len(vector) + _WITHOUT_TEXT + sum(map(len, entry.tags))
 

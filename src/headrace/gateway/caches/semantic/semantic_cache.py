@@ -28,40 +28,40 @@ from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.cache_modes import Modes
-from headrace.gateway.caches.exact.cache_key import tags_of
-from headrace.gateway.caches.exact.entry_store import Size
-from headrace.gateway.caches.semantic.agreement import agree
+from headrace.gateway.caches.cache_modes import CachePolicy
+from headrace.gateway.caches.exact.cache_key import cache_tags
+from headrace.gateway.caches.exact.entry_store import CacheSize
+from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder
-from headrace.gateway.caches.semantic.namespace import Bounds, Candidate, Namespace
-from headrace.gateway.caches.semantic.semantic_entry import Answer, Entry, Subject, subject_of
+from headrace.gateway.caches.semantic.namespace import Bounds, CacheCandidate, Namespace
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
-from headrace.gateway.caches.semantic.semantic_store import Row, SemanticStore
-from headrace.gateway.caches.semantic.thresholds import Decision, Thresholds
+from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
+from headrace.gateway.caches.semantic.thresholds import ServeDecision, Thresholds
 from headrace.gateway.caches.semantic.verifier import Judge
 from headrace.gateway.requests.text_request import Asked
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["off", "none", "unavailable", "miss", "refused", "below", "explore", "record", "hit"]
+SemanticOutcome = Literal["off", "none", "unavailable", "miss", "refused", "below", "explore", "record", "hit"]
 OUTCOMES: Final = ("off", "none", "unavailable", "miss", "refused", "below", "explore", "record", "hit")
 
 
-class Recall(msgspec.Struct):
+class SemanticLookup(msgspec.Struct):
     """What the cache had for a request. The flow hands it back to `settle` or `check`."""
 
-    outcome: Outcome
+    outcome: SemanticOutcome
     tenant: str = ""
     reason: str = ""  # of no subject, or of a refusal
-    subject: Subject | None = None
+    subject: SemanticKey | None = None
     vector: NDArray[np.float32] | None = None
-    candidate: Candidate | None = None
-    decision: Decision | None = None
+    candidate: CacheCandidate | None = None
+    decision: ServeDecision | None = None
     removals: int = 0  # that had been made when it began
     settled: bool = False
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> SemanticEntry | None:
         """To be served or shown to the model; with "record", what would have been."""
         return self.candidate.entry if self.candidate is not None and self.outcome in ("hit", "record") else None
 
@@ -124,14 +124,16 @@ class SemanticCache:
         self._counted = counted
         self._clock = clock
         self._embedding = BoundedEmbedding(wait_s=options.embed_wait_s, clock=monotonic)
-        self.modes = Modes(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
+        self.modes = CachePolicy(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
         self._removals = Removals()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     # The way of a request
 
-    async def recall(self, tenant: str, asked: Asked, embedder: Embedder, *, variant: str, surface: str) -> Recall:
+    async def recall(
+        self, tenant: str, asked: Asked, embedder: Embedder, *, variant: str, surface: str
+    ) -> SemanticLookup:
         """What there is for a request of this tenant. ApiError for tags that are none."""
         recall = await self._recall(tenant, asked, embedder, variant, surface)
         self._count("outcomes", recall.outcome)
@@ -139,12 +141,14 @@ class SemanticCache:
             self._count("refusals", recall.reason)
         return recall
 
-    async def _recall(self, tenant: str, asked: Asked, embedder: Embedder, variant: str, surface: str) -> Recall:
+    async def _recall(
+        self, tenant: str, asked: Asked, embedder: Embedder, variant: str, surface: str
+    ) -> SemanticLookup:
         options = self.options
         uses = self.modes.uses(tenant, wish=asked.cache)
         if not uses.looks:
-            return Recall("off", tenant)
-        subject = subject_of(
+            return SemanticLookup("off", tenant)
+        subject = semantic_key_for(
             asked,
             variant=f"{variant}\n{embedder.name}",
             policy=options.policy,
@@ -153,21 +157,23 @@ class SemanticCache:
             surfaces=options.surfaces,
             surface=surface,
             longest=options.longest,
-            tags=tags_of(asked),
+            tags=cache_tags(asked),
         )
         if isinstance(subject, str):
-            return Recall("none", tenant, subject)
+            return SemanticLookup("none", tenant, subject)
         namespace = self._namespace(tenant, embedder)
         if namespace is None:
-            return Recall("unavailable", tenant)
+            return SemanticLookup("unavailable", tenant)
         vector = await self._embedding.vector(embedder, subject.question)
         if vector is None:
-            return Recall("unavailable", tenant, subject=subject)
+            return SemanticLookup("unavailable", tenant, subject=subject)
         now = self._clock()
         search = namespace.search(
             subject, vector, now=now, nearest=options.nearest, floor=options.floor, guarded=options.guards
         )
-        recall = Recall("miss", tenant, search.reason, subject, vector, search.best, removals=self._removals.count)
+        recall = SemanticLookup(
+            "miss", tenant, search.reason, subject, vector, search.best, removals=self._removals.count
+        )
         if search.best is None:
             recall.outcome = "refused" if search.reason else "miss"
             return recall
@@ -194,14 +200,14 @@ class SemanticCache:
             namespace.used(search.best.entry)
         return recall
 
-    def _decided(self, namespace: Namespace, candidate: Candidate) -> Decision:
+    def _decided(self, namespace: Namespace, candidate: CacheCandidate) -> ServeDecision:
         decision = namespace.thresholds.decide(candidate.entry.id, candidate.entry.evidence, candidate.score)
         fixed = self.options.threshold
         if fixed is None:
             return decision
         return replace(decision, serve=candidate.score >= fixed, good=candidate.score >= fixed)
 
-    async def _judged(self, recall: Recall, candidate: Candidate) -> bool:
+    async def _judged(self, recall: SemanticLookup, candidate: CacheCandidate) -> bool:
         if self._judge is None or recall.subject is None:
             return True
         try:
@@ -211,7 +217,7 @@ class SemanticCache:
             return False
         return share >= self.options.judge_least
 
-    async def settle(self, recall: Recall, answer: Answer | None, embedder: Embedder) -> None:
+    async def settle(self, recall: SemanticLookup, answer: StoredAnswer | None, embedder: Embedder) -> None:
         """After a fresh answer, whole and given to the client; None where there is none to keep. Once for a recall."""
         if recall.settled or recall.subject is None or recall.vector is None or answer is None:
             return
@@ -225,7 +231,7 @@ class SemanticCache:
             return  # the entry that is there says it already
         await self._add(recall, answer, embedder)
 
-    async def check(self, recall: Recall, fresh: Answer | None, embedder: Embedder) -> bool | None:
+    async def check(self, recall: SemanticLookup, fresh: StoredAnswer | None, embedder: Embedder) -> bool | None:
         """After a hit whose `check` is set: whether the fresh answer says the same. None where it cannot be said."""
         if recall.settled or fresh is None or recall.outcome != "hit":
             return None
@@ -235,7 +241,7 @@ class SemanticCache:
             await self._add(recall, fresh, embedder)
         return same
 
-    async def _compare(self, recall: Recall, fresh: Answer, embedder: Embedder) -> bool | None:
+    async def _compare(self, recall: SemanticLookup, fresh: StoredAnswer, embedder: Embedder) -> bool | None:
         """Whether the candidate's answer says what the fresh one does; the thresholds learn of it."""
         candidate = recall.candidate
         if candidate is None or recall.decision is None:
@@ -244,7 +250,7 @@ class SemanticCache:
         options = self.options
         try:
             async with asyncio.timeout(options.agree_wait_s):
-                same = await agree(
+                same = await answers_agree(
                     entry.answer.content,
                     fresh.content,
                     by=options.agree_by,
@@ -263,7 +269,7 @@ class SemanticCache:
                 await self._store.note(recall.tenant, [entry])
         return same
 
-    async def _add(self, recall: Recall, answer: Answer, embedder: Embedder) -> None:
+    async def _add(self, recall: SemanticLookup, answer: StoredAnswer, embedder: Embedder) -> None:
         assert recall.subject is not None
         assert recall.vector is not None
         namespace = self._namespace(recall.tenant, embedder)
@@ -273,7 +279,7 @@ class SemanticCache:
         if self._store is not None:
             # In the disk's queue before anything else happens here: an invalidation that comes now finds it there.
             if entry is not None:
-                await self._store.save(recall.tenant, embedder.name, [Row(entry, recall.vector)])
+                await self._store.save(recall.tenant, embedder.name, [StoredEntry(entry, recall.vector)])
             if gone:
                 await self._store.remove(recall.tenant, gone)
         await self._make_room()
@@ -334,10 +340,10 @@ class SemanticCache:
             "braked": int(namespace.thresholds.braked),
         }
 
-    async def size(self) -> Size:
+    async def size(self) -> CacheSize:
         """Of what is in memory, of all tenants."""
         found = self._namespaces.values()
-        return Size(sum(map(len, found)), sum(namespace.nbytes for namespace in found))
+        return CacheSize(sum(map(len, found)), sum(namespace.nbytes for namespace in found))
 
     async def close(self) -> None:
         for tenant in list(self._loading):

@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.caches.semantic.guarded_question import read
+from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.thresholds import Evidence
 from headrace.gateway.requests.text_request import Asked, Choice, Piece, Usage
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was answered; it had come to its own end."""
 
     content: str
@@ -34,11 +34,11 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=usage)]
 
 
-class Entry(msgspec.Struct):
+class SemanticEntry(msgspec.Struct):
     id: int
     digest: bytes
     question: str
-    answer: Answer
+    answer: StoredAnswer
     tags: frozenset[str]
     created: float  # seconds since 1970
     expires: float
@@ -51,7 +51,7 @@ class Entry(msgspec.Struct):
         return len(self.question.encode()) + len(self.answer.content.encode()) + len(self.answer.reasoning.encode())
 
 
-class Subject(msgspec.Struct, frozen=True):
+class SemanticKey(msgspec.Struct, frozen=True):
     """A request as the cache sees it."""
 
     question: str  # the last turn of the user
@@ -59,7 +59,7 @@ class Subject(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
 
 
-def subject_of(
+def semantic_key_for(
     asked: Asked,
     *,
     variant: str,
@@ -70,7 +70,7 @@ def subject_of(
     surface: str = "",
     longest: int = 1000,
     tags: tuple[str, ...] = (),
-) -> Subject | str:
+) -> SemanticKey | str:
     """The subject, or why there is none.
 
     `variant`: its name and fingerprint. `policy`: a version that an operator raises to leave old answers behind.
@@ -99,7 +99,7 @@ def subject_of(
         return "shape"
     if sampling.temperature > 0.0 and not sampled:
         return "sampled"
-    return Subject(question, _digest(asked, variant, policy, read(question).script, tags), tags)
+    return SemanticKey(question, _digest(asked, variant, policy, parse_question(question).script, tags), tags)
 
 
 def _has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -138,7 +138,7 @@ def _encode_any(value: Any) -> bytes:
         return repr(value).encode("utf-8", "surrogatepass")
 
 
-def answer_of(choices: Sequence[Choice]) -> Answer | None:
+def storable_answer(choices: Sequence[Choice]) -> StoredAnswer | None:
     """What may be kept of an answer; nothing where it was cut, calls tools, or is empty."""
     if len(choices) != 1:
         return None
@@ -146,7 +146,7 @@ def answer_of(choices: Sequence[Choice]) -> Answer | None:
     if choice.finish != "stop" or choice.calls or not choice.content.strip():
         return None
     used = choice.usage
-    return Answer(
+    return StoredAnswer(
         choice.content,
         choice.reasoning,
         used.output_tokens,
@@ -155,7 +155,7 @@ def answer_of(choices: Sequence[Choice]) -> Answer | None:
     )
 
 
-def primed(asked: Asked, entry: Entry) -> Asked:
+def with_example(asked: Asked, entry: SemanticEntry) -> Asked:
     """The request with the kept question and its answer as a turn before the user's own: an example for the model."""
     assert asked.messages is not None
     example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from headrace.gateway.caches.cache_modes import Mode
-from headrace.gateway.caches.semantic.agreement import By
-from headrace.gateway.caches.semantic.vector_index import EXACT, Kind
+from headrace.gateway.caches.semantic.agreement import AgreementMethod
+from headrace.gateway.caches.semantic.vector_index import EXACT, VectorFormat
 
 
 class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +29,7 @@ class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     nearest: int = 4  # entries that are looked at
     guards: bool = True
     check_share: float = 0.05  # of hits that are checked against a fresh answer
-    agree_by: By = "embedding"
+    agree_by: AgreementMethod = "embedding"
     agree_least: float = 0.9  # cosine of two answers that count as the same
     agree_wait_s: float = 1.0  # for the comparison, which no client waits for
     judge_least: float = 0.5  # share of yes under which a judge refuses
@@ -45,7 +45,7 @@ class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tenants: int = 256  # that are kept in memory
     ttl_s: float = 24 * 3600.0
     tag_ttl_s: dict[str, float] = {}
-    vectors: Kind = "float32"
+    vectors: VectorFormat = "float32"
     exact: int = EXACT  # entries of one prompt beyond which usearch takes over
     embed_wait_s: float = 0.05
     judge_wait_s: float = 0.2

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.semantic.semantic_entry import Answer, Entry
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
 from headrace.gateway.caches.semantic.thresholds import Evidence
 from headrace.gateway.database import Database, unavailable
 
@@ -47,8 +47,8 @@ SCHEMA: Final = (
 )
 
 
-class Row(msgspec.Struct, frozen=True):
-    entry: Entry
+class StoredEntry(msgspec.Struct, frozen=True):
+    entry: SemanticEntry
     vector: NDArray[np.float32]
 
 
@@ -65,7 +65,7 @@ class SemanticStore:
             self._open = asyncio.ensure_future(self._db.run(_make))
         await asyncio.shield(self._open)
 
-    async def load(self, tenant: str, embedder: str, *, now: float, most: int) -> tuple[list[Row], int]:
+    async def load(self, tenant: str, embedder: str, *, now: float, most: int) -> tuple[list[StoredEntry], int]:
         """The newest entries of a tenant that have not expired, oldest first, and the last id that is taken at all.
 
         There is no bound on the wait: a request must not wait for it.
@@ -73,10 +73,10 @@ class SemanticStore:
         await self.open()
         return await self._db.run(lambda connection: _load(connection, tenant, embedder, now, most))
 
-    async def save(self, tenant: str, embedder: str, rows: Sequence[Row]) -> bool:
+    async def save(self, tenant: str, embedder: str, rows: Sequence[StoredEntry]) -> bool:
         return await self._write(lambda connection: _save(connection, tenant, embedder, rows))
 
-    async def note(self, tenant: str, entries: Sequence[Entry]) -> bool:
+    async def note(self, tenant: str, entries: Sequence[SemanticEntry]) -> bool:
         """Hits and evidence of entries that are there."""
         values = [(each.hits, each.evidence.packed(), tenant, each.id) for each in entries]
 
@@ -139,7 +139,9 @@ def _make(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _load(connection: sqlite3.Connection, tenant: str, embedder: str, now: float, most: int) -> tuple[list[Row], int]:
+def _load(
+    connection: sqlite3.Connection, tenant: str, embedder: str, now: float, most: int
+) -> tuple[list[StoredEntry], int]:
     (last,) = connection.execute(
         "SELECT COALESCE(MAX(id), 0) FROM semantic_entries WHERE tenant = ?", (tenant,)
     ).fetchone()
@@ -148,27 +150,27 @@ def _load(connection: sqlite3.Connection, tenant: str, embedder: str, now: float
         "WHERE tenant = ? AND embedder = ? AND expires > ? ORDER BY created DESC, id DESC LIMIT ?",
         (tenant, embedder, now, most),
     ).fetchall()
-    found: list[Row] = []
+    found: list[StoredEntry] = []
     for id, digest, question, answer, vector, tags, created, expires, hits, evidence in rows[::-1]:
         try:
-            entry = Entry(
+            entry = SemanticEntry(
                 id=id,
                 digest=digest,
                 question=question,
-                answer=msgspec.json.decode(answer, type=Answer),
+                answer=msgspec.json.decode(answer, type=StoredAnswer),
                 tags=frozenset(tags.split()),
                 created=created,
                 expires=expires,
                 hits=hits,
                 evidence=Evidence.unpacked(evidence),
             )
-            found.append(Row(entry, np.frombuffer(vector, dtype="<f4").astype(np.float32)))
+            found.append(StoredEntry(entry, np.frombuffer(vector, dtype="<f4").astype(np.float32)))
         except (msgspec.DecodeError, ValueError):
             continue  # a broken row is as good as none
     return found, last
 
 
-def _save(connection: sqlite3.Connection, tenant: str, embedder: str, rows: Sequence[Row]) -> None:
+def _save(connection: sqlite3.Connection, tenant: str, embedder: str, rows: Sequence[StoredEntry]) -> None:
     connection.executemany(
         "INSERT OR REPLACE INTO semantic_entries "
         "(tenant, id, embedder, digest, question, answer, vector, tags, created, expires, hits, evidence) "

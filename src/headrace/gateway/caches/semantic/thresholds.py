@@ -65,7 +65,7 @@ class Evidence(msgspec.Struct):
         return cls(asked, right, wrong, np.frombuffer(data[24:], dtype="<f4").astype(np.float32))
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ServeDecision(msgspec.Struct, frozen=True):
     serve: bool
     wrong: float  # the bound on P(wrong) if it were served
     good: bool  # it would be served but for the brake
@@ -116,14 +116,14 @@ class Thresholds(msgspec.Struct, kw_only=True):
         rest = np.maximum(0.0, 1.0 - np.cumsum(belief[order]))  # what is believed to be worse than each
         return mean + self.caution * (float(np.min(rest + (1.0 - rest) * errors[order])) - mean)
 
-    def decide(self, id: int, evidence: Evidence, score: float) -> Decision:
+    def decide(self, id: int, evidence: Evidence, score: float) -> ServeDecision:
         evidence.asked += 1
         bound = self.wrong(evidence, score)
         good = bound <= self.delta
         if not good and self.per == "request":
             good = self._draw(id, evidence, "serve") < self.delta / bound
         sampled = self._draw(id, evidence, "check") < self.check_share
-        return Decision(good and not self.braked, bound, good, sampled)
+        return ServeDecision(good and not self.braked, bound, good, sampled)
 
     def learn(self, evidence: Evidence, score: float, right: bool, *, good: bool = False) -> None:
         """Whether the entry's answer was right for a question of this score. `good`: as decided."""
@@ -181,7 +181,7 @@ class Thresholds(msgspec.Struct, kw_only=True):
         While it is on, fresh answers are compared with what would have been served; once these are right, it lets go.
         """
         wrong = sum(not right for right in self._checks)
-        return self.per == "hit" and wrong > 2 and wilson(wrong, len(self._checks))[0] > self.delta
+        return self.per == "hit" and wrong > 2 and wilson_interval(wrong, len(self._checks))[0] > self.delta
 
     def _draw(self, id: int, evidence: Evidence, use: str) -> float:
         """From 0 to 1."""
@@ -194,7 +194,7 @@ def _right(score: float) -> Floats:
     return _KEPT / (1.0 + np.exp(np.clip(_G * (_T - score), -60.0, 60.0)))
 
 
-def wilson(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
     """The interval of a share, 95 % by default; all of it where nothing was counted."""
     if total == 0:
         return 0.0, 1.0

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
-Kind = Literal["float32", "int8"]
-Found = list[tuple[int, float]]  # number and cosine, nearest first
+VectorFormat = Literal["float32", "int8"]
+Neighbours = list[tuple[int, float]]  # number and cosine, nearest first
 
 EXACT: Final = 50_000  # entries that are searched one by one; beyond them usearch is taken, if it is there
 _CHUNK: Final = 4096  # rows of int8 that are made floats at a time: 6 MiB at a width of 384
@@ -33,7 +33,7 @@ class Vectors(Protocol):
 
     def remove(self, id: int) -> None: ...
 
-    def search(self, vector: Floats, count: int) -> Found: ...
+    def search(self, vector: Floats, count: int) -> Neighbours: ...
 
 
 def unit(vector: Floats) -> Floats:
@@ -47,9 +47,9 @@ def unit(vector: Floats) -> Floats:
 class ExactVectors:
     """All vectors in one matrix; a search is one product of it with a vector."""
 
-    def __init__(self, width: int, kind: Kind = "float32") -> None:
+    def __init__(self, width: int, kind: VectorFormat = "float32") -> None:
         self.width = width
-        self.kind: Kind = kind
+        self.kind: VectorFormat = kind
         self._rows = np.zeros((1, width), dtype=np.float32 if kind == "float32" else np.int8)
         self._ids = np.zeros(1, dtype=np.int64)
         self._places: dict[int, int] = {}
@@ -81,7 +81,7 @@ class ExactVectors:
             self._ids[place] = self._ids[last]
             self._places[int(self._ids[place])] = place
 
-    def search(self, vector: Floats, count: int) -> Found:
+    def search(self, vector: Floats, count: int) -> Neighbours:
         size = len(self._places)
         if not size or count < 1:
             return []
@@ -110,7 +110,7 @@ class ExactVectors:
 class GraphVectors:
     """usearch's graph: nearly exact, and its time hardly grows with the number of vectors."""
 
-    def __init__(self, width: int, kind: Kind, index: type[Any]) -> None:
+    def __init__(self, width: int, kind: VectorFormat, index: type[Any]) -> None:
         self.width = width
         self._index = index(ndim=width, metric="cos", dtype="f32" if kind == "float32" else "i8", expansion_search=128)
 
@@ -126,7 +126,7 @@ class GraphVectors:
     def remove(self, id: int) -> None:
         self._index.remove(id)
 
-    def search(self, vector: Floats, count: int) -> Found:
+    def search(self, vector: Floats, count: int) -> Neighbours:
         if not len(self._index) or count < 1:
             return []
         matches = self._index.search(vector, count)
@@ -147,9 +147,9 @@ def usearch_index() -> type[Any] | None:
 class GrowingVectors:
     """Exact while there are few; from `exact` entries on a graph, where that is to be had, and it stays one."""
 
-    def __init__(self, width: int, *, kind: Kind = "float32", exact: int = EXACT) -> None:
+    def __init__(self, width: int, *, kind: VectorFormat = "float32", exact: int = EXACT) -> None:
         self.width = width
-        self._kind: Kind = kind
+        self._kind: VectorFormat = kind
         self._exact_most = exact
         self._vectors: ExactVectors | GraphVectors = ExactVectors(width, kind)
 
@@ -169,7 +169,7 @@ class GrowingVectors:
     def remove(self, id: int) -> None:
         self._vectors.remove(id)
 
-    def search(self, vector: Floats, count: int) -> Found:
+    def search(self, vector: Floats, count: int) -> Neighbours:
         return self._vectors.search(vector, count)
 
     def _graph(self, vectors: ExactVectors) -> ExactVectors | GraphVectors:

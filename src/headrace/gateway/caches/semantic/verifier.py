@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.gateway.caches.semantic.guarded_question import Question, read
+from headrace.gateway.caches.semantic.guarded_question import ParsedQuestion, parse_question
 from headrace.gateway.caches.semantic.verifier_weights import BIAS, WEIGHTS
 from headrace.gateway.caches.semantic.word_forms import OPPOSED
 
@@ -40,7 +40,7 @@ SIGNS: Final = np.array([1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, -1, -1])
 _TOP: Final = 0.85
 
 
-def features(question: Question, candidate: Question, cosine: float) -> NDArray[np.float64]:
+def features(question: ParsedQuestion, candidate: ParsedQuestion, cosine: float) -> NDArray[np.float64]:
     """Of a pair; the order of the two makes no difference."""
     one, other = Counter(question.content), Counter(candidate.content)
     shared = sum((one & other).values())
@@ -104,7 +104,7 @@ _WEIGHTS: Final = np.array([WEIGHTS[name] for name in FEATURES])
 
 def score(question: str, candidate: str, cosine: float) -> float:
     """From 0 to 1: how likely both may share an answer, on pairs like those of the training set."""
-    found = features(read(question), read(candidate), cosine)
+    found = features(parse_question(question), parse_question(candidate), cosine)
     return sigmoid(float(found @ _WEIGHTS) + BIAS)
 
 

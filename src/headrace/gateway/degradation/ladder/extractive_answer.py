@@ -19,12 +19,19 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.degradation.ladder.question_terms import STOP, Question, Term, questions, stem, stemless
+from headrace.gateway.degradation.ladder.question_terms import (
+    STOP,
+    QuestionTerm,
+    QuestionTerms,
+    parse_questions,
+    stem,
+    without_accents,
+)
 from headrace.gateway.degradation.ladder.sentence_entities import has_kind
-from headrace.gateway.degradation.ladder.sentences import Span, sentences
+from headrace.gateway.degradation.ladder.sentences import TextSpan, split_sentences
 from headrace.gateway.degradation.shaping.conversation import Message
 from headrace.gateway.degradation.shaping.folded_words import ANY_WORD, folded, raw_words, words
-from headrace.gateway.degradation.shaping.sources import lifted, numbered_in
+from headrace.gateway.degradation.shaping.sources import extract_numbered_passages, extract_tagged_sources
 from headrace.gateway.requests.text_request import Piece, Source, Usage
 
 NOT_THERE: Final = "That is not in the sources."
@@ -40,7 +47,7 @@ _IT: Final = frozenset(
 _FIRST: Final = re.compile(r"\w+")
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
+class SentenceWeights(msgspec.Struct, frozen=True, kw_only=True):
     """Of what is found out about a sentence; the sum goes through a logistic function."""
 
     bias: float = -0.04
@@ -64,7 +71,7 @@ class ExtractOptions(msgspec.Struct, frozen=True, kw_only=True):
     not_there: str = NOT_THERE
     most_sources: int = 64
     most_characters: int = 200_000  # of all sources
-    weights: Weights = msgspec.field(default_factory=Weights)
+    weights: SentenceWeights = msgspec.field(default_factory=SentenceWeights)
 
 
 class Quote(msgspec.Struct, frozen=True):
@@ -76,7 +83,7 @@ class Quote(msgspec.Struct, frozen=True):
     confidence: float
 
 
-class Extract(msgspec.Struct, frozen=True):
+class ExtractedAnswer(msgspec.Struct, frozen=True):
     text: str
     quotes: tuple[Quote, ...]  # none: it is not in the sources
     confidence: float  # of the best sentence, taken or not
@@ -86,13 +93,13 @@ class _Sentence(msgspec.Struct):
     source: int
     start: int
     end: int
-    places: dict[str, list[Span]]  # where the stems stand that any question asks for
+    places: dict[str, list[TextSpan]]  # where the stems stand that any question asks for
     length: int  # words, about
     means: _Sentence | None  # the one that its `it` means
     carried: frozenset[str]  # that one's stems
 
 
-class Weighed(msgspec.Struct):
+class ScoredSentence(msgspec.Struct):
     """A sentence beside a question."""
 
     sentence: _Sentence
@@ -104,29 +111,31 @@ class Weighed(msgspec.Struct):
         return 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, self.score))))
 
 
-def asked_of(messages: Sequence[Message], given: Sequence[Source] = ()) -> tuple[str, list[str], tuple[Source, ...]]:
+def question_and_sources(
+    messages: Sequence[Message], given: Sequence[Source] = ()
+) -> tuple[str, list[str], tuple[Source, ...]]:
     """The question, the user's earlier turns, and the sources: those given as a field, else those that messages have.
 
     Tags come before passages that an application has numbered itself.
     """
-    rest, sources = (list(messages), tuple(given)) if given else lifted(messages)
+    rest, sources = (list(messages), tuple(given)) if given else extract_tagged_sources(messages)
     texts: list[str] = []
     for message in rest:
         text = str(message.get("content") or "")
         if not sources or message["role"] == "user":
-            found, text = numbered_in(text)
+            found, text = extract_numbered_passages(text)
             sources = sources or found
         if message["role"] == "user":
             texts.append(text)
     return (texts[-1] if texts else ""), texts[:-1], sources
 
 
-def extract(
+def extract_answer(
     question: str, sources: Sequence[Source], *, before: Sequence[str] = (), options: ExtractOptions | None = None
-) -> Extract:
+) -> ExtractedAnswer:
     """`before`: the user's earlier turns, oldest first."""
     options = options or ExtractOptions()
-    weighed = weigh(question, sources, before=before, options=options)
+    weighed = score_sentences(question, sources, before=before, options=options)
     quotes: list[Quote] = []
     best = 0.0
     for candidates in weighed:
@@ -136,13 +145,13 @@ def extract(
             if all((quote.number, quote.start) != (other.number, other.start) for other in quotes):
                 quotes.append(quote)
     if not quotes:
-        return Extract(options.not_there, (), best)
-    return Extract(" ".join(f"{quote.text} [{quote.number}]" for quote in quotes), tuple(quotes), best)
+        return ExtractedAnswer(options.not_there, (), best)
+    return ExtractedAnswer(" ".join(f"{quote.text} [{quote.number}]" for quote in quotes), tuple(quotes), best)
 
 
-def weigh(
+def score_sentences(
     question: str, sources: Sequence[Source], *, before: Sequence[str] = (), options: ExtractOptions
-) -> list[list[Weighed]]:
+) -> list[list[ScoredSentence]]:
     """For each question that is asked, its sentences, likeliest first."""
     sources = _bounded(sources, options)
     texts = [source.text for source in sources]
@@ -151,7 +160,7 @@ def weigh(
     def is_name(word: str) -> bool:
         return _is_name(word, texts)
 
-    asked = questions(question, before, is_name=is_name)
+    asked = parse_questions(question, before, is_name=is_name)
     if not asked or not sources:
         return []
     split = _split(texts, {term.stem for each in asked for term in each.terms})
@@ -192,8 +201,8 @@ def _split(texts: Sequence[str], wanted: set[str]) -> list[_Sentence]:
         if hit is None:
             continue
         before: _Sentence | None = None
-        for start, end in sentences(text):
-            places: dict[str, list[Span]] = {}
+        for start, end in split_sentences(text):
+            places: dict[str, list[TextSpan]] = {}
             while hit is not None and hit[1][0] < end:
                 places.setdefault(hit[0], []).append(hit[1])
                 hit = next(hits, None)
@@ -205,7 +214,7 @@ def _split(texts: Sequence[str], wanted: set[str]) -> list[_Sentence]:
     return found
 
 
-def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tuple[str, Span]]:
+def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tuple[str, TextSpan]]:
     """The words whose stems are wanted, in order. In plain ASCII only those are looked at that begin like one."""
     plain = text.isascii()
     for mark in likely.finditer(text.lower()) if plain else ANY_WORD.finditer(text):
@@ -214,7 +223,7 @@ def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tupl
             yield key, mark.span()
 
 
-def _conflicts(sentence: _Sentence | None, question: Question, text: str) -> bool:
+def _conflicts(sentence: _Sentence | None, question: QuestionTerms, text: str) -> bool:
     """Whether it is about another thing of the same sort: `refund policy` where the question says `security policy`.
     `text`: of its source."""
     if sentence is None:
@@ -230,10 +239,12 @@ def _conflicts(sentence: _Sentence | None, question: Question, text: str) -> boo
 
 
 def _content(beside: Sequence[str]) -> bool:
-    return bool(beside) and stemless(beside[0]) not in STOP
+    return bool(beside) and without_accents(beside[0]) not in STOP
 
 
-def _weigh_one(question: Question, split: Sequence[_Sentence], texts: Sequence[str], weights: Weights) -> list[Weighed]:
+def _weigh_one(
+    question: QuestionTerms, split: Sequence[_Sentence], texts: Sequence[str], weights: SentenceWeights
+) -> list[ScoredSentence]:
     terms = question.terms
     mean = sum(each.length for each in split) / max(len(split), 1)
     rarity: dict[str, float] = {}
@@ -245,25 +256,25 @@ def _weigh_one(question: Question, split: Sequence[_Sentence], texts: Sequence[s
             inside[each.source].add(term.stem)
     named = [term for term in terms if term.named]
     asks = [term for term in terms if not term.named]
-    found: list[Weighed] = []
+    found: list[ScoredSentence] = []
     silent: dict[int, list[_Sentence]] = {}  # sentences that say nothing of it, by source: all of one score alike
     for each in split:
         around = inside[each.source]
         if each.places or each.carried:
             features = _features(each, around, named, asks, rarity, mean)
-            found.append(Weighed(each, features, score(features, weights)))
+            found.append(ScoredSentence(each, features, score(features, weights)))
         elif around:
             silent.setdefault(each.source, []).append(each)
     for source, several in silent.items():
         features = _features(several[0], inside[source], named, asks, rarity, mean)
         points = score(features, weights)
-        found.extend(Weighed(each, features, points) for each in several[:_LOOKED_AT])
+        found.extend(ScoredSentence(each, features, points) for each in several[:_LOOKED_AT])
     found.sort(key=_likeliest)
     del found[_LOOKED_AT:]
     for one in found:
         text = texts[one.sentence.source][one.sentence.start : one.sentence.end]
         new = [(place, word) for place, word in enumerate(raw_words(text)) if stem(folded(word)) not in question.words]
-        is_new = any(stemless(word) not in STOP for _, word in new)
+        is_new = any(without_accents(word) not in STOP for _, word in new)
         has = question.kind is None or has_kind(question.kind, text, new)
         kind = (0.0, 0.0) if question.kind is None else (1.0, 0.0) if has else (0.0, 1.0)
         other = _conflicts(one.sentence, question, texts[one.sentence.source])
@@ -273,15 +284,15 @@ def _weigh_one(question: Question, split: Sequence[_Sentence], texts: Sequence[s
     return found
 
 
-def _likeliest(one: Weighed) -> tuple[float, int, int]:
+def _likeliest(one: ScoredSentence) -> tuple[float, int, int]:
     return -one.score, one.sentence.source, one.sentence.start
 
 
 def _features(
     sentence: _Sentence,
     around: set[str],
-    named: Sequence[Term],
-    asks: Sequence[Term],
+    named: Sequence[QuestionTerm],
+    asks: Sequence[QuestionTerm],
     rarity: dict[str, float],
     mean: float,
 ) -> tuple[float, ...]:
@@ -320,7 +331,7 @@ def _features(
     )
 
 
-def score(features: Sequence[float], weights: Weights) -> float:
+def score(features: Sequence[float], weights: SentenceWeights) -> float:
     said, around, named_around, named_missing, kind, no_kind, nothing_asked, nothing_new, other_thing = features
     return (
         weights.bias
@@ -336,7 +347,9 @@ def score(features: Sequence[float], weights: Weights) -> float:
     )
 
 
-def _chosen(candidates: Sequence[Weighed], sources: Sequence[Source], options: ExtractOptions) -> list[Weighed]:
+def _chosen(
+    candidates: Sequence[ScoredSentence], sources: Sequence[Source], options: ExtractOptions
+) -> list[ScoredSentence]:
     """The best, and such as are nearly as good and say something else; in the order of the sources."""
     if not candidates or candidates[0].confidence < options.least:
         return []
@@ -355,12 +368,12 @@ def _chosen(candidates: Sequence[Weighed], sources: Sequence[Source], options: E
     return sorted(taken, key=lambda one: (one.sentence.source, one.sentence.start))
 
 
-def _said(each: Weighed, sources: Sequence[Source]) -> set[str]:
+def _said(each: ScoredSentence, sources: Sequence[Source]) -> set[str]:
     sentence = each.sentence
     return set(words(sources[sentence.source].text[sentence.start : sentence.end]))
 
 
-def _quote(each: Weighed, sources: Sequence[Source]) -> Quote:
+def _quote(each: ScoredSentence, sources: Sequence[Source]) -> Quote:
     sentence = each.sentence
     source = sources[sentence.source]
     text = source.text[sentence.start : sentence.end]
@@ -370,12 +383,12 @@ def _quote(each: Weighed, sources: Sequence[Source]) -> Quote:
 # Handing over
 
 
-def piece_of(found: Extract) -> Piece:
+def answer_piece(found: ExtractedAnswer) -> Piece:
     """The whole answer at once; nothing of it was generated, so it took no tokens."""
     return Piece(0, content=found.text, finish="stop", usage=Usage())
 
 
-def told(found: Extract) -> dict[str, Any]:
+def extraction_report(found: ExtractedAnswer) -> dict[str, Any]:
     """For the part of an answer's body that says how it was made."""
     return {
         "extracted": True,

@@ -16,9 +16,9 @@ import msgspec
 from headrace.config.shaping_section import Degrade
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.degradation.ladder.ladder_options import ORDER, StepName, StepOptions
-from headrace.gateway.degradation.ladder.levels import Level, Signals
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.fast_profile import is_formed, shortened
+from headrace.gateway.degradation.ladder.levels import LadderLevel, PressureSignals
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.fast_profile import cap_max_tokens, has_fixed_format
 from headrace.gateway.requests.text_request import Asked
 
 HEADER: Final = "x-headrace-degraded"
@@ -26,13 +26,13 @@ HEADER: Final = "x-headrace-degraded"
 MOST_WAIT: Final = 60.0  # seconds that a client is asked to stay away
 
 
-class Allowed(msgspec.Struct, frozen=True):
+class AllowedSteps(msgspec.Struct, frozen=True):
     """The steps that may be taken of a request. To be refused cannot be declined: it is what is left."""
 
     steps: frozenset[StepName] = frozenset(ORDER)
 
     @classmethod
-    def of(cls, *wishes: Degrade | None) -> Allowed:
+    def of(cls, *wishes: Degrade | None) -> AllowedSteps:
         """What all of them allow: the request's, the tenant's. None allows everything."""
         found: set[StepName] = set(ORDER)
         for wish in wishes:
@@ -44,10 +44,10 @@ class Allowed(msgspec.Struct, frozen=True):
         return cls(frozenset(found))
 
 
-class Degraded(msgspec.Struct, frozen=True, kw_only=True):
+class DegradationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is to change of a request. Nothing of it has happened yet."""
 
-    level: Level
+    level: LadderLevel
     history_tokens: int | None = None  # of the conversation without its sources
     sources_tokens: int | None = None
     max_tokens: int | None = None
@@ -68,24 +68,24 @@ class Degraded(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def apply(level: Level, asked: Asked, allowed: Allowed | None = None) -> Degraded:
+def plan_degradation(level: LadderLevel, asked: Asked, allowed: AllowedSteps | None = None) -> DegradationPlan:
     """The steps of a level that may be taken of this request and that can mean something for it."""
     steps: dict[StepName, StepOptions] = {
         step.step: step for step in level.steps if allowed is None or step.step in allowed.steps
     }
     talk = asked.messages is not None
     trim = steps.get("trim") if talk else None
-    cut = steps.get("max_tokens")
-    if cut is not None and (is_formed(asked) or (asked.max_tokens or math.inf) <= cut.max_tokens):
-        cut = None
+    cap_answer = steps.get("max_tokens")
+    if cap_answer is not None and (has_fixed_format(asked) or (asked.max_tokens or math.inf) <= cap_answer.max_tokens):
+        cap_answer = None
     # An answer that is read by a program, or is looked into, cannot be one that was made otherwise.
-    plain = talk and not is_formed(asked) and asked.n == 1 and asked.sampling.logprobs is None
+    plain = talk and not has_fixed_format(asked) and asked.n == 1 and asked.sampling.logprobs is None
     stale = steps.get("stale") if asked.cache == "on" else None
-    return Degraded(
+    return DegradationPlan(
         level=level,
         history_tokens=trim.history_tokens if trim is not None else None,
         sources_tokens=trim.sources_tokens if trim is not None else None,
-        max_tokens=cut.max_tokens if cut is not None else None,
+        max_tokens=cap_answer.max_tokens if cap_answer is not None else None,
         variants=steps["variant"].variants if "variant" in steps and "@" not in asked.model else (),
         stale_s=stale.stale_s if stale is not None else None,
         extract=plain and "extract" in steps,
@@ -93,12 +93,12 @@ def apply(level: Level, asked: Asked, allowed: Allowed | None = None) -> Degrade
     )
 
 
-def cut(asked: Asked, degraded: Degraded) -> tuple[Asked, tuple[Shaped, ...]]:
+def cap_answer(asked: Asked, degraded: DegradationPlan) -> tuple[Asked, tuple[ShapingChange, ...]]:
     """With the answer's length cut, where that is asked for."""
-    return (asked, ()) if degraded.max_tokens is None else shortened(asked, degraded.max_tokens)
+    return (asked, ()) if degraded.max_tokens is None else cap_max_tokens(asked, degraded.max_tokens)
 
 
-def smaller(name: str, variants: Iterable[str], there: Mapping[str, object] | Sequence[str]) -> str | None:
+def find_smaller_variant(name: str, variants: Iterable[str], there: Mapping[str, object] | Sequence[str]) -> str | None:
     """The first of the declared variants of a model that is served; None where there is none but this one."""
     base = name.partition("@")[0]
     for variant in variants:
@@ -108,7 +108,7 @@ def smaller(name: str, variants: Iterable[str], there: Mapping[str, object] | Se
     return None
 
 
-def refusal(level: Level, signals: Signals) -> ApiError:
+def overload_error(level: LadderLevel, signals: PressureSignals) -> ApiError:
     """For a request whose ladder has ended: 429 where the tenant's own budget ends it, 503 where the machine does."""
     if level.why == ("budget_left",):
         return ApiError(
@@ -127,7 +127,7 @@ def refusal(level: Level, signals: Signals) -> ApiError:
     )
 
 
-def retry_after(level: Level, signals: Signals) -> float:
+def retry_after(level: LadderLevel, signals: PressureSignals) -> float:
     """Seconds until the queue will be short enough for the hardest step to be left, if nobody else comes."""
     wait = signals.queue_s or 0.0
     threshold = level.steps[-1].queue_s if level.steps else None
@@ -135,12 +135,12 @@ def retry_after(level: Level, signals: Signals) -> float:
     return min(max(1.0, left), MOST_WAIT)
 
 
-class Telling(msgspec.Struct):
+class DegradationRecord(msgspec.Struct):
     """What was done to one request, for whoever is told of it: its client, the log, the metrics."""
 
-    done: list[tuple[StepName, Shaped]] = []
+    done: list[tuple[StepName, ShapingChange]] = []
 
-    def took(self, step: StepName, *shaped: Shaped) -> None:
+    def took(self, step: StepName, *shaped: ShapingChange) -> None:
         """Nothing is told of a step that changed nothing."""
         self.done.extend((step, each) for each in shaped)
 

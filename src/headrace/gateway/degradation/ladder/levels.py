@@ -23,7 +23,7 @@ _OWN: Final[tuple[SignalName, ...]] = ("slack_s",)
 _MEASURED: Final[tuple[SignalName, ...]] = ("queue_s", "memory_free")
 
 
-class Signals(msgspec.Struct, frozen=True, kw_only=True):
+class PressureSignals(msgspec.Struct, frozen=True, kw_only=True):
     """The pressure that a request meets; see StepOptions for the meanings. None: not known, or there is none."""
 
     queue_s: float | None = None
@@ -36,7 +36,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Level(msgspec.Struct, frozen=True):
+class LadderLevel(msgspec.Struct, frozen=True):
     """How many steps of a ladder are taken. A harder step includes the milder ones."""
 
     number: int  # 0: none
@@ -52,10 +52,10 @@ class Level(msgspec.Struct, frozen=True):
         return next((step for step in self.steps if step.step == name), None)
 
 
-NONE: Final = Level(0)
+NONE: Final = LadderLevel(0)
 
 
-class State(msgspec.Struct, frozen=True):
+class LadderState(msgspec.Struct, frozen=True):
     """Of one ladder."""
 
     number: int = 0
@@ -63,23 +63,25 @@ class State(msgspec.Struct, frozen=True):
     known: float = 0.0  # when queue or memory was last known
 
 
-def next_state(options: LadderOptions, state: State, signals: Signals, now: float) -> State:
+def next_state(options: LadderOptions, state: LadderState, signals: PressureSignals, now: float) -> LadderState:
     """Where a ladder is after a look at the signals. A clock that goes backwards holds everything as it is."""
     steps = options.steps
     is_known = any(signals.get(name) is not None for name in _MEASURED)
     known = now if is_known else state.known
     entered = _hardest(steps, signals, _SHARED, leaving=False)
     if entered > state.number:
-        return State(entered, now, known)
+        return LadderState(entered, now, known)
     held = _hardest(steps, signals, _SHARED, leaving=True)
     if not is_known and now - state.known <= options.hold_s:
         held = state.number  # an engine that says nothing may be one that cannot
     if held < state.number and now - state.since >= options.dwell_s:
-        return State(state.number - 1, now, known)
-    return State(state.number, state.since, known)
+        return LadderState(state.number - 1, now, known)
+    return LadderState(state.number, state.since, known)
 
 
-def _hardest(steps: Sequence[StepOptions], signals: Signals, names: Sequence[SignalName], *, leaving: bool) -> int:
+def _hardest(
+    steps: Sequence[StepOptions], signals: PressureSignals, names: Sequence[SignalName], *, leaving: bool
+) -> int:
     """How many steps the signals ask for; with `leaving`, how many they do not let go of."""
     for number in range(len(steps), 0, -1):
         if _asked_by(steps[number - 1], signals, names, leaving=leaving):
@@ -88,7 +90,7 @@ def _hardest(steps: Sequence[StepOptions], signals: Signals, names: Sequence[Sig
 
 
 def _asked_by(
-    step: StepOptions, signals: Signals, names: Sequence[SignalName], *, leaving: bool = False
+    step: StepOptions, signals: PressureSignals, names: Sequence[SignalName], *, leaving: bool = False
 ) -> tuple[SignalName, ...]:
     found: list[SignalName] = []
     for name in names:
@@ -114,17 +116,17 @@ class Ladder:
         self._options = dict(options)
         self._clock = clock
         self._most = most
-        self._states: OrderedDict[tuple[str, str], State] = OrderedDict()
+        self._states: OrderedDict[tuple[str, str], LadderState] = OrderedDict()
 
     def decide(
         self,
         surface: str,
-        signals: Signals,
+        signals: PressureSignals,
         now: float | None = None,
         *,
         of: str = "",
         least: StepName | None = None,
-    ) -> Level:
+    ) -> LadderLevel:
         """`of`: whose state it is beside the surface's, such as a model and a tenant: one's queue is not another's.
         `least`: a step that is taken whatever the signals say, such as by an operator's order."""
         options = self._options.get(surface)
@@ -132,7 +134,7 @@ class Ladder:
             return NONE
         at = self._clock() if now is None else now
         key = (surface, of)
-        before = self._states.pop(key, None) or State(0, at - options.dwell_s, at)
+        before = self._states.pop(key, None) or LadderState(0, at - options.dwell_s, at)
         state = self._states[key] = next_state(options, before, signals, at)
         if len(self._states) > self._most:
             self._states.popitem(last=False)
@@ -141,12 +143,12 @@ class Ladder:
         number = max(state.number, _hardest(steps, signals, _OWN, leaving=False), *ordered, 0)
         if not number:
             return NONE
-        return Level(number, steps[:number], _asked_by(steps[number - 1], signals, (*_SHARED, *_OWN)))
+        return LadderLevel(number, steps[:number], _asked_by(steps[number - 1], signals, (*_SHARED, *_OWN)))
 
-    def bottom(self, surface: str) -> Level:
+    def bottom(self, surface: str) -> LadderLevel:
         """Every step of it: for a request that the engine has refused."""
         options = self._options.get(surface)
-        return NONE if options is None else Level(len(options.steps), options.steps)
+        return NONE if options is None else LadderLevel(len(options.steps), options.steps)
 
     def number(self, surface: str, of: str = "") -> int:
         """Where it is, without a look; for metrics."""

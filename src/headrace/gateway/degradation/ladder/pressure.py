@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from headrace.gateway.degradation.ladder.levels import Signals
+from headrace.gateway.degradation.ladder.levels import PressureSignals
 
 _REMEMBERED: Final = 48  # first tokens, or answers, that a mean is taken over
 _LEAST_WAIT: Final = 0.05  # seconds; shorter ones say nothing of a queue
@@ -27,7 +27,7 @@ _MOST_ERROR: Final = 2.0  # of a logarithm: one wait that was foreseen badly cou
 _MOST_WRONG: Final = math.log(8.0)
 
 
-class Engine(Protocol):
+class StatisticsSource(Protocol):
     """Something that can be asked for its statistics, such as the client of an engine."""
 
     async def stats(self) -> list[dict[str, Any]]: ...
@@ -81,12 +81,12 @@ class _Waiting(msgspec.Struct):
     foreseen: float  # seconds, before it was corrected
 
 
-class Wait:
+class WaitTicket:
     """One request that waits for its first token."""
 
     __slots__ = ("_number", "_pressure", "_variant")
 
-    def __init__(self, pressure: Pressure, variant: str, number: int) -> None:
+    def __init__(self, pressure: PressureMonitor, variant: str, number: int) -> None:
         self._pressure = pressure
         self._variant = variant
         self._number = number
@@ -103,7 +103,7 @@ class Wait:
             self._pressure.ended(self._variant, number, served=served)
 
 
-class Pressure:
+class PressureMonitor:
     """All of it belongs to one event loop."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Pressure:
 
     # What happens
 
-    def wait(self, variant: str, tenant: str) -> Wait:
+    def wait(self, variant: str, tenant: str) -> WaitTicket:
         """A request was handed to the engine of a variant. To be called for those that somebody waits for: background
         work waits by design."""
         found = self._of(variant)
@@ -129,7 +129,7 @@ class Pressure:
         self._last += 1
         found.waiting[self._last] = _Waiting(tenant, now, _foreseen(found, tenant))
         found.line.add(tenant)
-        return Wait(self, variant, self._last)
+        return WaitTicket(self, variant, self._last)
 
     def ended(self, variant: str, number: int, *, served: bool) -> None:
         """For Wait alone."""
@@ -178,7 +178,7 @@ class Pressure:
         deadline_s: float | None = None,  # seconds that are left
         max_tokens: int | None = None,
         budget_left: float | None = None,
-    ) -> Signals:
+    ) -> PressureSignals:
         """What a request of a tenant would meet now."""
         found = self._of(variant)
         now = self._look(found)
@@ -194,7 +194,7 @@ class Pressure:
                 tokens = min(tokens, max_tokens)
             slack = deadline_s - queue - tokens * (found.token_s or 0.0)
         fresh = found.memory_free is not None and now - found.heard <= self._stale_s
-        return Signals(
+        return PressureSignals(
             queue_s=queue,
             memory_free=found.memory_free if fresh else None,
             slack_s=slack,
@@ -229,9 +229,9 @@ def _free_share(statistics: Mapping[str, Any]) -> float | None:
     return (blocks.get("free", 0) + blocks.get("cached", 0)) / total if total else None
 
 
-async def watch(
-    pressure: Pressure,
-    engines: Mapping[str, Engine],
+async def poll_statistics(
+    pressure: PressureMonitor,
+    engines: Mapping[str, StatisticsSource],
     *,
     every: float = 0.2,  # seconds
     patience: float = 0.5,  # seconds that an engine may take to answer
@@ -239,7 +239,7 @@ async def watch(
     """Asks every engine again and again, until it is cancelled. One that does not answer is not known, and holds up no
     other."""
 
-    async def ask(variant: str, engine: Engine) -> None:
+    async def ask(variant: str, engine: StatisticsSource) -> None:
         try:
             async with asyncio.timeout(patience):
                 pressure.heard(variant, await engine.stats())

@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.gateway.degradation.shaping.folded_words import folded, raw_words
 
-Kind = Literal["time", "clock", "day", "year", "number", "money", "phone", "name", "place"]
+AnswerKind = Literal["time", "clock", "day", "year", "number", "money", "phone", "name", "place"]
 
 CARRIED_OVER: Final = 0.5  # weight of a term that comes from the question before
 MOST_PARTS: Final = 3  # questions in one turn that are answered
@@ -44,7 +44,7 @@ STOP: Final = frozenset(
     de het een zijn ik jij hij wij zij mijn en niet van naar met voor wat wie wanneer waar waarom welke hoe
     """.split()
 )
-_KINDS: Final[dict[str, Kind]] = {
+_KINDS: Final[dict[str, AnswerKind]] = {
     **dict.fromkeys("when wann quand cuando quando wanneer".split(), "time"),
     **dict.fromkeys(
         "combien cuanto cuanta cuantos cuantas quanto quanta quanti quante quantos quantas hoeveel wieviel".split(),
@@ -53,7 +53,7 @@ _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys("who whom whose wer wem wen qui quien quienes chi quem".split(), "name"),
     **dict.fromkeys("where wo ou donde dove onde waar".split(), "place"),
 }
-_AFTER_HOW: Final[dict[str, Kind]] = dict.fromkeys(
+_AFTER_HOW: Final[dict[str, AnswerKind]] = dict.fromkeys(
     """
     many much large big heavy long old far tall high deep wide fast often small thick strong hot cold loud
     viel viele lange lang gross hoch alt weit schwer breit tief oft schnell veel groot zwaar oud ver hoog
@@ -65,7 +65,7 @@ _ASKING: Final = frozenset(_KINDS) | frozenset(
 )
 _HOW: Final = frozenset("how wie hoe".split())
 # Words that say what is asked for where no other does.
-_NOUNS: Final[dict[str, Kind]] = {
+_NOUNS: Final[dict[str, AnswerKind]] = {
     **dict.fromkeys("time hour hours uhrzeit heure hora ora tijd".split(), "clock"),
     **dict.fromkeys("date day weekday deadline datum tag jour fecha dia data giorno dag".split(), "day"),
     **dict.fromkeys("year jahr annee ano anno jaar".split(), "year"),
@@ -93,15 +93,15 @@ _ALSO: Final = re.compile(r"^\W*(?:and|und|et|y|e|en|what about|how about|was is
 _PART: Final = re.compile(r"(?<=[?\uff1f\u061f])\s*")
 
 
-class Term(msgspec.Struct, frozen=True):
+class QuestionTerm(msgspec.Struct, frozen=True):
     stem: str
     named: bool  # a name or a number: what is asked about, rather than what is asked
     weight: float = 1.0
 
 
-class Question(msgspec.Struct, frozen=True):
-    terms: tuple[Term, ...]
-    kind: Kind | None
+class QuestionTerms(msgspec.Struct, frozen=True):
+    terms: tuple[QuestionTerm, ...]
+    kind: AnswerKind | None
     words: frozenset[str]  # the stems of all of its words: what it says itself is no answer to it
     pairs: tuple[tuple[str, str], ...] = ()  # of its terms, those that stand side by side: `security policy`
 
@@ -124,9 +124,9 @@ def stem(word: str) -> str:
     return word[:-1] + "i" if word[-1] == "y" and len(word) > 3 else word
 
 
-def questions(
+def parse_questions(
     text: str, before: Sequence[str] = (), *, is_name: Callable[[str], bool] = lambda _word: False
-) -> list[Question]:
+) -> list[QuestionTerms]:
     """The questions of a user's turn, one for each question mark. `before`: the user's earlier turns, oldest first,
     from which a short one such as `And Porto?` takes what it leaves out. `is_name`: whether a word is one in the
     sources."""
@@ -134,7 +134,7 @@ def questions(
     asking = [part for part in parts if part[-1] in "?\uff1f\u061f"]
     if parts and (not asking or _asks(parts[-1])) and parts[-1] not in asking:
         asking.append(parts[-1])  # whose question mark was left out
-    found: list[Question] = []
+    found: list[QuestionTerms] = []
     for part in asking[:MOST_PARTS]:
         one = _question(part, is_name)
         earlier = [*before, *asking[: asking.index(part)]]
@@ -146,34 +146,34 @@ def questions(
 
 
 def _asks(text: str) -> bool:
-    return any(stemless(word) in _ASKING for word in raw_words(text)[:4])
+    return any(without_accents(word) in _ASKING for word in raw_words(text)[:4])
 
 
-def _leaves_out(text: str, one: Question) -> bool:
+def _leaves_out(text: str, one: QuestionTerms) -> bool:
     return one.kind is None and (_ALSO.match(text) is not None or len(one.terms) < 2) and len(one.terms) <= 5
 
 
-def _completed(one: Question, before: Iterable[str], is_name: Callable[[str], bool]) -> Question:
+def _completed(one: QuestionTerms, before: Iterable[str], is_name: Callable[[str], bool]) -> QuestionTerms:
     for text in reversed(list(before)[-4:]):
         for part in reversed([part for part in _PART.split(text[-_MOST_TEXT:]) if part.strip()]):
             other = _question(part, is_name)
             if _leaves_out(part, other):
                 continue
-            mine = tuple(Term(term.stem, True) for term in one.terms)
+            mine = tuple(QuestionTerm(term.stem, True) for term in one.terms)
             kept = tuple(
-                Term(term.stem, False, CARRIED_OVER)
+                QuestionTerm(term.stem, False, CARRIED_OVER)
                 for term in other.terms
                 if not term.named and all(term.stem != each.stem for each in mine)
             )
             words = one.words | {term.stem for term in kept}
-            return Question((*mine, *kept)[:_MOST_TERMS], other.kind, words, one.pairs)
+            return QuestionTerms((*mine, *kept)[:_MOST_TERMS], other.kind, words, one.pairs)
     return one
 
 
-def _question(text: str, is_name: Callable[[str], bool]) -> Question:
+def _question(text: str, is_name: Callable[[str], bool]) -> QuestionTerms:
     raw = raw_words(text)
-    plain = [stemless(word) for word in raw]
-    terms: dict[str, Term] = {}
+    plain = [without_accents(word) for word in raw]
+    terms: dict[str, QuestionTerm] = {}
     pairs: list[tuple[str, str]] = []
     beside = ""  # the term directly before
     first = True  # of a sentence: a capital says nothing
@@ -184,7 +184,7 @@ def _question(text: str, is_name: Callable[[str], bool]) -> Question:
             key = stem(folded(word))
             named = is_upper or has_digit or is_name(word)
             if len(terms) < _MOST_TERMS or key in terms:
-                terms[key] = Term(key, named or (key in terms and terms[key].named))
+                terms[key] = QuestionTerm(key, named or (key in terms and terms[key].named))
                 if beside:
                     pairs.append((beside, key))
             beside = key
@@ -194,11 +194,11 @@ def _question(text: str, is_name: Callable[[str], bool]) -> Question:
     words = frozenset(stem(folded(word)) for word in raw)
     # Where no small word is known, it is not known either which words stand side by side for a reason.
     known = any(word in STOP for word in plain)
-    return Question(tuple(terms.values()), _kind(plain), words, tuple(pairs) if known else ())
+    return QuestionTerms(tuple(terms.values()), _kind(plain), words, tuple(pairs) if known else ())
 
 
 @lru_cache(maxsize=16_384)
-def stemless(word: str) -> str:
+def without_accents(word: str) -> str:
     """Folded, without accents."""
     low = folded(word)
     if low.isascii():
@@ -206,7 +206,7 @@ def stemless(word: str) -> str:
     return "".join(char for char in unicodedata.normalize("NFKD", low) if not unicodedata.combining(char))
 
 
-def _kind(plain: Sequence[str]) -> Kind | None:
+def _kind(plain: Sequence[str]) -> AnswerKind | None:
     for place, (word, following) in enumerate(zip(plain, [*plain[1:], ""], strict=True)):
         if word in _HOW and following in _AFTER_HOW:
             kind = _AFTER_HOW[following]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from headrace.gateway.degradation.ladder.question_terms import Kind, stemless
+from headrace.gateway.degradation.ladder.question_terms import AnswerKind, without_accents
 
 New = Sequence[tuple[int, str]]  # words of the sentence that the question does not say, with their places
 
@@ -43,7 +43,7 @@ _NAME: Final = r"[^\W\d_a-z][\w'\u2019-]*"
 _PLACED: Final = re.compile(rf"{_WHERE}(?: [^\W\d_]+){{0,2}} ({_NAME})|{_WHERE} [^\W\d_]+ \d|\b\d+ ({_NAME})")
 
 
-def has_kind(kind: Kind, text: str, new: New) -> bool:
+def has_kind(kind: AnswerKind, text: str, new: New) -> bool:
     has_number = any(char.isdigit() for _, word in new for char in word)
     match kind:
         case "time":
@@ -51,11 +51,11 @@ def has_kind(kind: Kind, text: str, new: New) -> bool:
         case "clock":
             return has_number and _CLOCK.search(text) is not None
         case "day":
-            return _DATE.search(text) is not None or any(stemless(word) in _DAYS for _, word in new)
+            return _DATE.search(text) is not None or any(without_accents(word) in _DAYS for _, word in new)
         case "year":
             return any(_YEAR.fullmatch(word) for _, word in new)
         case "number":
-            days = {place for place, word in new if stemless(word) in _DAYS}
+            days = {place for place, word in new if without_accents(word) in _DAYS}
             return any(_is_number(word) and not days & {place - 1, place + 1} for place, word in new)
         case "money":
             return has_number and _MONEY.search(text) is not None
@@ -64,7 +64,7 @@ def has_kind(kind: Kind, text: str, new: New) -> bool:
         case "name":
             return _has_name(text, new)
         case "place":
-            return any(stemless(place[1] or place[2] or "") not in _DAYS for place in _PLACED.finditer(text))
+            return any(without_accents(place[1] or place[2] or "") not in _DAYS for place in _PLACED.finditer(text))
 
 
 def _is_number(word: str) -> bool:
@@ -76,7 +76,7 @@ def _has_name(text: str, new: New) -> bool:
     capitals = [
         (place, word)
         for place, word in new
-        if word[:1].isupper() and stemless(word) not in _DAYS and not word.isdigit()
+        if word[:1].isupper() and without_accents(word) not in _DAYS and not word.isdigit()
     ]
     if any(other[0] == one[0] + 1 for one, other in itertools.pairwise(capitals)):
         return True

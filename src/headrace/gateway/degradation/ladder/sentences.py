@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 # The end of a line, or marks with what closes after them. One set of characters first, so that the search is for those.
 _MARK: Final = re.compile(
@@ -31,9 +31,9 @@ _ABBREVIATIONS: Final = frozenset(
 _LONGEST: Final = 8  # characters of an abbreviation, and what may stand before it
 
 
-def sentences(text: str, most: int = 480) -> list[Span]:
+def split_sentences(text: str, most: int = 480) -> list[TextSpan]:
     """Places into the text, in order, none empty and none longer than `most` characters."""
-    found: list[Span] = []
+    found: list[TextSpan] = []
     start, length = 0, len(text)
     for mark in _MARK.finditer(text):
         at, end = mark.span()
@@ -77,7 +77,7 @@ def _full_stop(text: str, start: int, at: int, end: int) -> bool:
     return not (is_initial and (len(before) < 2 or before[-2][:1].isupper()))
 
 
-def _add(found: list[Span], text: str, start: int, end: int, most: int) -> None:
+def _add(found: list[TextSpan], text: str, start: int, end: int, most: int) -> None:
     if not start or text[start - 1] == "\n":
         listed = _LISTED.match(text, start, end)
         if listed is not None:
@@ -92,7 +92,7 @@ def _add(found: list[Span], text: str, start: int, end: int, most: int) -> None:
         found.append((start, end))
 
 
-def _bare(text: str, start: int, end: int) -> Span:
+def _bare(text: str, start: int, end: int) -> TextSpan:
     """Without the space around it."""
     inside = text[start:end]
     bare = inside.lstrip()

@@ -12,7 +12,7 @@ import msgspec
 Value = int | float | str
 
 
-class Shaped(msgspec.Struct, frozen=True):
+class ShapingChange(msgspec.Struct, frozen=True):
     """One thing that was done. `before` is None where there was nothing to compare with."""
 
     step: str
@@ -24,7 +24,7 @@ class Shaped(msgspec.Struct, frozen=True):
         return f"{self.step}={after}" if self.before is None else f"{self.step}={_text(self.before)}>{after}"
 
 
-def header_value(shaped: Iterable[Shaped]) -> str:
+def header_value(shaped: Iterable[ShapingChange]) -> str:
     """Such as `turns=5210>1980, max_tokens=1024>160`; empty where nothing was done."""
     return ", ".join(map(str, shaped))
 

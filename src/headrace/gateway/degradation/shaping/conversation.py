@@ -14,12 +14,12 @@ from typing import Any, Final
 import msgspec
 
 Message = dict[str, Any]  # in the shape that chat templates take: role, content (a text), tool_calls, tool_call_id
-Counter = Callable[[Message], int]  # tokens of a message, with what the template puts around it
+TokenCounter = Callable[[Message], int]  # tokens of a message, with what the template puts around it
 
 AROUND: Final = 4  # tokens that most templates put around a message
 
 
-class Unit(msgspec.Struct):
+class MessageGroup(msgspec.Struct):
     """Messages that stay or go together."""
 
     places: list[int] = []
@@ -27,14 +27,14 @@ class Unit(msgspec.Struct):
     last: bool = False  # after the last user's turn began
 
 
-def units_of(messages: Sequence[Message]) -> list[Unit]:
+def group_messages(messages: Sequence[Message]) -> list[MessageGroup]:
     """Every message but the system's is in exactly one, oldest first. Those that must stay say so: the last user's turn
     and the last of what follows it."""
     places = [place for place, message in enumerate(messages) if message["role"] != "system"]
     users = [place for place in places if messages[place]["role"] == "user"]
     if not users:
-        return [Unit(places, stays=True, last=True)] if places else []
-    units: list[Unit] = []
+        return [MessageGroup(places, stays=True, last=True)] if places else []
+    units: list[MessageGroup] = []
     before = ""
     last_turn = _begins_last(messages, places)
     for place in places:
@@ -46,7 +46,7 @@ def units_of(messages: Sequence[Message]) -> list[Unit]:
             or (in_last and role == "assistant")
             or (in_last and not units[-1].last)
         ):
-            units.append(Unit(last=in_last))
+            units.append(MessageGroup(last=in_last))
         units[-1].places.append(place)
         before = role
     for unit in units:
@@ -66,7 +66,7 @@ def _begins_last(messages: Sequence[Message], places: Sequence[int]) -> int:
     return found
 
 
-def _paired(messages: Sequence[Message], units: list[Unit]) -> list[Unit]:
+def _paired(messages: Sequence[Message], units: list[MessageGroup]) -> list[MessageGroup]:
     """Units across which a call and its result lie become one."""
     home: dict[int, int] = {place: at for at, unit in enumerate(units) for place in unit.places}
     into = list(range(len(units)))
@@ -78,10 +78,10 @@ def _paired(messages: Sequence[Message], units: list[Unit]) -> list[Unit]:
         if message["role"] == "tool":
             other = caller.get(message.get("tool_call_id") or "", home[place])
             _join(into, other, home[place])
-    joined: dict[int, Unit] = {}
+    joined: dict[int, MessageGroup] = {}
     for at, unit in enumerate(units):
         root = _root(into, at)
-        whole = joined.setdefault(root, Unit(last=True))
+        whole = joined.setdefault(root, MessageGroup(last=True))
         whole.places += unit.places
         whole.stays |= unit.stays
         whole.last &= unit.last
@@ -99,7 +99,7 @@ def _join(into: list[int], one: int, other: int) -> None:
     into[second] = first
 
 
-def problem_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
+def find_turn_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Why a strict template would not take it; None where it would.
 
     After the system's messages a user begins, users and assistants take turns, and the results of calls follow the
@@ -129,7 +129,7 @@ def problem_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def message_counter(encode: Callable[[str], Sequence[int]], *, around: int = AROUND) -> Counter:
+def message_counter(encode: Callable[[str], Sequence[int]], *, around: int = AROUND) -> TokenCounter:
     """Counts what a message says: content, reasoning, and calls as JSON. A template may write a little more or less."""
 
     def count(message: Message) -> int:

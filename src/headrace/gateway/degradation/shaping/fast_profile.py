@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import structs
 
-from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.requests.text_request import Asked
 
 
@@ -21,32 +21,32 @@ class FastOptions(msgspec.Struct, frozen=True, kw_only=True):
     variant: str = "fast"  # MODEL@fast, where there is one
 
 
-def fast(
+def apply_fast_profile(
     asked: Asked, options: FastOptions | None = None, *, reasons: bool = False
-) -> tuple[Asked, tuple[Shaped, ...]]:
+) -> tuple[Asked, tuple[ShapingChange, ...]]:
     """`reasons`: whether the variant can reason first."""
     options = options or FastOptions()
-    asked, shaped = shortened(asked, options.max_tokens)
+    asked, shaped = cap_max_tokens(asked, options.max_tokens)
     sampling = asked.sampling
     for name, most in (("temperature", options.temperature), ("top_p", options.top_p)):
         value = getattr(sampling, name)
         if value > most:
             sampling = structs.replace(sampling, **{name: most})
-            shaped = (*shaped, Shaped(name, value, most))
+            shaped = (*shaped, ShapingChange(name, value, most))
     if reasons and asked.think is None and not options.think:
         asked = asked.but(think=False)
-        shaped = (*shaped, Shaped("reasoning", None, "off"))
+        shaped = (*shaped, ShapingChange("reasoning", None, "off"))
     return asked.but(sampling=sampling), shaped
 
 
-def is_formed(asked: Asked) -> bool:
+def has_fixed_format(asked: Asked) -> bool:
     """Whether half of its answer would be worth nothing."""
     return asked.grammar is not None or (bool(asked.tools) and asked.choosing != "none")
 
 
-def shortened(asked: Asked, most: int) -> tuple[Asked, tuple[Shaped, ...]]:
+def cap_max_tokens(asked: Asked, most: int) -> tuple[Asked, tuple[ShapingChange, ...]]:
     """With at most so many tokens of an answer, unless it has a form to keep."""
-    if is_formed(asked) or (asked.max_tokens is not None and asked.max_tokens <= most):
+    if has_fixed_format(asked) or (asked.max_tokens is not None and asked.max_tokens <= most):
         return asked, ()
-    told = Shaped("max_tokens", asked.max_tokens, most)
+    told = ShapingChange("max_tokens", asked.max_tokens, most)
     return asked.but(max_tokens=most, min_tokens=min(asked.min_tokens, most)), (told,)

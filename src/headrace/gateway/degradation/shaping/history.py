@@ -15,8 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.conversation import Counter, Message, units_of
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.conversation import Message, TokenCounter, group_messages
 
 _HEADING = "Summary of the conversation before this:"
 
@@ -35,18 +35,18 @@ class SummaryOptions(msgspec.Struct, frozen=True, kw_only=True):
     reads: int = 2048  # tokens of the dropped turns that are summarised: the newest of them
 
 
-class Fitted(msgspec.Struct, frozen=True):
+class FittedConversation(msgspec.Struct, frozen=True):
     messages: list[Message]
     dropped: tuple[Message, ...]  # oldest first
     before: int  # tokens
     after: int
     fits: bool  # False: what must stay is more than the budget already, and is all that there is
-    shaped: tuple[Shaped, ...] = ()
+    shaped: tuple[ShapingChange, ...] = ()
 
 
-def fit(
-    messages: Sequence[Message], *, budget: int, count: Counter, overhead: int = 0, stride: int | None = None
-) -> Fitted:
+def fit_conversation(
+    messages: Sequence[Message], *, budget: int, count: TokenCounter, overhead: int = 0, stride: int | None = None
+) -> FittedConversation:
     """The conversation within `budget` tokens, `overhead` of which are taken by what is no message (tools, the
     template's own words).
 
@@ -57,13 +57,13 @@ def fit(
     before = sum(sizes) + overhead
     over = before - budget
     if over <= 0:
-        return Fitted(list(messages), (), before, before, True)
+        return FittedConversation(list(messages), (), before, before, True)
     each = max(stride if stride is not None else budget // 4, 1)
     wanted = math.ceil(over / each) * each
     gone: set[int] = set()
     dropped = 0
     # Turns of the past before what the last turn has come to.
-    for unit in sorted(units_of(messages), key=lambda unit: unit.last):
+    for unit in sorted(group_messages(messages), key=lambda unit: unit.last):
         if unit.stays:
             continue
         if dropped >= (over if unit.last else wanted):
@@ -72,31 +72,33 @@ def fit(
         dropped += sum(sizes[place] for place in unit.places)
     kept = [message for place, message in enumerate(messages) if place not in gone]
     after = before - dropped
-    shaped = (Shaped("turns", before, after),) if gone else ()
-    return Fitted(kept, tuple(messages[place] for place in sorted(gone)), before, after, after <= budget, shaped)
+    shaped = (ShapingChange("turns", before, after),) if gone else ()
+    return FittedConversation(
+        kept, tuple(messages[place] for place in sorted(gone)), before, after, after <= budget, shaped
+    )
 
 
-async def fit_with_summary(
+async def fit_conversation_with_summary(
     messages: Sequence[Message],
     *,
     budget: int,
-    count: Counter,
+    count: TokenCounter,
     summariser: Summariser,
     options: SummaryOptions | None = None,
     overhead: int = 0,
     stride: int | None = None,
     failed: Callable[[Exception], None] = lambda _error: None,
-) -> Fitted:
+) -> FittedConversation:
     """As `fit`, with a summary of what was dropped before the first user's turn that stays.
 
     It stands in the user's turn and not in the system's: what users said must not come back with more authority.
     `failed` hears why there is none.
     """
     options = options or SummaryOptions()
-    plain = fit(messages, budget=budget, count=count, overhead=overhead, stride=stride)
+    plain = fit_conversation(messages, budget=budget, count=count, overhead=overhead, stride=stride)
     if not plain.dropped or not plain.fits:
         return plain
-    room = fit(messages, budget=budget - options.tokens, count=count, overhead=overhead, stride=stride)
+    room = fit_conversation(messages, budget=budget - options.tokens, count=count, overhead=overhead, stride=stride)
     if not room.fits:
         return plain
     try:
@@ -112,11 +114,13 @@ async def fit_with_summary(
     if after > budget:
         failed(ValueError(f"the summary is longer than {options.tokens} tokens"))
         return plain
-    turns = Shaped("turns", plain.before, room.after)
-    return Fitted(kept, room.dropped, plain.before, after, True, (turns, Shaped("summary", None, after - room.after)))
+    turns = ShapingChange("turns", plain.before, room.after)
+    return FittedConversation(
+        kept, room.dropped, plain.before, after, True, (turns, ShapingChange("summary", None, after - room.after))
+    )
 
 
-def _newest(dropped: Sequence[Message], most: int, count: Counter) -> list[Message]:
+def _newest(dropped: Sequence[Message], most: int, count: TokenCounter) -> list[Message]:
     found: list[Message] = []
     total = 0
     for message in reversed(dropped):

@@ -14,10 +14,21 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.config import ShapingConfig
-from headrace.gateway.degradation.shaping.change_record import Shaped
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.conversation import Message
-from headrace.gateway.degradation.shaping.history import Summariser, SummaryOptions, fit, fit_with_summary
-from headrace.gateway.degradation.shaping.sources import Selected, SourceOptions, lifted, select, written
+from headrace.gateway.degradation.shaping.history import (
+    Summariser,
+    SummaryOptions,
+    fit_conversation,
+    fit_conversation_with_summary,
+)
+from headrace.gateway.degradation.shaping.sources import (
+    SelectedSources,
+    SourceOptions,
+    extract_tagged_sources,
+    insert_sources,
+    select_sources,
+)
 from headrace.gateway.requests.text_request import Asked
 from headrace.gateway.serving.fleet import ServedVariant
 
@@ -27,12 +38,12 @@ _AROUND: Final = 6  # tokens that a template puts around a message, about
 _BYTES: Final = 4  # of a token, where there is no tokenizer
 
 
-class Changed(msgspec.Struct, frozen=True):
+class FittedRequest(msgspec.Struct, frozen=True):
     asked: Asked
-    shaped: tuple[Shaped, ...] = ()
+    shaped: tuple[ShapingChange, ...] = ()
 
 
-def counter(served: ServedVariant) -> Callable[[str], int]:
+def text_token_counter(served: ServedVariant) -> Callable[[str], int]:
     """Tokens of a text."""
     if served.upstream is None:
         encode = served.tokenizer.encode
@@ -43,46 +54,46 @@ def counter(served: ServedVariant) -> Callable[[str], int]:
     return lambda text: -(-len(text.encode(errors="replace")) // _BYTES)
 
 
-def numbered(
+def number_sources(
     asked: Asked, served: ServedVariant, options: SourceOptions
-) -> tuple[Asked, Selected | None, tuple[Shaped, ...]]:
+) -> tuple[Asked, SelectedSources | None, tuple[ShapingChange, ...]]:
     """With the request's sources chosen, numbered and written into its messages; None where it has none."""
     messages = asked.messages or []
     sources = asked.sources
     if not sources:
         if not any(_tagged(message) for message in messages):
             return asked, None, ()
-        messages, sources = lifted(messages)
+        messages, sources = extract_tagged_sources(messages)
         if not sources:
             return asked, None, ()
     options = replace(options, total_tokens=min(options.total_tokens, served.context // 2))  # there is a question, too
-    selected = select(sources, options, counter(served))
-    return asked.but(messages=written(messages, selected, options), sources=()), selected, selected.shaped
+    selected = select_sources(sources, options, text_token_counter(served))
+    return asked.but(messages=insert_sources(messages, selected, options), sources=()), selected, selected.shaped
 
 
 def _tagged(message: Message) -> bool:
     return "<source" in (message.get("content") or "") or str(message.get("name") or "").startswith("source")
 
 
-async def fitted(
+async def fit_request(
     asked: Asked,
     served: ServedVariant,
     config: ShapingConfig,
     budget: int | None,  # tokens of the prompt, beside what the context has room for
     summariser: Summariser | None,
-) -> Changed:
+) -> FittedRequest:
     """With its oldest turns dropped or summarised, where that is asked for and needed."""
     overflow = asked.overflow or config.overflow
     messages = asked.messages or []
     if overflow == "refuse" and budget is None:
-        return Changed(asked)
+        return FittedRequest(asked)
     most = served.context if budget is None else min(budget, served.context)
     if overflow != "refuse":
         answer = asked.max_tokens if asked.max_tokens is not None else config.answer_tokens
         most = min(most, served.context - min(answer, served.context // 2))
     if sum(len(message.get("content") or "") + _AROUND for message in messages) < most and not asked.tools:
-        return Changed(asked)  # no token is shorter than a character
-    count_text = counter(served)
+        return FittedRequest(asked)  # no token is shorter than a character
+    count_text = text_token_counter(served)
 
     def count(message: Message) -> int:
         calls = message.get("tool_calls")
@@ -94,7 +105,7 @@ async def fitted(
         for tool in asked.tools
     )
     if overflow == "summarise" and summariser is not None:
-        found = await fit_with_summary(
+        found = await fit_conversation_with_summary(
             messages,
             budget=most,
             count=count,
@@ -104,8 +115,8 @@ async def fitted(
             failed=lambda error: log.warning("a conversation was not summarised: %s", error),
         )
     else:
-        found = fit(messages, budget=most, count=count, overhead=overhead)
+        found = fit_conversation(messages, budget=most, count=count, overhead=overhead)
     if not found.dropped:
-        return Changed(asked)
-    shaped = found.shaped or (Shaped("turns", found.before, found.after),)
-    return Changed(asked.but(messages=found.messages), shaped)
+        return FittedRequest(asked)
+    shaped = found.shaped or (ShapingChange("turns", found.before, found.after),)
+    return FittedRequest(asked.but(messages=found.messages), shaped)

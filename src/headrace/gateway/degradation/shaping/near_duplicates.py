@@ -17,7 +17,7 @@ _BITS: Final = 24  # of a word's number: more than there are words within any bo
 _MASK: Final = (1 << (_BITS * RUN)) - 1
 
 
-def repeats(
+def find_repeats(
     texts: Sequence[str],
     *,
     jaccard: float = 0.8,  # from here on, two texts are the same

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.gateway.api_errors import invalid
-from headrace.gateway.degradation.shaping.change_record import Shaped
-from headrace.gateway.degradation.shaping.conversation import Message, problem_of
-from headrace.gateway.degradation.shaping.near_duplicates import repeats
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.degradation.shaping.conversation import Message, find_turn_problem
+from headrace.gateway.degradation.shaping.near_duplicates import find_repeats
 from headrace.gateway.requests.text_request import Source
 
 Place = Literal["user", "system"]
@@ -58,11 +58,11 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
     question: str = "Question: "  # before the user's words, where sources stand before them
 
 
-class Selected(msgspec.Struct, frozen=True):
+class SelectedSources(msgspec.Struct, frozen=True):
     """Sources by their numbers: the first is [1]."""
 
     sources: tuple[Source, ...]
-    shaped: tuple[Shaped, ...] = ()
+    shaped: tuple[ShapingChange, ...] = ()
     tokens: int = 0  # of all of them in the prompt, about
 
     def id_of(self, number: int) -> str | None:
@@ -81,7 +81,7 @@ class Citation(msgspec.Struct, frozen=True):
 # Reading
 
 
-def sources_of(given: Sequence[SourceField], *, most: int, parameter: str = "sources") -> tuple[Source, ...]:
+def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "sources") -> tuple[Source, ...]:
     """The sources of a request's field; ApiError for too many, an id that comes twice, or a score that is no number."""
     if len(given) > most:
         raise invalid(f"'{parameter}' may have {most} sources at most, not {len(given)}", parameter)
@@ -95,7 +95,7 @@ def sources_of(given: Sequence[SourceField], *, most: int, parameter: str = "sou
     return tuple(Source(each.id, each.text, each.score) for each in given)
 
 
-def lifted(messages: Sequence[Message], *, most: int = 256) -> tuple[list[Message], tuple[Source, ...]]:
+def extract_tagged_sources(messages: Sequence[Message], *, most: int = 256) -> tuple[list[Message], tuple[Source, ...]]:
     """The tagged sources of the system's and users' messages, and the conversation without them.
 
     The messages come back as they are where there are none, where nothing of the last user's turn would be left, or
@@ -115,7 +115,7 @@ def lifted(messages: Sequence[Message], *, most: int = 256) -> tuple[list[Messag
             rest.append({**message, "content": content})
         elif place == last:
             return list(messages), ()
-    if not found or len(found) > most or (problem_of(rest) is not None and problem_of(messages) is None):
+    if not found or len(found) > most or (find_turn_problem(rest) is not None and find_turn_problem(messages) is None):
         return list(messages), ()
     return rest, tuple(source for source in found if source.text)
 
@@ -168,7 +168,7 @@ def _unused(id: str, names: set[str]) -> str:
     return found
 
 
-def numbered_in(text: str) -> tuple[tuple[Source, ...], str]:
+def extract_numbered_passages(text: str) -> tuple[tuple[Source, ...], str]:
     """Passages that an application has numbered itself, a line that begins with [1] and so on, and the text beside
     them.
 
@@ -193,20 +193,20 @@ def numbered_in(text: str) -> tuple[tuple[Source, ...], str]:
 # Choosing
 
 
-def select(sources: Sequence[Source], options: SourceOptions, count: Callable[[str], int]) -> Selected:
+def select_sources(sources: Sequence[Source], options: SourceOptions, count: Callable[[str], int]) -> SelectedSources:
     """The best of them within the caps, none twice, each with its number. `count`: tokens of a text."""
-    shaped: list[Shaped] = []
+    shaped: list[ShapingChange] = []
     size = cache(count)
     order = sorted(range(len(sources)), key=lambda place: (_rank(sources[place]), place))
     chosen = [sources[place] for place in order]
     # What is cut is compared as it will be read, so that two texts that only differ further on are one.
     whole = [_cut(source, options.chunk_tokens, size) for source in chosen]
     if whole != chosen:
-        shaped.append(Shaped("chunks", _tokens(chosen, size), _tokens(whole, size)))
-    originals = repeats([each.text for each in whole], jaccard=options.jaccard, contained=options.contained)
+        shaped.append(ShapingChange("chunks", _tokens(chosen, size), _tokens(whole, size)))
+    originals = find_repeats([each.text for each in whole], jaccard=options.jaccard, contained=options.contained)
     distinct = [each for each, original in zip(whole, originals, strict=True) if original is None]
     if len(distinct) < len(whole):
-        shaped.append(Shaped("repeats", len(whole), len(distinct)))
+        shaped.append(ShapingChange("repeats", len(whole), len(distinct)))
     kept: list[Source] = []
     left = options.total_tokens
     for each in distinct[: options.most]:
@@ -218,8 +218,8 @@ def select(sources: Sequence[Source], options: SourceOptions, count: Callable[[s
             kept.append(each)
             left -= size(each.text)
     if kept != distinct:
-        shaped.append(Shaped("sources", _tokens(distinct, size), options.total_tokens - left))
-    return Selected(tuple(kept), tuple(shaped), options.total_tokens - left + _AROUND * (len(kept) + 1))
+        shaped.append(ShapingChange("sources", _tokens(distinct, size), options.total_tokens - left))
+    return SelectedSources(tuple(kept), tuple(shaped), options.total_tokens - left + _AROUND * (len(kept) + 1))
 
 
 def _rank(source: Source) -> float:
@@ -253,7 +253,7 @@ def _cut(source: Source, most: int, count: Callable[[str], int]) -> Source:
 # Writing and citing
 
 
-def written(messages: Sequence[Message], selected: Selected, options: SourceOptions) -> list[Message]:
+def insert_sources(messages: Sequence[Message], selected: SelectedSources, options: SourceOptions) -> list[Message]:
     """The conversation with the sources, numbered, in the last user's turn or in the system's."""
     found = list(messages)
     if not selected.sources:
@@ -280,7 +280,7 @@ def plain_brackets(text: str) -> str:
     return _CITED.sub(r"(\1)", text)
 
 
-def citations(answer: str, selected: Selected) -> list[Citation]:
+def find_citations(answer: str, selected: SelectedSources) -> list[Citation]:
     """Where an answer names sources, with their ids. A number that no source has is none."""
     found: list[Citation] = []
     for mark in _CITED.finditer(answer):

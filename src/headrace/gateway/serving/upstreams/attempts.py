@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from headrace.gateway.circuit_breaker import Permit
+from headrace.gateway.circuit_breaker import CallPermit
 from headrace.gateway.requests.text_request import Choice
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
@@ -101,7 +101,7 @@ class Attempts(Generic[Item]):
         self._last = arrival + timeouts.total_s  # nothing is waited for after it
         self._priority = priority
         self._placed = False
-        self._permit: Permit | None = None
+        self._permit: CallPermit | None = None
         self._reply: Reply | None = None
         self._events = EventReader(upstream.config.event_bytes)
         self._whole: bool | None = None  # whether the answer is one body; None until something of it came

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from headrace.config.upstream_section import UpstreamConfig, health_path, takes_of
 from headrace.errors import HeadraceError
-from headrace.gateway.circuit_breaker import Breaker, Permit
+from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams.concurrency import Budget, Places
 from headrace.models.config_json import MOST_VOCAB
@@ -76,7 +76,7 @@ class Upstream:
         self.clock = clock
         self.chance = chance
         self.places = Places(name, config.connections, config.queue)
-        self.breaker = Breaker(config.breaker, clock=clock)
+        self.breaker = CircuitBreaker(config.breaker, clock=clock)
         self.budget = Budget(config.retries)
         self.wires = Wires(name, config, key, clock)
         self.secret = key or name  # that tenants' salts are made with
@@ -159,7 +159,7 @@ class Upstream:
         if not self.breaker.ready:
             raise faults.shut(self.name, "open", max(1.0, self.breaker.retry_after()))
 
-    def enter(self) -> Permit:
+    def enter(self) -> CallPermit:
         """For one attempt. UpstreamError where nothing is sent at the moment."""
         self.refuse_where_shut()
         permit = self.breaker.enter()
@@ -167,12 +167,12 @@ class Upstream:
         self.count("attempts")
         return permit
 
-    def worked(self, permit: Permit, seconds: float) -> None:
+    def worked(self, permit: CallPermit, seconds: float) -> None:
         """An attempt's first output came, after so long."""
         self._ttft = seconds if self._ttft is None else self._ttft + _SMOOTHING * (seconds - self._ttft)
         permit.succeeded(seconds)
 
-    def failed(self, permit: Permit, error: faults.UpstreamError) -> None:
+    def failed(self, permit: CallPermit, error: faults.UpstreamError) -> None:
         """An attempt came to nothing, or its answer broke off."""
         self.count("failed")
         self._reasons[error.reason] = self._reasons.get(error.reason, 0) + 1

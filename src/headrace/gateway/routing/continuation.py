@@ -22,7 +22,7 @@ class _Call(msgspec.Struct):
     arguments: list[str] = []
 
 
-class Said:
+class DeliveredText:
     """All of one choice so far."""
 
     __slots__ = ("anything", "calls", "content", "logprobs", "reasoning")
@@ -76,13 +76,13 @@ class _Text:
         return "".join(parts)[len(self._expected) :]
 
 
-class Joining:
-    def __init__(self, delivered: Said) -> None:
+class Continuation:
+    def __init__(self, delivered: DeliveredText) -> None:
         self._content = _Text(delivered.content)
         self._reasoning = _Text(delivered.reasoning)
         self._calls = [(call.name, _Text(call.arguments)) for call in delivered.calls]
         self._logprobs = len(delivered.logprobs or ())
-        self._again = Said()
+        self._again = DeliveredText()
         self._tokens = 0
         self._last: Piece | None = None  # with its finish
 

@@ -13,30 +13,38 @@ from typing import Literal, cast
 
 from headrace.config.routing_section import HedgeConfig
 from headrace.gateway.requests.text_request import Asked
-from headrace.gateway.routing.cascade import CascadeAnswering
-from headrace.gateway.routing.composition import Answers, Clock, Composed, Decision, Factory, Settled, part_of
-from headrace.gateway.routing.fallback import FallbackAnswering, Step
-from headrace.gateway.routing.health import Health
-from headrace.gateway.routing.hedge import HedgedAnswering, Hedging
-from headrace.gateway.routing.observed_answering import Watched
-from headrace.gateway.routing.router import Plan
+from headrace.gateway.routing.breaker_answerer import BreakerAnswerer
+from headrace.gateway.routing.cascade import CascadeAnswerer
+from headrace.gateway.routing.composite_answerer import (
+    Answerer,
+    AnswererFactory,
+    Clock,
+    CompositeAnswerer,
+    RoutingDecision,
+    SettledCallback,
+    derive_exchange,
+)
+from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
+from headrace.gateway.routing.health import VariantHealth
+from headrace.gateway.routing.hedge import HedgedAnswerer, HedgePolicy
+from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 # A variant's plain answering, as a part of an exchange; the bool: nothing else takes part in the answer at its time.
-Make = Callable[[str, Exchange, Asked, bool], Answers]
+MakeAnswerer = Callable[[str, Exchange, Asked, bool], Answerer]
 
 
-class Composer:
+class PlanComposer:
     """All that plans have in common."""
 
     def __init__(
         self,
-        make: Make,
-        health: Health,
-        hedgings: Mapping[str, Hedging] | None = None,
+        make: MakeAnswerer,
+        health: VariantHealth,
+        hedgings: Mapping[str, HedgePolicy] | None = None,
         *,
         own_breakers: Collection[str] = (),
-        settled: Settled | None = None,
+        settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`own_breakers`: variants that need none of ours, such as upstreams. `settled` hears of every whole, once; the
@@ -48,20 +56,22 @@ class Composer:
         self._settled = settled
         self._clock = clock
 
-    def answering(self, exchange: Exchange, plan: Plan) -> Composed:
+    def answering(self, exchange: Exchange, plan: RoutePlan) -> CompositeAnswerer:
         alone = plan.small is None or plan.cascade is None
         factory = self._variant(exchange, plan.variant, alone)
         if plan.small is not None and plan.cascade is not None:
             small, large, cascade = self._variant(exchange, plan.small, False), factory, plan.cascade
 
-            def make_cascade(asked: Asked) -> Answers:
-                whole = part_of(exchange, exchange.served, asked)
-                return CascadeAnswering(whole, small, large, cascade, clock=self._clock)
+            def make_cascade(asked: Asked) -> Answerer:
+                whole = derive_exchange(exchange, exchange.served, asked)
+                return CascadeAnswerer(whole, small, large, cascade, clock=self._clock)
 
             factory = make_cascade
-        steps = [Step(plan.variant, factory)]
-        steps += [Step(step.variant, self._variant(exchange, step.variant, True), step.then) for step in plan.steps]
-        return FallbackAnswering(
+        steps = [FallbackStep(plan.variant, factory)]
+        steps += [
+            FallbackStep(step.variant, self._variant(exchange, step.variant, True), step.then) for step in plan.steps
+        ]
+        return FallbackAnswerer(
             exchange,
             steps,
             patience=plan.patience,
@@ -71,36 +81,36 @@ class Composer:
             clock=self._clock,
         )
 
-    def _variant(self, exchange: Exchange, variant: str, alone: bool) -> Factory:
+    def _variant(self, exchange: Exchange, variant: str, alone: bool) -> AnswererFactory:
         hedging = self._hedgings.get(variant)
         watched = partial(self._watched, exchange, variant, alone and hedging is None)
         if hedging is None:
             return watched
 
-        def make(asked: Asked) -> Answers:
+        def make(asked: Asked) -> Answerer:
             first = watched(asked)
-            whole = part_of(exchange, first.exchange.served, asked)
-            return HedgedAnswering(whole, lambda _: first, watched, hedging, clock=self._clock)
+            whole = derive_exchange(exchange, first.exchange.served, asked)
+            return HedgedAnswerer(whole, lambda _: first, watched, hedging, clock=self._clock)
 
         return make
 
-    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: Asked) -> Answers:
+    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: Asked) -> Answerer:
         part = self._make(variant, exchange, asked, alone)
         if variant in self._own_breakers:
             return part
-        return Watched(part, self._health.breaker(variant), clock=self._clock)
+        return BreakerAnswerer(part, self._health.breaker(variant), clock=self._clock)
 
 
-def hedgings_of(hedges: Mapping[str, HedgeConfig], idle: Callable[[str], bool]) -> dict[str, Hedging]:
+def hedge_policies(hedges: Mapping[str, HedgeConfig], idle: Callable[[str], bool]) -> dict[str, HedgePolicy]:
     """By variant. `idle`: whether a variant has a replica with nothing to do."""
-    return {variant: Hedging(config, partial(idle, variant)) for variant, config in hedges.items()}
+    return {variant: HedgePolicy(config, partial(idle, variant)) for variant, config in hedges.items()}
 
 
-def decisions_of(answers: Answers) -> list[Decision]:
+def routing_decisions(answers: Answerer) -> list[RoutingDecision]:
     """All that was decided while it was answered, the inner ones first."""
-    if not isinstance(answers, Composed):
+    if not isinstance(answers, CompositeAnswerer):
         return []
-    found: list[Decision] = []
+    found: list[RoutingDecision] = []
     for part in answers.parts:
-        found += decisions_of(part)
+        found += routing_decisions(part)
     return found + answers.decisions

@@ -24,7 +24,7 @@ Take = Callable[[Piece], bool]
 Clock = Callable[[], float]
 
 
-class Answers(Protocol):
+class Answerer(Protocol):
     """An exchange under way; see flow.Answering."""
 
     exchange: Exchange
@@ -39,11 +39,13 @@ class Answers(Protocol):
     def settle(self, error: ApiError | None = None) -> None: ...
 
 
-Factory = Callable[[Asked], Answers]  # makes a part; nothing of it runs yet
-Settled = Callable[[Exchange, ApiError | None, bool], None]  # hears once how a whole ended; the bool: its client left
+AnswererFactory = Callable[[Asked], Answerer]  # makes a part; nothing of it runs yet
+SettledCallback = Callable[
+    [Exchange, ApiError | None, bool], None
+]  # hears once how a whole ended; the bool: its client left
 
 
-class Charge(msgspec.Struct, frozen=True):
+class VariantCharge(msgspec.Struct, frozen=True):
     """What one variant computed for an exchange."""
 
     variant: str
@@ -52,7 +54,7 @@ class Charge(msgspec.Struct, frozen=True):
     charged: bool = True  # False: nobody pays for it
 
 
-class Decision(msgspec.Struct, frozen=True):
+class RoutingDecision(msgspec.Struct, frozen=True):
     """Something that was chosen, and why; for headers and traces."""
 
     stage: str  # rule, split, cascade, hedge, fallback, health
@@ -60,7 +62,7 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
 
 
-def part_of(exchange: Exchange, served: ServedVariant, asked: Asked) -> Exchange:
+def derive_exchange(exchange: Exchange, served: ServedVariant, asked: Asked) -> Exchange:
     """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
     return msgspec.structs.replace(
         exchange,
@@ -75,7 +77,7 @@ def part_of(exchange: Exchange, served: ServedVariant, asked: Asked) -> Exchange
     )
 
 
-def count_of(asked: Asked) -> int:
+def choice_count(asked: Asked) -> int:
     """The choices of an answer."""
     return len(asked.prompts or (None,)) * asked.n
 
@@ -83,13 +85,13 @@ def count_of(asked: Asked) -> int:
 _COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(Usage))
 
 
-def summed(usages: Iterable[Usage]) -> Usage:
+def sum_usage(usages: Iterable[Usage]) -> Usage:
     """All of them one after another. (asked.total is for choices that run side by side.)"""
     all_of_them = list(usages)
     return Usage(**{name: sum(getattr(each, name) for each in all_of_them) for name in _COUNTS})
 
 
-def itemised(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[Charge]:
+def itemise_charges(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[VariantCharge]:
     """By variant, what choices that ended took: together what asked.total makes of them."""
     found: dict[str, list[Usage]] = {}
     for place, index in enumerate(sorted(ended)):
@@ -97,15 +99,15 @@ def itemised(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[Charge]:
         # A prompt counts once, with the first of its choices.
         counted = usage if place % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
         found.setdefault(variant, []).append(counted)
-    return [Charge(variant, total(usages, 1), "answer") for variant, usages in found.items()]
+    return [VariantCharge(variant, total(usages, 1), "answer") for variant, usages in found.items()]
 
 
-def produces(piece: Piece) -> bool:
+def has_output(piece: Piece) -> bool:
     """Whether a client hears something of it."""
     return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
 
 
-class Runs(Protocol):
+class AnswerRun(Protocol):
     """What makes the pieces of an exchange's answer: an Answers, or a flow.Way."""
 
     exchange: Exchange
@@ -113,9 +115,9 @@ class Runs(Protocol):
     async def run(self, take: Take) -> bool: ...
 
 
-async def choices_of(answers: Runs) -> list[Choice]:
+async def collect_choices(answers: AnswerRun) -> list[Choice]:
     """The whole of what is run."""
-    found = [Choice(index) for index in range(count_of(answers.exchange.asked))]
+    found = [Choice(index) for index in range(choice_count(answers.exchange.asked))]
 
     def add(piece: Piece) -> bool:
         if isinstance(piece, Restart):
@@ -128,29 +130,31 @@ async def choices_of(answers: Runs) -> list[Choice]:
     return found
 
 
-class Composed(ABC):
+class CompositeAnswerer(ABC):
     """One answering made of several. Whoever makes it settles it; it settles its parts."""
 
-    def __init__(self, exchange: Exchange, *, settled: Settled | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, exchange: Exchange, *, settled: SettledCallback | None = None, clock: Clock = time.monotonic
+    ) -> None:
         self.exchange = exchange
         self.gone = False
-        self.decisions: list[Decision] = []
-        self._parts: list[Answers] = []  # in the order in which they were begun
+        self.decisions: list[RoutingDecision] = []
+        self._parts: list[Answerer] = []  # in the order in which they were begun
         self._over: set[int] = set()  # places of those that are settled
-        self._serving: Answers | None = None  # whose answer the client gets
+        self._serving: Answerer | None = None  # whose answer the client gets
         self._held: deque[Piece] = deque()  # that the client is still to get, before what comes
-        self._open = count_of(exchange.asked)  # choices that have not ended
+        self._open = choice_count(exchange.asked)  # choices that have not ended
         self._clock = clock
         self._on_settled = settled
         self._is_settled = False
 
     @property
     @abstractmethod
-    def charges(self) -> list[Charge]:
+    def charges(self) -> list[VariantCharge]:
         """What was computed, by whom, and who pays. Final once it is settled."""
 
     @property
-    def parts(self) -> tuple[Answers, ...]:
+    def parts(self) -> tuple[Answerer, ...]:
         """In the order in which they were begun."""
         return tuple(self._parts)
 
@@ -175,18 +179,18 @@ class Composed(ABC):
         if self._on_settled is not None:
             self._on_settled(self.exchange, error, self.gone and self._open > 0)
 
-    def _settle(self, part: Answers, error: ApiError | None = None) -> None:
+    def _settle(self, part: Answerer, error: ApiError | None = None) -> None:
         """Each part once. What still runs of it ends."""
         place = self._parts.index(part)
         if place not in self._over:
             self._over.add(place)
             part.settle(error)
 
-    def _start(self, part: Answers) -> Answers:
+    def _start(self, part: Answerer) -> Answerer:
         self._parts.append(part)
         return part
 
-    def _serve(self, part: Answers) -> None:
+    def _serve(self, part: Answerer) -> None:
         """From now on the answer is this part's; the client is told its name."""
         self._serving = part
         self.exchange.served = part.exchange.served
@@ -212,7 +216,7 @@ class Composed(ABC):
 
     def _sum_up(self) -> None:
         exchange = self.exchange
-        exchange.usage = summed(each.usage for each in self.charges if each.charged)
+        exchange.usage = sum_usage(each.usage for each in self.charges if each.charged)
         part = self._serving
         if part is not None:
             exchange.served = part.exchange.served  # which a part that is composed itself may have found out since
@@ -223,9 +227,9 @@ class Composed(ABC):
             exchange.finish = part.exchange.finish
 
 
-def charges_of(part: Answers, role: str, *, charged: bool = True) -> list[Charge]:
+def charges_for(part: Answerer, role: str, *, charged: bool = True) -> list[VariantCharge]:
     """A part's charges; each of its own where it is composed itself."""
-    if isinstance(part, Composed):
+    if isinstance(part, CompositeAnswerer):
         own = part.charges
         return own if charged else [msgspec.structs.replace(each, role=role, charged=False) for each in own]
-    return [Charge(part.exchange.served.name, part.exchange.usage, role, charged)]
+    return [VariantCharge(part.exchange.served.name, part.exchange.usage, role, charged)]

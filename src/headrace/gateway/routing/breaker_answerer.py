@@ -10,27 +10,27 @@ import time
 from collections.abc import Callable
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.circuit_breaker import Breaker, Permit
+from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.routing.composition import Answers, Clock, Take, produces
+from headrace.gateway.routing.composite_answerer import Answerer, Clock, Take, has_output
 from headrace.gateway.serving.exchange import Exchange
 
 # Errors that say nothing of the variant: the request asks for too much, or the server itself is about to end.
 _NOT_ITS_FAULT = frozenset({"deadline_unreachable", "draining", "too_many_requests"})
 
 
-def speaks_against(error: ApiError) -> bool:
+def is_variant_failure(error: ApiError) -> bool:
     """Whether an error says that the variant is not well."""
     if error.code in _NOT_ITS_FAULT:
         return False
     return error.status >= 500 or error.kind == "rate_limit_error"
 
 
-class Watched:
+class BreakerAnswerer:
     def __init__(
         self,
-        inner: Answers,
-        breaker: Breaker,
+        inner: Answerer,
+        breaker: CircuitBreaker,
         *,
         answered: Callable[[float], None] | None = None,
         clock: Clock = time.monotonic,
@@ -40,7 +40,7 @@ class Watched:
         self.gone = False
         self._inner = inner
         self._breaker = breaker
-        self._permit: Permit | None = None
+        self._permit: CallPermit | None = None
         self._answered = answered
         self._clock = clock
         self._began = 0.0
@@ -86,7 +86,7 @@ class Watched:
 
     def _looking(self, take: Take) -> Take:
         def looked(piece: Piece) -> bool:
-            if self._first is None and produces(piece):
+            if self._first is None and has_output(piece):
                 self._first = max(0.0, self._clock() - self._began)
                 if self._answered is not None:
                     self._answered(self._first)
@@ -97,7 +97,7 @@ class Watched:
     def _hear(self, error: Exception) -> None:
         if self._permit is None:
             return
-        if not isinstance(error, ApiError) or speaks_against(error):
+        if not isinstance(error, ApiError) or is_variant_failure(error):
             self._permit.failed()
         else:
             self._permit.dropped()
