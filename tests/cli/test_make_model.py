@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from headrace.cli import main
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.synthetic import random_model
-from headrace.models.synthetic.public_shapes import NAMES, Name, find_shape
+from headrace.models.synthetic.public_shapes import SHAPE_NAMES, ShapeName, find_shape
 from headrace.models.synthetic.random_model import Dtype, tensors_of, write_random_model
 from headrace.models.synthetic.synthetic_tokenizer import byte_alphabet, tokenizer_json
 
@@ -64,7 +64,7 @@ def made(tmp_path: Path, name: str, **options: Any) -> Path:
     return out
 
 
-def tokenizer_of(name: Name) -> Tokenizer:
+def tokenizer_of(name: ShapeName) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(tokenizer_json(find_shape(name))))
 
 
@@ -117,20 +117,20 @@ def test_weights_are_normal_with_the_spread_that_keeps_activations_sane(tmp_path
 
 
 @pytest.mark.parametrize("name", PUBLIC_WEIGHTS)
-def test_a_shape_has_as_many_weights_as_the_public_model(name: Name) -> None:
+def test_a_shape_has_as_many_weights_as_the_public_model(name: ShapeName) -> None:
     assert sum(tensor.weights for tensor in tensors_of(find_shape(name)).values()) == PUBLIC_WEIGHTS[name]
 
 
 @pytest.mark.parametrize("name", PUBLIC_TOKENS)
-def test_special_tokens_have_the_public_ids_and_survive_encoding(name: Name) -> None:
+def test_special_tokens_have_the_public_ids_and_survive_encoding(name: ShapeName) -> None:
     tokenizer = tokenizer_of(name)
     for text, token in PUBLIC_TOKENS[name].items():
         assert tokenizer.token_to_id(text) == token
         assert tokenizer.encode(f"{text}", add_special_tokens=False).ids == [token]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tokenizer_has_the_right_size_and_shortens_english(name: Name) -> None:
+@pytest.mark.parametrize("name", SHAPE_NAMES)
+def test_a_tokenizer_has_the_right_size_and_shortens_english(name: ShapeName) -> None:
     tokenizer = tokenizer_of(name)
     assert tokenizer.get_vocab_size() == find_shape(name).vocab_size
     assert {tokenizer.id_to_token(token) is None for token in range(tokenizer.get_vocab_size())} == {False}
@@ -142,7 +142,7 @@ def test_a_tokenizer_has_the_right_size_and_shortens_english(name: Name) -> None
 
 
 @pytest.mark.parametrize("name", ["tiny", "mistral-7b"])
-def test_every_ordinary_token_is_what_bpe_makes_of_its_text(name: Name) -> None:
+def test_every_ordinary_token_is_what_bpe_makes_of_its_text(name: ShapeName) -> None:
     shape = find_shape(name)
     model = tokenizer_json(shape)["model"]
     bpe = Tokenizer(models.BPE(vocab=model["vocab"], merges=model["merges"]))
@@ -177,7 +177,7 @@ def test_transformers_loads_every_weight_and_the_tokenizer(tmp_path: Path, name:
     assert values.std().item() == pytest.approx(spread, rel=0.1)
 
 
-def chat(name: Name, tmp_path: Path, messages: list[dict[str, Any]], **options: Any) -> str:
+def chat(name: ShapeName, tmp_path: Path, messages: list[dict[str, Any]], **options: Any) -> str:
     """The chat as transformers renders it from what we wrote."""
     transformers = pytest.importorskip("transformers")
     shape = find_shape(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import headrace._core as _core
-from headrace.models.precision import Format, KvType
+from headrace.models.precision import KvType, WeightFormat
 from headrace.models.spec import ModelSpec
 from tests.core.reference import STORED, Doubles, bf16, exact, forward, int8_rows
 from tests.core.tiny import (
@@ -93,7 +93,9 @@ def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvTy
     [("bf16", 0), ("int8", 32), ("int8", 128), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 0)],
 )
 @pytest.mark.parametrize("name", ["plain", "soft_caps", "gated_biases", "experts", "plain_experts"])
-def test_rounded_weights_give_what_the_unpacked_weights_give(name: str, format: Format, group: int, isa: str) -> None:
+def test_rounded_weights_give_what_the_unpacked_weights_give(
+    name: str, format: WeightFormat, group: int, isa: str
+) -> None:
     model = SPECS[name]
     tokens = text(20, model)
     found = Tiny(model, format, group, isa=isa).rows(tokens, BLOCKS)
@@ -109,7 +111,7 @@ def test_rounded_weights_give_what_the_unpacked_weights_give(name: str, format: 
         assert np.median(errors) < 5e-3
 
 
-def unpacked_tensors(model: ModelSpec, format: Format, group: int) -> Mapping[str, Floats]:
+def unpacked_tensors(model: ModelSpec, format: WeightFormat, group: int) -> Mapping[str, Floats]:
     plain = dict(random_tensors(model))
     for name, tensor in packed_model(model, format, group).items():
         if not isinstance(tensor, _core.Packed):

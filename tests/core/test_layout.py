@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.models.packing import aligned_bytes
-from headrace.models.precision import Format, Precision
+from headrace.models.precision import Precision, WeightFormat
 from tests.core.reference import bf16
 from tests.core.tiny import Floats, packed
 
 Bytes = NDArray[np.uint8]
 
 SHAPES = [(1, 1), (31, 33), (32, 32), (33, 64), (70, 50), (96, 130), (5, 257)]
-INTEGERS: list[tuple[Format, int]] = [(f, g) for f in ("int8", "int4") for g in (32, 64, 128, 0)]
+INTEGERS: list[tuple[WeightFormat, int]] = [(f, g) for f in ("int8", "int4") for g in (32, 64, 128, 0)]
 
 
 def matrix(outputs: int, inputs: int, seed: int = 0) -> Floats:
@@ -28,7 +28,7 @@ def group_of(group: int, inputs: int) -> int:
 
 
 def packed_bytes_of(
-    source: NDArray[np.generic], kind: _core.SourceType, format: Format, group: int, threads: int = 1
+    source: NDArray[np.generic], kind: _core.SourceType, format: WeightFormat, group: int, threads: int = 1
 ) -> Bytes:
     multiples = Precision(format, group).multiples
     out = aligned_bytes(_core.packed_bytes(format, source.shape[0], source.shape[1], group, multiples=multiples))
@@ -41,7 +41,7 @@ def squared_error(weights: Floats, found: Floats) -> float:
     return float(((weights.astype(np.float64) - found) ** 2).sum())
 
 
-def absmax_rounding(weights: Floats, format: Format, group: int) -> Floats:
+def absmax_rounding(weights: Floats, format: WeightFormat, group: int) -> Floats:
     """The plain way: each group's largest magnitude gets the largest code of both signs."""
     most = 127 if format == "int8" else 7
     size = group_of(group, weights.shape[1])
@@ -76,7 +76,9 @@ def test_bf16_rounds_ties_to_even_and_keeps_what_is_special() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_integer_weights_are_nearer_than_plain_rounding(format: Format, group: int, shape: tuple[int, int]) -> None:
+def test_integer_weights_are_nearer_than_plain_rounding(
+    format: WeightFormat, group: int, shape: tuple[int, int]
+) -> None:
     weights = matrix(*shape)
     found = packed(weights, format, group).unpack()
     plain = absmax_rounding(weights, format, group)
@@ -88,7 +90,7 @@ def test_integer_weights_are_nearer_than_plain_rounding(format: Format, group: i
 
 
 @pytest.mark.parametrize(("format", "bound"), [("int8", 0.0075), ("int4", 0.1)])
-def test_the_error_of_normal_weights_is_what_the_bits_allow(format: Format, bound: float) -> None:
+def test_the_error_of_normal_weights_is_what_the_bits_allow(format: WeightFormat, bound: float) -> None:
     weights = matrix(64, 512)
     found = packed(weights, format, 32).unpack()
     assert squared_error(weights, found) ** 0.5 < bound * float(np.linalg.norm(weights))
@@ -96,7 +98,7 @@ def test_the_error_of_normal_weights_is_what_the_bits_allow(format: Format, boun
 
 @pytest.mark.parametrize("size", [1e35, 1e30, 1e5, 1e-5, 1e-30, 1e-36])
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_weights_of_any_size_are_rounded_as_well(format: Format, group: int, size: float) -> None:
+def test_weights_of_any_size_are_rounded_as_well(format: WeightFormat, group: int, size: float) -> None:
     weights = matrix(40, 96)
     large = (weights * np.float32(size)).astype(np.float32)
     found = packed(large, format, group).unpack().astype(np.float64) / size
@@ -105,7 +107,7 @@ def test_weights_of_any_size_are_rounded_as_well(format: Format, group: int, siz
 
 
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_weights_that_are_hardly_numbers_become_no_larger(format: Format, group: int) -> None:
+def test_weights_that_are_hardly_numbers_become_no_larger(format: WeightFormat, group: int) -> None:
     weights = matrix(40, 96)
     weights[:, 40:] *= np.float32(1e-39)
     weights[20:] *= np.float32(1e-39)
@@ -116,7 +118,7 @@ def test_weights_that_are_hardly_numbers_become_no_larger(format: Format, group:
 
 
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_small_rows_beside_large_ones_keep_their_precision(format: Format, group: int) -> None:
+def test_small_rows_beside_large_ones_keep_their_precision(format: WeightFormat, group: int) -> None:
     weights = matrix(40, 128)
     sizes = np.logspace(0, -6, 40).astype(np.float32)[:, None]
     found = packed(weights * sizes, format, group).unpack() / sizes
@@ -126,7 +128,7 @@ def test_small_rows_beside_large_ones_keep_their_precision(format: Format, group
 
 
 @pytest.mark.parametrize("format", ["f32", "bf16", "int8", "int4"])
-def test_rows_of_zeros_stay_zeros(format: Format) -> None:
+def test_rows_of_zeros_stay_zeros(format: WeightFormat) -> None:
     weights = matrix(40, 70)
     weights[::2] = 0
     weights[:, 32:64] = 0
@@ -138,7 +140,7 @@ def test_rows_of_zeros_stay_zeros(format: Format) -> None:
 
 
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
-def test_half_precision_sources_are_read_exactly(format: Format, group: int) -> None:
+def test_half_precision_sources_are_read_exactly(format: WeightFormat, group: int) -> None:
     weights = matrix(37, 75)
     weights[0, :6] = [0.0, -0.0, 2.0**-24, 1023 * 2.0**-24, 65504.0, -(2.0**-14)]  # f16: zeros, subnormals, extremes
     half = weights.astype(np.float16)
@@ -176,21 +178,23 @@ def test_packed_bytes_by_multiples_follow_from_the_shape(shape: tuple[int, int])
 
 
 @pytest.mark.parametrize("wrong", [("int8", 32, False), ("int4", 64, False), ("int4", 0, False), ("int4", 32, True)])
-def test_only_symmetric_int4_in_groups_of_32_has_multiples(wrong: tuple[Format, int, bool]) -> None:
+def test_only_symmetric_int4_in_groups_of_32_has_multiples(wrong: tuple[WeightFormat, int, bool]) -> None:
     format, group, asymmetric = wrong
     with pytest.raises(ValueError, match="multiples are for symmetric int4 in groups of 32"):
         _core.packed_bytes(format, 40, 70, group, asymmetric, multiples=True)
 
 
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
-def test_packed_bytes_are_the_same_on_any_number_of_threads(format: Format, group: int) -> None:
+def test_packed_bytes_are_the_same_on_any_number_of_threads(format: WeightFormat, group: int) -> None:
     weights = matrix(200, 130)
     one = packed_bytes_of(weights, "f32", format, group)
     for threads in (2, 3):
         assert np.array_equal(packed_bytes_of(weights, "f32", format, group, threads), one)
 
 
-def random_codes(format: Format, outputs: int, inputs: int, group: int) -> tuple[Bytes, Floats, NDArray[np.int16]]:
+def random_codes(
+    format: WeightFormat, outputs: int, inputs: int, group: int
+) -> tuple[Bytes, Floats, NDArray[np.int16]]:
     """Codes, scales that f16 holds exactly, and zeros."""
     random = np.random.default_rng(5)
     most = 255 if format == "int8" else 15
@@ -205,7 +209,7 @@ def random_codes(format: Format, outputs: int, inputs: int, group: int) -> tuple
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
 def test_codes_of_another_program_are_kept_exactly(
-    format: Format, group: int, shape: tuple[int, int], asymmetric: bool
+    format: WeightFormat, group: int, shape: tuple[int, int], asymmetric: bool
 ) -> None:
     outputs, inputs = shape
     codes, scales, zeros = random_codes(format, outputs, inputs, group)
@@ -220,7 +224,7 @@ def test_codes_of_another_program_are_kept_exactly(
 
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_codes_lie_in_memory_as_documented(format: Format, group: int, asymmetric: bool) -> None:
+def test_codes_lie_in_memory_as_documented(format: WeightFormat, group: int, asymmetric: bool) -> None:
     outputs, inputs = 70, 130
     codes, scales, zeros = random_codes(format, outputs, inputs, group)
     out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, asymmetric))

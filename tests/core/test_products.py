@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.models.packing import aligned_bytes
-from headrace.models.precision import Format
+from headrace.models.precision import WeightFormat
 from tests.core.reference import bf16
 from tests.core.test_layout import INTEGERS, group_of, laid_by_multiples, random_codes, random_multiples
 from tests.core.tiny import ISAS, ROUNDS_ROWS, Floats, packed, same_bits
@@ -31,7 +31,7 @@ def product(weights: _core.Packed, rows: Floats, outputs: int, isa: str, threads
 
 
 def from_codes(
-    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | None, format: Format, group: int
+    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | None, format: WeightFormat, group: int
 ) -> _core.Packed:
     outputs, inputs = codes.shape
     out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, zeros is not None))
@@ -39,7 +39,7 @@ def from_codes(
     return _core.Packed(format, outputs, inputs, group, gain, out, zeros is not None)
 
 
-def rounded_rows(rows: Floats, size: int, format: Format) -> tuple[NDArray[np.int64], Floats]:
+def rounded_rows(rows: Floats, size: int, format: WeightFormat) -> tuple[NDArray[np.int64], Floats]:
     """Each group of a row as codes and a scale, every operation in f32 as documented: codes of -127..127, and for int8
     weights of so much that two neighbours are 128 together."""
     count, width = rows.shape
@@ -55,7 +55,12 @@ def rounded_rows(rows: Floats, size: int, format: Format) -> tuple[NDArray[np.in
 
 
 def emulated(
-    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | int, rows: Floats, format: Format, group: int
+    codes: NDArray[np.uint8],
+    scales: Floats,
+    zeros: NDArray[np.int16] | int,
+    rows: Floats,
+    format: WeightFormat,
+    group: int,
 ) -> tuple[Doubles, Doubles]:
     """The product of integer codes, and the sum of the magnitudes of what was added: exact but for f32 sums."""
     size = group_of(group, codes.shape[1])
@@ -72,7 +77,7 @@ def emulated_multiples(
 
 
 def scaled(
-    whole: NDArray[np.int64], scales: Floats, rows: Floats, format: Format, size: int
+    whole: NDArray[np.int64], scales: Floats, rows: Floats, format: WeightFormat, size: int
 ) -> tuple[Doubles, Doubles]:
     """Of whole numbers [outputs, inputs] of which `size` inputs share a scale, in the rows too."""
     row_codes, row_scales = rounded_rows(rows, size, format)
@@ -108,7 +113,7 @@ def extreme_rows() -> Floats:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", ["f32", "bf16"])
-def test_products_of_float_weights_are_numpys(format: Format, shape: tuple[int, int], isa: str) -> None:
+def test_products_of_float_weights_are_numpys(format: WeightFormat, shape: tuple[int, int], isa: str) -> None:
     outputs, inputs = shape
     weights = packed(np.random.default_rng(2).standard_normal(shape).astype(np.float32), format)
     rows = random_rows(5, inputs)
@@ -124,7 +129,7 @@ def test_products_of_float_weights_are_numpys(format: Format, shape: tuple[int, 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
 def test_products_of_integer_weights_are_whole_numbers_times_scales(
-    format: Format, group: int, shape: tuple[int, int], asymmetric: bool, isa: str
+    format: WeightFormat, group: int, shape: tuple[int, int], asymmetric: bool, isa: str
 ) -> None:
     outputs, inputs = shape
     codes, scales, zeros = random_codes(format, outputs, inputs, group)
@@ -140,7 +145,9 @@ def test_products_of_integer_weights_are_whole_numbers_times_scales(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_the_largest_codes_and_rows_do_not_overflow(format: Format, group: int, asymmetric: bool, isa: str) -> None:
+def test_the_largest_codes_and_rows_do_not_overflow(
+    format: WeightFormat, group: int, asymmetric: bool, isa: str
+) -> None:
     most = 255 if format == "int8" else 15
     codes = np.zeros((36, 256), np.uint8)
     codes[0::4], codes[1::4, ::2], codes[2::4] = most, most, most // 2
@@ -205,7 +212,7 @@ def test_longer_channels_are_refused() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
-def test_a_row_is_the_same_bits_among_any_others(format: Format, group: int, isa: str) -> None:
+def test_a_row_is_the_same_bits_among_any_others(format: WeightFormat, group: int, isa: str) -> None:
     outputs, inputs = 134, 150  # two pairs of panels and a single one
     weights = packed(np.random.default_rng(4).standard_normal((outputs, inputs)).astype(np.float32), format, group)
     rows = random_rows(MANY, inputs)
@@ -220,7 +227,9 @@ def test_a_row_is_the_same_bits_among_any_others(format: Format, group: int, isa
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group"), INTEGERS)
-def test_rows_of_zeros_and_rows_of_nothing_else_than_tiny_values_multiply(format: Format, group: int, isa: str) -> None:
+def test_rows_of_zeros_and_rows_of_nothing_else_than_tiny_values_multiply(
+    format: WeightFormat, group: int, isa: str
+) -> None:
     codes, scales, _ = random_codes(format, 33, 96, group)
     weights = from_codes(codes, scales, None, format, group)
     rows = np.zeros((4, 96), np.float32)
@@ -245,7 +254,9 @@ def test_neighbours_that_are_infinite_together_do_not_look_like_a_good_row(isa: 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), *INTEGERS])
-def test_a_value_that_is_not_finite_is_seen_in_the_product(format: Format, group: int, value: float, isa: str) -> None:
+def test_a_value_that_is_not_finite_is_seen_in_the_product(
+    format: WeightFormat, group: int, value: float, isa: str
+) -> None:
     """A broken row must not turn into plausible numbers."""
     weights = packed(np.random.default_rng(4).standard_normal((40, 100)).astype(np.float32), format, group)
     rows = random_rows(3, 100)

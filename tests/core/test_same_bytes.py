@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import headrace._core as _core
-from headrace.models.precision import Format, KvType
+from headrace.models.precision import KvType, WeightFormat
 from headrace.models.spec import ModelSpec
 from tests.core.tiny import (
     ENCODER,
@@ -28,7 +28,7 @@ LENGTH = 70  # tokens: past one attention chunk, and 4.4 blocks
 IN_ORDER = (0, 1, 2, 3, 4)
 SCATTERED = (31, 7, 22, 13, 2)
 
-PRECISIONS: list[tuple[Format, int]] = [
+PRECISIONS: list[tuple[WeightFormat, int]] = [
     ("f32", 0),
     ("bf16", 0),
     ("int8", 32),
@@ -41,7 +41,9 @@ PRECISIONS: list[tuple[Format, int]] = [
 KV_TYPES: list[KvType] = ["f32", "bf16", "int8"]
 
 
-def ways(model: ModelSpec, format: Format, group: int, kv: KvType, isa: str) -> Iterator[tuple[str, Floats, Floats]]:
+def ways(
+    model: ModelSpec, format: WeightFormat, group: int, kv: KvType, isa: str
+) -> Iterator[tuple[str, Floats, Floats]]:
     """Ways to compute one sequence: what is done, what comes of it, and what came of it alone and whole."""
 
     def fresh(threads: int = 1) -> Tiny:
@@ -128,7 +130,7 @@ def spoil(tiny: Tiny) -> None:
         assert np.isnan(broken.step([Share(text(16, model, seed=block), 0, (block,)) for block in blocks])).all()
 
 
-def check(model: ModelSpec, format: Format, group: int, kv: KvType, isa: str) -> None:
+def check(model: ModelSpec, format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
     different = [way for way, found, expected in ways(model, format, group, kv, isa) if not same_bits(found, expected)]
     assert different == []
 
@@ -136,20 +138,20 @@ def check(model: ModelSpec, format: Format, group: int, kv: KvType, isa: str) ->
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV_TYPES)
 @pytest.mark.parametrize(("format", "group"), PRECISIONS)
-def test_every_precision_gives_the_same_bits(format: Format, group: int, kv: KvType, isa: str) -> None:
+def test_every_precision_gives_the_same_bits(format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
     check(SPECS["everything"], format, group, kv, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("int8", 32, "int8"), ("int4", 0, "bf16")])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "everything"])
-def test_every_feature_gives_the_same_bits(name: str, format: Format, group: int, kv: KvType, isa: str) -> None:
+def test_every_feature_gives_the_same_bits(name: str, format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
     check(SPECS[name], format, group, kv, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("bf16", 0, "bf16"), ("int8", 64, "int8")])
-def test_an_encoder_gives_the_same_bits_in_any_batch(format: Format, group: int, kv: KvType, isa: str) -> None:
+def test_an_encoder_gives_the_same_bits_in_any_batch(format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
     tokens = text(LENGTH, ENCODER)
     alone = Tiny(ENCODER, format, group, kv=kv, isa=isa).rows(tokens, IN_ORDER, hidden=True)
     for threads in (1, 2, 3):
@@ -162,7 +164,7 @@ def test_an_encoder_gives_the_same_bits_in_any_batch(format: Format, group: int,
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group"), [("f32", 0), ("bf16", 0), ("int8", 64), ("int4", 0)])
 @pytest.mark.parametrize("name", ["plain", "layer_norm", "experts", "soft_caps"])
-def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: Format, group: int, isa: str) -> None:
+def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: WeightFormat, group: int, isa: str) -> None:
     model = SPECS[name]
     tensors = dict(random_tensors(model))
     tensors["embed"] = tensors["embed"].copy()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import describe
 from headrace.models.packing import aligned_bytes
-from headrace.models.precision import Format, KvType, Precision
+from headrace.models.precision import KvType, Precision, WeightFormat
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
 
 Floats = NDArray[np.float32]
@@ -154,7 +154,7 @@ def random_tensors(model: ModelSpec, seed: int = 0) -> Mapping[str, Floats]:
 
 
 def packed(
-    matrix: NDArray[Any], format: Format = "f32", group: int = 0, pool: _core.Pool | None = None
+    matrix: NDArray[Any], format: WeightFormat = "f32", group: int = 0, pool: _core.Pool | None = None
 ) -> _core.Packed:
     """As models are packed: int4 in groups of 32 by multiples."""
     outputs, inputs = matrix.shape
@@ -177,7 +177,7 @@ def by_turns(gate_up: Floats) -> Floats:
 
 
 def core_tensors(
-    tensors: Mapping[str, Floats], format: Format = "f32", group: int = 0, *, embed: Format | None = None
+    tensors: Mapping[str, Floats], format: WeightFormat = "f32", group: int = 0, *, embed: WeightFormat | None = None
 ) -> CoreTensors:
     """What the core's Model takes; every product in one format, the router in f32."""
     pool = _core.Pool(1)
@@ -195,7 +195,7 @@ def core_tensors(
 
 
 @cache
-def packed_model(model: ModelSpec, format: Format = "f32", group: int = 0) -> CoreTensors:
+def packed_model(model: ModelSpec, format: WeightFormat = "f32", group: int = 0) -> CoreTensors:
     return core_tensors(random_tensors(model), format, group)
 
 
@@ -215,7 +215,7 @@ class Tiny:
     def __init__(
         self,
         model: ModelSpec,
-        format: Format = "f32",
+        format: WeightFormat = "f32",
         group: int = 0,
         *,
         kv: KvType = "f32",

@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["headrace"]):
     from headrace.models.formats.pack_file import PackFile
 
 PATH = Path(tempfile.mkdtemp()) / "fuzz.pack"
-START = b"MILLPACK" + bytes(56)
+START = b"HEADPACK" + bytes(56)
 
 
 def as_file(data: bytes) -> bytes:
@@ -27,7 +27,7 @@ def as_file(data: bytes) -> bytes:
     if not data or data[0] >= 250:
         return data[1:]
     footer = data[1:]
-    trailer = struct.pack("<32sQ8s", hashlib.sha256(footer).digest(), len(footer), b"MILLDONE")
+    trailer = struct.pack("<32sQ8s", hashlib.sha256(footer).digest(), len(footer), b"HEADDONE")
     return START + bytes(64 * data[0]) + footer + trailer
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from headrace.errors import ModelError
-from headrace.models.config_json import Config
-from headrace.models.families import FAMILIES, Part, family_of, model_spec
+from headrace.models.config_json import ConfigJson
+from headrace.models.families import FAMILIES, TensorPart, family_of, model_spec
 from headrace.models.spec import ModelSpec, tensor_shapes
 from tests.models.tiny_models import TINY, WINDOW, Reference, saved_config, spec_of
 
@@ -34,8 +34,8 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def sources_of(values: dict[str, Any], names: frozenset[str]) -> dict[str, tuple[Part, ...]]:
-    config = Config(values, path=Path("model/config.json"))
+def sources_of(values: dict[str, Any], names: frozenset[str]) -> dict[str, tuple[TensorPart, ...]]:
+    config = ConfigJson(values, path=Path("model/config.json"))
     return family_of(config).sources(model_spec(config), names)
 
 
@@ -63,38 +63,41 @@ def test_fused_experts_are_taken_one_by_one(tiny: Tiny) -> None:
     for name, feed in (("qwen3-moe-fused", "model.layers.1.mlp"), ("mixtral-fused", "model.layers.1.mlp")):
         reference = tiny(name)
         sources = sources_of(saved_config(reference), frozenset(saved_shapes(reference.folder)))
-        assert sources["layers.1.mlp.experts.3.gate_up"] == (Part(f"{feed}.experts.gate_up_proj", 3),)
-        assert sources["layers.1.mlp.experts.3.down"] == (Part(f"{feed}.experts.down_proj", 3),)
-        assert sources["layers.1.mlp.router"] == (Part(f"{feed}.gate.weight"),)
+        assert sources["layers.1.mlp.experts.3.gate_up"] == (TensorPart(f"{feed}.experts.gate_up_proj", 3),)
+        assert sources["layers.1.mlp.experts.3.down"] == (TensorPart(f"{feed}.experts.down_proj", 3),)
+        assert sources["layers.1.mlp.router"] == (TensorPart(f"{feed}.gate.weight"),)
 
 
 def test_experts_of_hub_checkpoints_are_joined_gate_first(tiny: Tiny) -> None:
     sources = sources_of(saved_config(tiny("mixtral")), frozenset())
     feed = "model.layers.0.block_sparse_moe.experts.2"
-    assert sources["layers.0.mlp.experts.2.gate_up"] == (Part(f"{feed}.w1.weight"), Part(f"{feed}.w3.weight"))
-    assert sources["layers.0.mlp.experts.2.down"] == (Part(f"{feed}.w2.weight"),)
+    assert sources["layers.0.mlp.experts.2.gate_up"] == (
+        TensorPart(f"{feed}.w1.weight"),
+        TensorPart(f"{feed}.w3.weight"),
+    )
+    assert sources["layers.0.mlp.experts.2.down"] == (TensorPart(f"{feed}.w2.weight"),)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
 def test_gemma3_text_is_found_under_each_prefix_it_ever_had(prefix: str, tiny: Tiny) -> None:
     names = frozenset({f"{prefix}embed_tokens.weight"})
     sources = sources_of(saved_config(tiny("gemma3-vision")), names)
-    assert sources["embed"] == (Part(f"{prefix}embed_tokens.weight"),)
-    assert sources["layers.0.mlp.norm"] == (Part(f"{prefix}layers.0.pre_feedforward_layernorm.weight"),)
+    assert sources["embed"] == (TensorPart(f"{prefix}embed_tokens.weight"),)
+    assert sources["layers.0.mlp.norm"] == (TensorPart(f"{prefix}layers.0.pre_feedforward_layernorm.weight"),)
 
 
 def test_norms_of_the_first_bert_checkpoints_are_found(tiny: Tiny) -> None:
     stem = "bert.embeddings.LayerNorm"
     names = frozenset({"bert.embeddings.word_embeddings.weight", f"{stem}.gamma", f"{stem}.beta"})
     sources = sources_of(saved_config(tiny("bert")), names)
-    assert sources["embed_norm"] == (Part(f"{stem}.gamma"),)
-    assert sources["embed_norm.bias"] == (Part(f"{stem}.beta"),)
-    assert sources["layers.2.mlp.residual_norm"] == (Part("bert.encoder.layer.2.output.LayerNorm.weight"),)
+    assert sources["embed_norm"] == (TensorPart(f"{stem}.gamma"),)
+    assert sources["embed_norm.bias"] == (TensorPart(f"{stem}.beta"),)
+    assert sources["layers.2.mlp.residual_norm"] == (TensorPart("bert.encoder.layer.2.output.LayerNorm.weight"),)
 
 
 def test_tied_embedding_saved_only_as_the_head_is_found(tiny: Tiny) -> None:
     sources = sources_of(saved_config(tiny("qwen2")), frozenset({"lm_head.weight"}))
-    assert sources["embed"] == (Part("lm_head.weight"),)
+    assert sources["embed"] == (TensorPart("lm_head.weight"),)
 
 
 def test_layers_have_the_windows_ropes_and_experts_of_their_family(tiny: Tiny) -> None:

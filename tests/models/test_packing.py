@@ -16,13 +16,13 @@ from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError, RequestError
 from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
 from headrace.models.model_folder import open_model
-from headrace.models.packing import CoreTensors, load_tensors, packed_size
+from headrace.models.packing import LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import parse_plan
 
 PROMPT = [1, 5, 9, 200, 3, 77]
 
 
-def load(folder: Path, weights: str, cache: Path | None, keep: tuple[str, ...] = ()) -> CoreTensors:
+def load(folder: Path, weights: str, cache: Path | None, keep: tuple[str, ...] = ()) -> LoadedTensors:
     return load_tensors(open_model(folder), parse_plan(weights, keep=keep), _core.Pool(2), cache=cache)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import RequestError
-from headrace.models.precision import Precision, parse_kv, parse_plan, parse_precision
+from headrace.models.precision import Precision, parse_kv_type, parse_plan, parse_precision
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_a_wrong_keep_entry_is_refused(entry: str) -> None:
 
 
 def test_kv_types_are_checked() -> None:
-    assert parse_kv("int8") == "int8"
+    assert parse_kv_type("int8") == "int8"
     with pytest.raises(RequestError, match="int4"):
-        parse_kv("int4")
+        parse_kv_type("int4")

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.rope import read_rope
 from headrace.models.spec import RopeSpec
 from tests.models.tiny_models import DECODERS, Reference, saved_config, spec_of
@@ -71,7 +71,7 @@ def test_rope_tables_are_those_of_transformers(kind: str, theta: float) -> None:
     )
     reference = LlamaRotaryEmbedding(config)
     spec = read_rope(
-        Config({"max_position_embeddings": 131072, "rope_parameters": parameters}, path=Path("config.json")), 128
+        ConfigJson({"max_position_embeddings": 131072, "rope_parameters": parameters}, path=Path("config.json")), 128
     )
     table, long = rope_tables(spec)
     assert_same_table(table, reference.inv_freq.numpy())

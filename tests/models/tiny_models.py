@@ -19,7 +19,7 @@ import transformers.utils.logging
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.families import model_spec
 from headrace.models.spec import ModelSpec
 
@@ -305,7 +305,7 @@ def saved_config(reference: Reference) -> dict[str, Any]:
 
 
 def spec_of(values: dict[str, Any], folder: Path = Path("model")) -> ModelSpec:
-    return model_spec(Config(values, path=folder / "config.json"))
+    return model_spec(ConfigJson(values, path=folder / "config.json"))
 
 
 def prompt(length: int, seed: int = 7) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from headrace.models.synthetic.public_shapes import Name
+from headrace.models.synthetic.public_shapes import ShapeName
 from headrace.models.synthetic.random_model import Dtype, write_random_model
 
 
@@ -16,7 +16,7 @@ def make_model(
     out: Path,
     /,
     *,
-    like: Name,
+    like: ShapeName,
     seed: int = 0,
     dtype: Dtype = "bf16",
 ) -> None:

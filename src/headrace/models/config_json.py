@@ -1,11 +1,9 @@
 """A typed, bounded view of a model's config.json.
 
-Owns Config, its getters, and the bounds that no honest model passes. Every wrong type, missing key and hostile value
-becomes a ModelError that names the file, the key, what was expected and what was found. Knows nothing of what the keys
-mean (families do) nor of weights.
+A wrong type, a missing key or a value outside its bounds raises a ModelError that names the file, the key, the expected
+value and the value found. Does not know what the keys mean: families do.
 
-Getters agree on one rule: a missing key gives the default, where there is one, and an error where there is none. `null`
-is a value of its own, which only the `optional_` getters accept.
+A getter returns its default for a missing key, and raises if it has none. Only the `optional_` getters accept `null`.
 """
 
 from __future__ import annotations
@@ -18,23 +16,23 @@ from typing import Final, TypeVar, cast
 from headrace.errors import ModelError
 from headrace.models.formats.json_file import read_json
 
-MOST_LAYERS: Final = 1024
-MOST_HIDDEN: Final = 1 << 17
-MOST_INTERMEDIATE: Final = 1 << 20
-MOST_VOCAB: Final = 1 << 23
-MOST_HEADS: Final = 1 << 12
-MOST_HEAD_SIZE: Final = 1 << 12
-MOST_EXPERTS: Final = 1 << 12
-MOST_CONTEXT: Final = 1 << 30  # tokens
-LARGEST_NUMBER: Final = 1e12  # past any rope base, scale or cap; products of three of them are still finite in f32
-SMALLEST_NUMBER: Final = 1e-15  # of numbers that must be above zero, for their reciprocals
+MAX_LAYERS: Final = 1024
+MAX_HIDDEN: Final = 1 << 17
+MAX_INTERMEDIATE: Final = 1 << 20
+MAX_VOCAB: Final = 1 << 23
+MAX_HEADS: Final = 1 << 12
+MAX_HEAD_SIZE: Final = 1 << 12
+MAX_EXPERTS: Final = 1 << 12
+MAX_CONTEXT: Final = 1 << 30  # tokens
+MAX_NUMBER: Final = 1e12  # past any rope base, scale or cap; products of three of them are still finite in f32
+MIN_NUMBER: Final = 1e-15  # of numbers that must be above zero, for their reciprocals
 
 T = TypeVar("T")
 
 _MISSING: Final = object()
 
 
-class Config:
+class ConfigJson:
     """One JSON object of a model folder; `prefix` says where in the file it stands."""
 
     def __init__(self, values: Mapping[str, object], *, path: Path, prefix: str = "") -> None:
@@ -43,12 +41,12 @@ class Config:
         self.path = path
 
     @classmethod
-    def read(cls, path: Path) -> Config:
+    def read(cls, path: Path) -> ConfigJson:
         return cls(read_json(path), path=path)
 
-    def with_defaults(self, defaults: Mapping[str, object]) -> Config:
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigJson:
         """The same object with the defaults in place of missing keys."""
-        return Config({**defaults, **self._values}, path=self.path, prefix=self._prefix)
+        return ConfigJson({**defaults, **self._values}, path=self.path, prefix=self._prefix)
 
     @property
     def folder(self) -> Path:
@@ -58,83 +56,81 @@ class Config:
         """True when the key is there and is not null."""
         return self._values.get(key) is not None
 
-    def wrong(self, key: str, expected: str) -> ModelError:
+    def mismatch(self, key: str, expected: str) -> ModelError:
         """An error that quotes the value of `key`."""
         found = _shown(self._values[key]) if key in self._values else "nothing"
-        return self.refused(key, f"expected {expected}, found {found}")
+        return self.error(key, f"expected {expected}, found {found}")
 
-    def refused(self, key: str, reason: str) -> ModelError:
+    def error(self, key: str, reason: str) -> ModelError:
         return ModelError(f"config key {(self._prefix + key)[:120]!r}: {reason}", path=self.path)
 
-    def size(self, key: str, *, most: int, least: int = 1, default: int | None = None) -> int:
+    def size(self, key: str, *, maximum: int, minimum: int = 1, default: int | None = None) -> int:
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.wrong(key, f"an integer from {least} to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.mismatch(key, f"an integer from {minimum} to {maximum}")
         return value
 
-    def optional_size(self, key: str, *, most: int, least: int = 1, default: int | None = None) -> int | None:
+    def optional_size(self, key: str, *, maximum: int, minimum: int = 1, default: int | None = None) -> int | None:
         if self._values.get(key, default) is None:
             return None
-        return self.size(key, most=most, least=least, default=default)
+        return self.size(key, maximum=maximum, minimum=minimum, default=default)
 
     def number(
-        self, key: str, *, least: float = 0.0, most: float = LARGEST_NUMBER, default: float | None = None
+        self, key: str, *, minimum: float = 0.0, maximum: float = MAX_NUMBER, default: float | None = None
     ) -> float:
-        """A finite number in [least, most]."""
-        return self._number(key, self._get(key, default), least, most)
+        """A finite number in [minimum, maximum]."""
+        return self._number(key, self._get(key, default), minimum, maximum)
 
-    def positive(self, key: str, *, most: float = LARGEST_NUMBER, default: float | None = None) -> float:
-        value = self.number(key, most=most, default=default)
-        if value < SMALLEST_NUMBER:
-            raise self.wrong(key, "a number above zero")
+    def positive(self, key: str, *, maximum: float = MAX_NUMBER, default: float | None = None) -> float:
+        value = self.number(key, maximum=maximum, default=default)
+        if value < MIN_NUMBER:
+            raise self.mismatch(key, "a number above zero")
         return value
 
-    def optional_positive(
-        self, key: str, *, most: float = LARGEST_NUMBER, default: float | None = None
-    ) -> float | None:
+    def optional_positive(self, key: str, *, maximum: float = MAX_NUMBER, default: float | None = None) -> float | None:
         if self._values.get(key, default) is None:
             return None
-        return self.positive(key, most=most, default=default)
+        return self.positive(key, maximum=maximum, default=default)
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
+            raise self.mismatch(key, "true or false")
         return value
 
     def text(self, key: str, *, default: str | None = None) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+            raise self.mismatch(key, "a string")
         return value
 
     def choice(self, key: str, table: Mapping[str, T], *, default: str | None = None) -> T:
         """What the table holds for the string at `key`."""
         name = self.text(key, default=default)
         if name not in table:
-            raise self.wrong(key, f"one of {', '.join(sorted(table))}")
+            raise self.mismatch(key, f"one of {', '.join(sorted(table))}")
         return table[name]
 
     def positives(self, key: str, count: int) -> tuple[float, ...]:
         """Exactly `count` finite numbers above zero."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(cast("list[object]", value)) != count:
-            raise self.wrong(key, f"a list of {count} numbers")
-        numbers = tuple(self._number(key, item, 0.0, LARGEST_NUMBER) for item in cast("list[object]", value))
-        if any(number < SMALLEST_NUMBER for number in numbers):
-            raise self.wrong(key, f"a list of {count} numbers above zero")
+            raise self.mismatch(key, f"a list of {count} numbers")
+        numbers = tuple(self._number(key, item, 0.0, MAX_NUMBER) for item in cast("list[object]", value))
+        if any(number < MIN_NUMBER for number in numbers):
+            raise self.mismatch(key, f"a list of {count} numbers above zero")
         return numbers
 
-    def optional_sizes(self, key: str, *, least: int, most: int, longest: int) -> tuple[int, ...] | None:
-        """A list of at most `longest` integers, or None where it is missing or null."""
+    def optional_sizes(self, key: str, *, minimum: int, maximum: int, max_items: int) -> tuple[int, ...] | None:
+        """A list of at most `max_items` integers, or None where it is missing or null."""
         value = self._values.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or len(cast("list[object]", value)) > longest:
-            raise self.wrong(key, f"a list of at most {longest} integers")
+        if not isinstance(value, list) or len(cast("list[object]", value)) > max_items:
+            raise self.mismatch(key, f"a list of at most {max_items} integers")
         for item in cast("list[object]", value):
-            if not isinstance(item, int) or isinstance(item, bool) or not least <= item <= most:
-                raise self.wrong(key, f"a list of integers from {least} to {most}")
+            if not isinstance(item, int) or isinstance(item, bool) or not minimum <= item <= maximum:
+                raise self.mismatch(key, f"a list of integers from {minimum} to {maximum}")
         return tuple(cast("list[int]", value))
 
     def optional_names(self, key: str, allowed: tuple[str, ...], count: int) -> tuple[str, ...] | None:
@@ -143,10 +139,10 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, list) or len(cast("list[object]", value)) != count:
-            raise self.wrong(key, f"a list of {count} names")
+            raise self.mismatch(key, f"a list of {count} names")
         for item in cast("list[object]", value):
             if item not in allowed:
-                raise self.refused(key, f"expected {' or '.join(allowed)}, found {_shown(item)}")
+                raise self.error(key, f"expected {' or '.join(allowed)}, found {_shown(item)}")
         return tuple(cast("list[str]", value))
 
     def strings(self, key: str) -> tuple[str, ...]:
@@ -154,29 +150,29 @@ class Config:
         value = self._values.get(key)
         items = cast("list[object]", value) if isinstance(value, list) else []
         if value is not None and (not isinstance(value, list) or len(items) > 64):
-            raise self.wrong(key, "a list of at most 64 strings")
+            raise self.mismatch(key, "a list of at most 64 strings")
         if not all(isinstance(item, str) for item in items):
-            raise self.wrong(key, "a list of strings")
+            raise self.mismatch(key, "a list of strings")
         return tuple(cast("list[str]", items))
 
-    def sub(self, key: str) -> Config:
+    def sub(self, key: str) -> ConfigJson:
         value = self._get(key, None)
         if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return Config(cast("dict[str, object]", value), path=self.path, prefix=f"{self._prefix}{key}.")
+            raise self.mismatch(key, "an object")
+        return ConfigJson(cast("dict[str, object]", value), path=self.path, prefix=f"{self._prefix}{key}.")
 
-    def optional_sub(self, key: str) -> Config | None:
+    def optional_sub(self, key: str) -> ConfigJson | None:
         """The object at `key`; None where it is missing, null or empty."""
         value = self._values.get(key)
         return None if value is None or value == {} else self.sub(key)
 
-    def subs(self, key: str, *, longest: int) -> tuple[Config, ...]:
-        """The objects of the list at `key`, at most `longest` of them."""
+    def subs(self, key: str, *, max_items: int) -> tuple[ConfigJson, ...]:
+        """The objects of the list at `key`, at most `max_items` of them."""
         value = self._get(key, None)
-        if not isinstance(value, list) or len(cast("list[object]", value)) > longest:
-            raise self.wrong(key, f"a list of at most {longest} objects")
+        if not isinstance(value, list) or len(cast("list[object]", value)) > max_items:
+            raise self.mismatch(key, f"a list of at most {max_items} objects")
         items = {f"{index}": item for index, item in enumerate(cast("list[object]", value))}
-        within = Config(items, path=self.path, prefix=f"{self._prefix}{key}.")
+        within = ConfigJson(items, path=self.path, prefix=f"{self._prefix}{key}.")
         return tuple(within.sub(index) for index in items)
 
     def objects(self) -> tuple[str, ...]:
@@ -187,25 +183,25 @@ class Config:
         """Raise unless the key is missing or holds one of the harmless values."""
         value = self._values.get(key)
         if value is not None and not any(type(value) is type(good) and value == good for good in unless):
-            raise self.refused(key, f"{_shown(value)} is not supported: {reason}")
+            raise self.error(key, f"{_shown(value)} is not supported: {reason}")
 
     def refuse_quantised(self) -> None:
         if self.has("quantization_config"):
-            raise self.refused("quantization_config", "quantised checkpoints are not supported")
+            raise self.error("quantization_config", "quantised checkpoints are not supported")
 
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key, _MISSING)
         if value is not _MISSING:
             return value
         if default is None:
-            raise self.refused(key, "missing")
+            raise self.error(key, "missing")
         return default
 
-    def _number(self, key: str, value: object, least: float, most: float) -> float:
+    def _number(self, key: str, value: object, minimum: float, maximum: float) -> float:
         # An integer is compared as it is: one too large for a float must not overflow on the way here.
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum:
             return float(value)
-        raise self.wrong(key, f"a number from {least:g} to {most:g}")
+        raise self.mismatch(key, f"a number from {minimum:g} to {maximum:g}")
 
 
 def _shown(value: object) -> str:

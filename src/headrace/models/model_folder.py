@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError, RequestError
-from headrace.models.config_json import Config
-from headrace.models.families import Part, Sources, family_of, model_spec
+from headrace.models.config_json import ConfigJson
+from headrace.models.families import TensorPart, TensorSources, family_of, model_spec
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.formats.tensors import DenseTensor
 from headrace.models.spec import ModelSpec, tensor_shapes
@@ -32,7 +32,9 @@ _HUB_FILES: Final = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.j
 class ModelFolder:
     """Reading the folder checks config, names and shapes; the weights themselves stay on disk, mapped."""
 
-    def __init__(self, path: Path, config: Config, spec: ModelSpec, weights: ModelWeights, sources: Sources) -> None:
+    def __init__(
+        self, path: Path, config: ConfigJson, spec: ModelSpec, weights: ModelWeights, sources: TensorSources
+    ) -> None:
         self.path = path
         self.config = config
         self.spec = spec
@@ -45,9 +47,9 @@ class ModelFolder:
         return Tokenizer.load(self.path, self.spec.vocab_size)
 
     @cached_property
-    def written_tokenizer(self) -> Tokenizer:
+    def decoding_tokenizer(self) -> Tokenizer:
         """The same for who hardly ever cuts a text: what that takes is read when it is first asked for."""
-        return Tokenizer.load_written(self.path, self.spec.vocab_size)
+        return Tokenizer.load_for_decoding(self.path, self.spec.vocab_size)
 
     def tensor(self, name: str) -> DenseTensor:
         """A canonical tensor, joined from its parts; a view of the mapped file where one part is all of it."""
@@ -64,7 +66,7 @@ class ModelFolder:
             data = np.concatenate([part.to_f32() for part in parts])
         return DenseTensor(name=name, dtype=kind, shape=self.shapes[name], data=data, path=parts[0].path)
 
-    def _part(self, name: str, part: Part) -> DenseTensor:
+    def _part(self, name: str, part: TensorPart) -> DenseTensor:
         tensor = self.weights.dense(part.name)
         if part.index is None:
             return tensor
@@ -91,7 +93,7 @@ class ModelFolder:
             return (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)  # q, k and v
         return (rows // parts,) * parts  # all of it, or gate and up
 
-    def _misshapen(self, part: Part, found: tuple[int, ...], expected: str) -> ModelError:
+    def _misshapen(self, part: TensorPart, found: tuple[int, ...], expected: str) -> ModelError:
         shape = "x".join(map(str, found)) or "a scalar"
         return ModelError(f"has shape {shape}, expected {expected} from config.json", path=self.path, tensor=part.name)
 
@@ -100,7 +102,7 @@ def open_model(path: Path) -> ModelFolder:
     """The model in a folder; ModelError where anything about it is wrong."""
     if not path.is_dir():
         raise ModelError("no such model folder" if not path.exists() else "not a folder", path=path)
-    config = Config.read(path / "config.json")
+    config = ConfigJson.read(path / "config.json")
     spec = model_spec(config)
     weights = ModelWeights.open(path)
     folder = ModelFolder(path, config, spec, weights, family_of(config).sources(spec, weights.names))

@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.errors import ModelError
-from headrace.models.cache_folder import cache_limit, make_room
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.formats.pack_file import PackFile, PackWriter
 from headrace.models.formats.tensors import DenseTensor
 from headrace.models.model_folder import ModelFolder
-from headrace.models.precision import Format, Precision, WeightPlan
+from headrace.models.precision import Precision, WeightFormat, WeightPlan
 from headrace.models.spec import ModelSpec, is_product
+from headrace.models.weight_cache import cache_limit, evict_until_fits
 
 PANEL: Final = 32  # output channels side by side in the core's layout
 VERSION: Final = 1  # of what this file does to tensors before the core packs them
 
-Tensor = _core.Packed | NDArray[np.float32]
+CoreTensor = _core.Packed | NDArray[np.float32]
 
 
-class CoreTensors(msgspec.Struct):
-    tensors: dict[str, Tensor]
+class LoadedTensors(msgspec.Struct):
+    tensors: dict[str, CoreTensor]
     bytes: int
     mapped: bool  # read from a packed file that was there
 
@@ -54,7 +54,7 @@ def load_tensors(
     *,
     cache: Path | None,
     progress: Callable[[int, int], None] | None = None,
-) -> CoreTensors:
+) -> LoadedTensors:
     """The model's tensors, from the cache folder's packed file or made now (and saved there, where there is room)."""
     plan.check_patterns(name for name in folder.shapes if is_product(name))
     if cache is None:
@@ -66,7 +66,7 @@ def load_tensors(
         return opened
     try:
         packed.mkdir(parents=True, exist_ok=True)
-        if not make_room(packed, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
+        if not evict_until_fits(packed, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
             return _collect(_pieces(folder, plan, pool, progress), mapped=False)
         with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
             for piece in _pieces(folder, plan, pool, progress):
@@ -108,16 +108,16 @@ def _key(folder: ModelFolder, plan: WeightPlan, digests: Path) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()[:40]
 
 
-def _collect(pieces: Iterator[_Piece], *, mapped: bool) -> CoreTensors:
-    tensors: dict[str, Tensor] = {}
+def _collect(pieces: Iterator[_Piece], *, mapped: bool) -> LoadedTensors:
+    tensors: dict[str, CoreTensor] = {}
     total = 0
     for piece in pieces:
         tensors[piece.name] = _tensor(piece)
         total += piece.data.size
-    return CoreTensors(tensors, total, mapped)
+    return LoadedTensors(tensors, total, mapped)
 
 
-def _open_packed(path: Path) -> CoreTensors | None:
+def _open_packed(path: Path) -> LoadedTensors | None:
     try:
         file = PackFile.open(path)
         opened = _collect((_Piece(name, file.entry_meta(name), file.data(name)) for name in file.names), mapped=True)
@@ -128,7 +128,7 @@ def _open_packed(path: Path) -> CoreTensors | None:
     return opened
 
 
-def _tensor(piece: _Piece) -> Tensor:
+def _tensor(piece: _Piece) -> CoreTensor:
     meta = piece.meta
     if meta["kind"] == "vector":
         return piece.data.view(np.float32)
@@ -170,7 +170,7 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
     outputs, inputs = source.shape
     out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
     gain = _core.pack(source, tensor.dtype, precision.format, precision.group, out, pool, precision.multiples)
-    format_name: Format = precision.format
+    format_name: WeightFormat = precision.format
     meta = {
         "kind": "packed",
         "format": format_name,

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-Format = Literal["f32", "bf16", "int8", "int4"]
+WeightFormat = Literal["f32", "bf16", "int8", "int4"]
 KvType = Literal["f32", "bf16", "int8"]
 
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 stands for per channel
@@ -26,7 +26,7 @@ _DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
 
 
 class Precision(msgspec.Struct, frozen=True):
-    format: Format
+    format: WeightFormat
     group: int = 0  # inputs that share a scale; 0 is per channel, and what the float formats have
 
     @property
@@ -53,13 +53,13 @@ class Precision(msgspec.Struct, frozen=True):
 def parse_precision(text: str, *, parameter: str = "weights", group: str | int | None = None) -> Precision:
     """`group` overrides the default group, but not one that the text itself spells."""
     format_name, dash, suffix = text.partition("-")
-    if format_name not in get_args(Format):
+    if format_name not in get_args(WeightFormat):
         raise RequestError(
             f"unknown precision '{text}': expected f32, bf16, int8 or int4, the last two with -g32, -g64, -g128 or "
             "-channel where the group is to be another",
             parameter=parameter,
         )
-    chosen = cast(Format, format_name)
+    chosen = cast(WeightFormat, format_name)
     if chosen not in _DEFAULT_GROUP:
         if dash:
             raise RequestError(f"'{text}': {chosen} has no groups", parameter=parameter)
@@ -80,7 +80,7 @@ def parse_group(group: str | int) -> int:
     raise RequestError(f"unknown group '{group}': expected 32, 64, 128 or channel", parameter="group")
 
 
-def parse_kv(text: str) -> KvType:
+def parse_kv_type(text: str) -> KvType:
     if text not in get_args(KvType):
         raise RequestError(f"unknown KV type '{text}': expected f32, bf16 or int8", parameter="kv")
     return cast(KvType, text)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError
-from headrace.models.config_json import MOST_CONTEXT, Config
+from headrace.models.config_json import MAX_CONTEXT, ConfigJson
 from headrace.models.spec import RopeSpec
 
 F32 = NDArray[np.float32]
@@ -36,7 +36,7 @@ _REASONS = {
 
 
 def read_rope(
-    config: Config,
+    config: ConfigJson,
     head_size: int,
     *,
     default_theta: float = 10_000.0,
@@ -52,17 +52,17 @@ def read_rope(
     parameters = config.optional_sub("rope_scaling") or config.optional_sub("rope_parameters")
     theta = config.positive("rope_theta", default=default_theta)
     if parameters is None:
-        parameters = Config({}, path=config.path, prefix="rope_parameters.")
+        parameters = ConfigJson({}, path=config.path, prefix="rope_parameters.")
     elif nested := parameters.objects():
-        raise parameters.refused(nested[0], "a rope for each kind of layer is not supported for this architecture")
+        raise parameters.error(nested[0], "a rope for each kind of layer is not supported for this architecture")
     return rope_of(
         config, parameters, head_size, theta=theta, default_original=default_original, partial=partial, kinds=kinds
     )
 
 
 def rope_of(
-    config: Config,
-    parameters: Config,
+    config: ConfigJson,
+    parameters: ConfigJson,
     head_size: int,
     *,
     theta: float,
@@ -96,34 +96,34 @@ def rope_of(
         raise ModelError(f"rope {kind!r} gives no finite table: {error}", path=config.path) from None
 
 
-def _rotated_dims(config: Config, parameters: Config, head_size: int, *, partial: bool) -> int:
-    factor = config.positive("partial_rotary_factor", most=1.0, default=1.0)
-    factor = parameters.positive("partial_rotary_factor", most=1.0, default=factor)
+def _rotated_dims(config: ConfigJson, parameters: ConfigJson, head_size: int, *, partial: bool) -> int:
+    factor = config.positive("partial_rotary_factor", maximum=1.0, default=1.0)
+    factor = parameters.positive("partial_rotary_factor", maximum=1.0, default=factor)
     if factor != 1.0 and not partial:
-        raise config.refused("partial_rotary_factor", "is not supported for this architecture")
+        raise config.error("partial_rotary_factor", "is not supported for this architecture")
     rotated = int(head_size * factor)
     if rotated < 2 or rotated % 2:
-        raise config.refused("head_dim", f"a rope over {rotated} of {head_size} dims: expected an even number of them")
+        raise config.error("head_dim", f"a rope over {rotated} of {head_size} dims: expected an even number of them")
     return rotated
 
 
-def _original_context(config: Config, parameters: Config, default: int | None) -> int:
+def _original_context(config: ConfigJson, parameters: ConfigJson, default: int | None) -> int:
     """The context that the model was trained with before its rope was stretched, in tokens."""
     key = "original_max_position_embeddings"
     if config.has(key):
-        return config.size(key, least=2, most=MOST_CONTEXT)
+        return config.size(key, minimum=2, maximum=MAX_CONTEXT)
     if default is not None:
         return default
     if parameters.has(key):
-        return parameters.size(key, least=2, most=MOST_CONTEXT)
-    return config.size("max_position_embeddings", least=2, most=MOST_CONTEXT)
+        return parameters.size(key, minimum=2, maximum=MAX_CONTEXT)
+    return config.size("max_position_embeddings", minimum=2, maximum=MAX_CONTEXT)
 
 
-def _llama3(inv_freq: F32, parameters: Config, original: int) -> F32:
+def _llama3(inv_freq: F32, parameters: ConfigJson, original: int) -> F32:
     factor = np.float32(parameters.positive("factor"))
     low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
     if high <= low:
-        raise parameters.wrong("high_freq_factor", f"a number above low_freq_factor ({low:g})")
+        raise parameters.mismatch("high_freq_factor", f"a number above low_freq_factor ({low:g})")
     longest, shortest = np.float32(original / low), np.float32(original / high)
     wavelength = _inverse(inv_freq) * np.float32(2 * math.pi)
     slowed = np.where(wavelength > longest, inv_freq / factor, inv_freq)
@@ -132,8 +132,8 @@ def _llama3(inv_freq: F32, parameters: Config, original: int) -> F32:
     return np.where((wavelength < shortest) | (wavelength > longest), slowed, between)
 
 
-def _yarn(config: Config, parameters: Config, powers: F32, theta: float, original: int) -> RopeSpec:
-    context = config.size("max_position_embeddings", most=MOST_CONTEXT)
+def _yarn(config: ConfigJson, parameters: ConfigJson, powers: F32, theta: float, original: int) -> RopeSpec:
+    context = config.size("max_position_embeddings", maximum=MAX_CONTEXT)
     factor = parameters.optional_positive("factor") or context / original
     fast = parameters.optional_positive("beta_fast") or 32.0
     slow = parameters.optional_positive("beta_slow") or 1.0
@@ -158,7 +158,7 @@ def _yarn(config: Config, parameters: Config, powers: F32, theta: float, origina
     return RopeSpec(inv_freq=_exact(inv_freq), scale=_scale(_yarn_scale(parameters, factor)))
 
 
-def _yarn_scale(parameters: Config, factor: float) -> float:
+def _yarn_scale(parameters: ConfigJson, factor: float) -> float:
     given = parameters.optional_positive("attention_factor")
     if given is not None:
         return given
@@ -173,8 +173,8 @@ def _yarn_scale(parameters: Config, factor: float) -> float:
     return magnitude(1.0)
 
 
-def _longrope(config: Config, parameters: Config, powers: F32, original: int) -> RopeSpec:
-    context = config.size("max_position_embeddings", most=MOST_CONTEXT)
+def _longrope(config: ConfigJson, parameters: ConfigJson, powers: F32, original: int) -> RopeSpec:
+    context = config.size("max_position_embeddings", maximum=MAX_CONTEXT)
     factor = parameters.optional_positive("factor") or context / original
     scale = parameters.optional_positive("attention_factor")
     if scale is None:

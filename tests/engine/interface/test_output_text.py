@@ -17,7 +17,7 @@ from headrace.engine.interface.output_text import (
     token_bytes,
 )
 from headrace.errors import RequestError
-from headrace.models.text.detokenizer import Detokenizer, Pieces, read_decoder
+from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
 from tests.support.small_tokenizers import MAKERS
 
 
@@ -27,7 +27,7 @@ class Vocabulary:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.tokenizer = tokenizer
         special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self.pieces = Pieces(tokenizer, read_decoder(tokenizer.decoder.__getstate__()), special)
+        self.pieces = TokenPieces(tokenizer, read_decoder(tokenizer.decoder.__getstate__()), special)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

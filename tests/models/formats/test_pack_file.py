@@ -201,7 +201,7 @@ def test_any_signed_footer_is_refused_or_read(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "signed.pack"
     start = write_sample(path).read_bytes()[:64]
-    trailer = TRAILER.pack(hashlib.sha256(footer).digest(), len(footer), b"MILLDONE")
+    trailer = TRAILER.pack(hashlib.sha256(footer).digest(), len(footer), b"HEADDONE")
     path.write_bytes(start + bytes(64 * body) + footer + trailer)
     open_all(path)
 

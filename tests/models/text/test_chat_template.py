@@ -193,8 +193,8 @@ def test_the_date_comes_from_the_given_clock() -> None:
         "{{ strftime_now('%d %b %Y') }}", special_tokens={}, now=lambda: datetime(2026, 3, 4, 5, 6, 7)
     )
     assert template.render([USER]) == "04 Mar 2026"
-    assert template.tells_time
-    assert not ChatTemplate(CHATML, special_tokens={}).tells_time
+    assert template.uses_clock
+    assert not ChatTemplate(CHATML, special_tokens={}).uses_clock
 
 
 def test_messages_are_not_changed_by_rendering() -> None:

@@ -42,7 +42,7 @@ def test_it_says_what_the_whole_tokenizer_says(tmp_path: Path, kind: str) -> Non
     make = KINDS.get(kind, unigram)
     write(tmp_path, make(), tokenizer_config=CONFIG)
     assert read_pieces((tmp_path / "tokenizer.json").read_bytes(), SIZE, []) is not None
-    written, whole = Tokenizer.load_written(tmp_path, SIZE), Tokenizer.load(tmp_path, SIZE)
+    written, whole = Tokenizer.load_for_decoding(tmp_path, SIZE), Tokenizer.load(tmp_path, SIZE)
     agree(written, whole)
     text = "the quick</s> x"
     tokens = whole.encode(text)
@@ -58,9 +58,9 @@ def test_the_bundled_models_tokens_are_read_so(name: str) -> None:
     folder = open_model(find_model(name))
     data = (folder.path / "tokenizer.json").read_bytes()
     assert read_pieces(data, folder.spec.vocab_size, []) is not None
-    agree(folder.written_tokenizer, folder.tokenizer)
+    agree(folder.decoding_tokenizer, folder.tokenizer)
     chat = [{"role": "user", "content": "hello"}]
-    assert folder.written_tokenizer.apply_template(chat) == folder.tokenizer.apply_template(chat)
+    assert folder.decoding_tokenizer.apply_template(chat) == folder.tokenizer.apply_template(chat)
 
 
 def test_what_cuts_texts_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_what_cuts_texts_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatc
         from_str = staticmethod(counted)
 
     monkeypatch.setattr(tokenizers, "Tokenizer", Counted)
-    written = Tokenizer.load_written(tmp_path, SIZE)
+    written = Tokenizer.load_for_decoding(tmp_path, SIZE)
     assert streamed(written, [50, 2, 60])
     assert not read
     written.encode("the")
@@ -121,7 +121,7 @@ def test_what_is_not_certain_is_left_to_the_whole_tokenizer(tmp_path: Path, case
     data = json.dumps(UNCERTAIN[case]).encode()
     assert read_pieces(data, SIZE, []) is None
     (tmp_path / "tokenizer.json").write_bytes(data)
-    assert Tokenizer.load_written(tmp_path, SIZE).encode("a")
+    assert Tokenizer.load_for_decoding(tmp_path, SIZE).encode("a")
 
 
 def test_new_added_tokens_follow_the_vocabulary(tmp_path: Path) -> None:
@@ -131,25 +131,25 @@ def test_new_added_tokens_follow_the_vocabulary(tmp_path: Path) -> None:
     tokenizer.add_tokens([AddedToken("<newer>")])
     write(tmp_path, tokenizer)
     assert read_pieces((tmp_path / "tokenizer.json").read_bytes(), size + 2, []) is not None
-    written = Tokenizer.load_written(tmp_path, size + 2)
+    written = Tokenizer.load_for_decoding(tmp_path, size + 2)
     agree(written, Tokenizer.load(tmp_path, size + 2))
     assert streamed(written, [size, size + 1]) == ["", "<newer>", ""]
     # One that the model has no room for is text like any other: that is the whole tokenizer's matter.
-    agree(Tokenizer.load_written(tmp_path, size + 1), Tokenizer.load(tmp_path, size + 1))
+    agree(Tokenizer.load_for_decoding(tmp_path, size + 1), Tokenizer.load(tmp_path, size + 1))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"model": {"type": "BPE", "vocab": {"a": -1}}}'])
 def test_a_corrupt_file_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError) as caught:
-        Tokenizer.load_written(tmp_path, SIZE)
+        Tokenizer.load_for_decoding(tmp_path, SIZE)
     assert caught.value.path == str(tmp_path / "tokenizer.json")
 
 
 def test_a_half_that_is_corrupt_is_refused_when_it_is_read(tmp_path: Path) -> None:
     content = changed(byte_level(), merges=[["no", "pe"]])
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    written = Tokenizer.load_written(tmp_path, SIZE)
+    written = Tokenizer.load_for_decoding(tmp_path, SIZE)
     assert streamed(written, [50])
     with pytest.raises(ModelError, match="not a tokenizer"):
         written.encode("the")
@@ -159,7 +159,7 @@ def test_a_token_past_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_level()
     write(tmp_path, tokenizer)
     with pytest.raises(ModelError, match="but the model's vocabulary has"):
-        Tokenizer.load_written(tmp_path, tokenizer.get_vocab_size() - 1)
+        Tokenizer.load_for_decoding(tmp_path, tokenizer.get_vocab_size() - 1)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -179,7 +179,7 @@ def test_a_damaged_file_says_the_same_or_is_refused(
     except ModelError:
         return  # as the table may find too, or whoever asks for the other half
     if read_pieces(bytes(content), SIZE, []) is not None:  # else it is the same whole tokenizer
-        agree(Tokenizer.load_written(path.parent, SIZE), whole)
+        agree(Tokenizer.load_for_decoding(path.parent, SIZE), whole)
 
 
 FILES = [byte_fallback().to_str().encode(), byte_level().to_str().encode(), unigram().to_str().encode()]

@@ -23,8 +23,8 @@ from headrace.engine.executors.step_thread import Call, StepThread
 from headrace.engine.interface.sampling import Chosen, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
-from headrace.models.packing import CoreTensors, load_tensors
-from headrace.models.precision import KvType, WeightPlan, parse_kv, parse_plan
+from headrace.models.packing import LoadedTensors, load_tensors
+from headrace.models.precision import KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.spec import ModelSpec
 
 DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, where the model allows more
@@ -70,7 +70,7 @@ class CpuExecutor:
         self,
         spec: ModelSpec,
         plan: WeightPlan,
-        tensors: CoreTensors,
+        tensors: LoadedTensors,
         pool: _core.Pool,
         *,
         kv: KvType,
@@ -108,7 +108,7 @@ class CpuExecutor:
         """`context` is the most tokens of one sequence, `kv_tokens` of all together (four sequences by default)."""
         started = time.perf_counter()
         plan = parse_plan(weights, group=group, keep=keep)
-        kv_type = parse_kv(kv)
+        kv_type = parse_kv_type(kv)
         spec = folder.spec
         cores = usable_cores()
         count = cores if threads is None else threads

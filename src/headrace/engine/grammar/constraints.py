@@ -132,7 +132,7 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 try:
-                    self.tokenizer.read()  # a worker's first grammar may find that the model's folder is gone
+                    self.tokenizer.load_encoder()  # a worker's first grammar may find that the model's folder is gone
                 except ModelError as error:
                     raise RequestError(f"no grammar can be followed: {error}", parameter="grammar") from None
                 self._vocabulary = Vocabulary(self.tokenizer).for_llguidance()

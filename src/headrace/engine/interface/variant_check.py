@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.errors import RequestError
-from headrace.models.precision import parse_kv, parse_plan, parse_precision
+from headrace.models.precision import parse_kv_type, parse_plan, parse_precision
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
@@ -15,7 +15,7 @@ SPECULATION: Final = ("none", "ngram", "model")
 def check_variant(variant: Variant) -> None:
     """RequestError for what no model and no machine could serve."""
     parse_plan(variant.weights, group=variant.group, keep=variant.keep)
-    parse_kv(variant.kv)
+    parse_kv_type(variant.kv)
     if variant.speculation not in SPECULATION:
         raise RequestError(
             f"speculation is one of {', '.join(SPECULATION)}, not '{variant.speculation}'", parameter="speculation"

@@ -24,10 +24,10 @@ from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
-from headrace.models.cache_folder import cache_folder
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.weight_cache import cache_folder
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
@@ -59,7 +59,7 @@ def open_variant(
         folder = open_model(find_model(variant.model))
     executor = _load(folder, variant, progress)
     spec, capacity = executor.spec, executor.capacity
-    tokenizer = folder.tokenizer if cuts_texts else folder.written_tokenizer
+    tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
     reuse = spec.causal and variant.prefix_cache
     blocks = Blocks(capacity.blocks, capacity.block_tokens, reuse=reuse)
     for prefix in variant.public_prefixes:

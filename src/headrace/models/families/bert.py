@@ -14,21 +14,28 @@ from pathlib import Path, PurePosixPath
 
 from headrace.errors import ModelError
 from headrace.models.config_json import (
-    MOST_CONTEXT,
-    MOST_HEADS,
-    MOST_HIDDEN,
-    MOST_INTERMEDIATE,
-    MOST_VOCAB,
-    Config,
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    MAX_VOCAB,
+    ConfigJson,
 )
-from headrace.models.families.decoder import ACTIVATIONS, Names, head_size, layer_count, named_sources, prefix_of
-from headrace.models.families.family import Part, Sources, architecture_of
+from headrace.models.families.decoder import (
+    ACTIVATIONS,
+    TensorNames,
+    find_prefix,
+    head_size,
+    layer_count,
+    named_sources,
+)
+from headrace.models.families.family import TensorPart, TensorSources, architecture_of
 from headrace.models.formats.json_file import parse_json_object, read_text
 from headrace.models.spec import LayerSpec, ModelSpec, Pooling
 
 architectures: tuple[str, ...] = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
 
-_NAMES: Names = {
+_NAMES: TensorNames = {
     "embed": ("embeddings.word_embeddings",),
     "positions": ("embeddings.position_embeddings",),
     "token_types": ("embeddings.token_type_embeddings",),
@@ -52,28 +59,28 @@ _POOLING_FLAGS = {
 }
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     config.refuse("position_embedding_type", "positions must be absolute", unless=("absolute",))
     config.refuse("is_decoder", "the model must be an encoder", unless=(False,))
     config.refuse("add_cross_attention", "the model must be an encoder", unless=(False,))
     size = head_size(config)
-    heads = config.size("num_attention_heads", most=MOST_HEADS)
-    positions = config.size("max_position_embeddings", most=1 << 20)
+    heads = config.size("num_attention_heads", maximum=MAX_HEADS)
+    positions = config.size("max_position_embeddings", maximum=1 << 20)
     pooling, normalise = read_pooling(config.folder)
     return ModelSpec(
         family="bert",
         architecture=architecture_of(config),
         kind="encoder",
-        vocab_size=config.size("vocab_size", most=MOST_VOCAB),
-        hidden_size=config.size("hidden_size", most=MOST_HIDDEN),
-        intermediate_size=config.size("intermediate_size", most=MOST_INTERMEDIATE),
+        vocab_size=config.size("vocab_size", maximum=MAX_VOCAB),
+        hidden_size=config.size("hidden_size", maximum=MAX_HIDDEN),
+        intermediate_size=config.size("intermediate_size", maximum=MAX_INTERMEDIATE),
         heads=heads,
         kv_heads=heads,
         head_size=size,
         layers=(LayerSpec(rope=None),) * layer_count(config),
         context=min(positions, _longest_text(config.folder) or positions),
         norm="layer",
-        norm_eps=config.positive("layer_norm_eps", most=1.0, default=1e-12),
+        norm_eps=config.positive("layer_norm_eps", maximum=1.0, default=1e-12),
         pre_norm=False,
         residual_norm=True,
         final_norm=False,
@@ -84,24 +91,24 @@ def spec(config: Config) -> ModelSpec:
         mlp_bias=True,
         attention_scale=size**-0.5,
         learned_positions=positions,
-        token_types=config.size("type_vocab_size", most=1 << 16, default=2),
+        token_types=config.size("type_vocab_size", maximum=1 << 16, default=2),
         embedding_norm=True,
         pooling=pooling,
         normalise_embedding=normalise,
     )
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
-    prefix = prefix_of(names, ("", "bert."), "embeddings.word_embeddings.weight")
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
+    prefix = find_prefix(names, ("", "bert."), "embeddings.word_embeddings.weight")
     table = named_sources(spec, _NAMES, names, prefix=prefix, layer="encoder.layer")
     return {name: tuple(_old_or_new(part, names) for part in parts) for name, parts in table.items()}
 
 
-def _old_or_new(part: Part, names: frozenset[str]) -> Part:
+def _old_or_new(part: TensorPart, names: frozenset[str]) -> TensorPart:
     """The first BERT checkpoints call a norm's weight gamma and its bias beta."""
     stem, _, end = part.name.rpartition(".")
     old = f"{stem}.{'gamma' if end == 'weight' else 'beta'}"
-    return Part(old) if stem.endswith("LayerNorm") and part.name not in names and old in names else part
+    return TensorPart(old) if stem.endswith("LayerNorm") and part.name not in names and old in names else part
 
 
 def read_pooling(folder: Path) -> tuple[Pooling, bool]:
@@ -116,32 +123,32 @@ def read_pooling(folder: Path) -> tuple[Pooling, bool]:
         if kind == "Transformer" and position == 0:
             continue
         if kind == "Pooling" and pooling is None and not normalise:
-            pooling = _pooling(Config.read(_inside(folder, module) / "config.json"))
+            pooling = _pooling(ConfigJson.read(_inside(folder, module) / "config.json"))
         elif kind == "Normalize" and pooling is not None:
             normalise = True
         else:
-            raise module.refused("type", f"module {kind[:60]!r} is not supported at this place")
+            raise module.error("type", f"module {kind[:60]!r} is not supported at this place")
     if pooling is None:
         raise ModelError("no Pooling module: expected Transformer, Pooling and at most Normalize", path=path)
     return pooling, normalise
 
 
-def _modules(path: Path) -> tuple[Config, ...]:
+def _modules(path: Path) -> tuple[ConfigJson, ...]:
     # The one file of a model folder with a list at its top: inside an object, the strict reader takes it.
     values = parse_json_object(f'{{"modules": {read_text(path)}}}'.encode(), path=path)
     if len(values) > 1:
         raise ModelError("expected a list of modules", path=path)
-    return Config(values, path=path).subs("modules", longest=16)
+    return ConfigJson(values, path=path).subs("modules", max_items=16)
 
 
-def _inside(folder: Path, module: Config) -> Path:
+def _inside(folder: Path, module: ConfigJson) -> Path:
     relative = PurePosixPath(module.text("path"))
     if relative.is_absolute() or ".." in relative.parts or "\0" in str(relative):
-        raise module.wrong("path", "a folder within the model's")
+        raise module.mismatch("path", "a folder within the model's")
     return folder / relative
 
 
-def _pooling(config: Config) -> Pooling:
+def _pooling(config: ConfigJson) -> Pooling:
     config.refuse("include_prompt", "every token is pooled", unless=(True,))
     if config.has("pooling_mode"):
         return config.choice("pooling_mode", _POOLINGS)
@@ -155,4 +162,4 @@ def _pooling(config: Config) -> Pooling:
 
 def _longest_text(folder: Path) -> int | None:
     path = folder / "sentence_bert_config.json"
-    return Config.read(path).optional_size("max_seq_length", most=MOST_CONTEXT) if path.exists() else None
+    return ConfigJson.read(path).optional_size("max_seq_length", maximum=MAX_CONTEXT) if path.exists() else None

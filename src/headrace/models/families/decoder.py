@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.models.config_json import (
-    MOST_CONTEXT,
-    MOST_EXPERTS,
-    MOST_HEAD_SIZE,
-    MOST_HEADS,
-    MOST_HIDDEN,
-    MOST_INTERMEDIATE,
-    MOST_LAYERS,
-    MOST_VOCAB,
-    Config,
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    ConfigJson,
 )
-from headrace.models.families.family import Part, Sources
+from headrace.models.families.family import TensorPart, TensorSources
 from headrace.models.spec import Activation, ExpertSpec, LayerSpec, ModelSpec, RopeSpec, tensor_shapes
 
-MOST_PARAMETERS: Final = 1 << 42
-MOST_EXPERT_TENSORS: Final = 1 << 18  # experts times layers
+MAX_PARAMETERS: Final = 1 << 42
+MAX_EXPERT_TENSORS: Final = 1 << 18  # experts times layers
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "silu": "silu",
@@ -40,9 +40,9 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 }
 
 # Canonical name within a layer (or of the model) -> names in the files, whose rows are joined; "{expert}" is a number.
-Names = Mapping[str, tuple[str, ...]]
+TensorNames = Mapping[str, tuple[str, ...]]
 
-LLAMA_NAMES: Final[Names] = {
+LLAMA_NAMES: Final[TensorNames] = {
     "embed": ("embed_tokens",),
     "norm": ("norm",),
     "attn.norm": ("input_layernorm",),
@@ -55,51 +55,51 @@ LLAMA_NAMES: Final[Names] = {
     "mlp.down": ("mlp.down_proj",),
 }
 # The layer's own norms when the sublayers' outputs are normalised (Gemma, OLMo-2).
-OUT_NORM_NAMES: Final[Names] = {
+OUT_NORM_NAMES: Final[TensorNames] = {
     "attn.out_norm": ("post_attention_layernorm",),
     "mlp.norm": ("pre_feedforward_layernorm",),
     "mlp.out_norm": ("post_feedforward_layernorm",),
 }
 
 
-def layer_count(config: Config) -> int:
-    return config.size("num_hidden_layers", most=MOST_LAYERS)
+def layer_count(config: ConfigJson) -> int:
+    return config.size("num_hidden_layers", maximum=MAX_LAYERS)
 
 
-def head_size(config: Config, *, default: int | None = None) -> int:
+def head_size(config: ConfigJson, *, default: int | None = None) -> int:
     """`head_dim`, or what is left of the hidden size for each head."""
-    given = config.optional_size("head_dim", most=MOST_HEAD_SIZE, default=default)
+    given = config.optional_size("head_dim", maximum=MAX_HEAD_SIZE, default=default)
     if given is not None:
         return given
-    hidden = config.size("hidden_size", most=MOST_HIDDEN)
-    heads = config.size("num_attention_heads", most=MOST_HEADS)
-    if hidden % heads or hidden // heads > MOST_HEAD_SIZE:
-        raise config.wrong(
+    hidden = config.size("hidden_size", maximum=MAX_HIDDEN)
+    heads = config.size("num_attention_heads", maximum=MAX_HEADS)
+    if hidden % heads or hidden // heads > MAX_HEAD_SIZE:
+        raise config.mismatch(
             "num_attention_heads", f"a divisor of hidden_size ({hidden}) into heads of at most 4096 dims"
         )
     return hidden // heads
 
 
-def layer_windows(config: Config, window: int | None, default: tuple[bool, ...]) -> tuple[int, ...]:
+def layer_windows(config: ConfigJson, window: int | None, default: tuple[bool, ...]) -> tuple[int, ...]:
     """The window of each layer (0: sees all), from `layer_types` or, without it, from the default: True slides."""
     types = config.optional_names("layer_types", ("full_attention", "sliding_attention"), len(default))
     slides = default if types is None else tuple(kind == "sliding_attention" for kind in types)
     if any(slides) and window is None:
-        raise config.refused("layer_types", "some layers have a sliding window, but its size is not set")
+        raise config.error("layer_types", "some layers have a sliding window, but its size is not set")
     return tuple(window if sliding and window is not None else 0 for sliding in slides)
 
 
-def sliding_window(config: Config, *, default: int | None = None) -> int | None:
-    return config.optional_size("sliding_window", most=MOST_CONTEXT, default=default)
+def sliding_window(config: ConfigJson, *, default: int | None = None) -> int | None:
+    return config.optional_size("sliding_window", maximum=MAX_CONTEXT, default=default)
 
 
-def gated_sliding_window(config: Config, *, default: int | None = None) -> int | None:
+def gated_sliding_window(config: ConfigJson, *, default: int | None = None) -> int | None:
     """The window of configs that name one even where it is not in use."""
     return sliding_window(config, default=default) if config.flag("use_sliding_window", default=False) else None
 
 
 def decoder_spec(
-    config: Config,
+    config: ConfigJson,
     *,
     family: str,
     architecture: str,
@@ -115,23 +115,23 @@ def decoder_spec(
     """The spec of a plain Llama; families replace what they do otherwise."""
     config.refuse("clip_qkv", "clipped projections")
     config.refuse("per_layer_config", "layers of different sizes")
-    heads = config.size("num_attention_heads", most=MOST_HEADS)
-    kv_heads = config.optional_size("num_key_value_heads", most=MOST_HEADS, default=heads) or heads
+    heads = config.size("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.optional_size("num_key_value_heads", maximum=MAX_HEADS, default=heads) or heads
     if heads % kv_heads:
-        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+        raise config.mismatch("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     dense = any(not layer.experts for layer in layers)
     return ModelSpec(
         family=family,
         architecture=architecture,
-        vocab_size=config.size("vocab_size", most=MOST_VOCAB),
-        hidden_size=config.size("hidden_size", most=MOST_HIDDEN),
-        intermediate_size=config.size("intermediate_size", most=MOST_INTERMEDIATE) if dense else 0,
+        vocab_size=config.size("vocab_size", maximum=MAX_VOCAB),
+        hidden_size=config.size("hidden_size", maximum=MAX_HIDDEN),
+        intermediate_size=config.size("intermediate_size", maximum=MAX_INTERMEDIATE) if dense else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
         layers=layers,
-        context=config.size("max_position_embeddings", most=MOST_CONTEXT),
-        norm_eps=config.positive("rms_norm_eps", most=1.0, default=norm_eps),
+        context=config.size("max_position_embeddings", maximum=MAX_CONTEXT),
+        norm_eps=config.positive("rms_norm_eps", maximum=1.0, default=norm_eps),
         activation=config.choice(activation_key, ACTIVATIONS, default=default_activation),
         ropes=ropes,
         attention_scale=head_size**-0.5,
@@ -140,18 +140,18 @@ def decoder_spec(
     )
 
 
-def expert_spec(config: Config, *, size_key: str, normalise: bool) -> ExpertSpec:
+def expert_spec(config: ConfigJson, *, size_key: str, normalise: bool) -> ExpertSpec:
     key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # both mean the same
-    count = config.size(key, most=MOST_EXPERTS)
+    count = config.size(key, maximum=MAX_EXPERTS)
     return ExpertSpec(
         count=count,
-        top_k=config.size("num_experts_per_tok", most=count),
-        intermediate_size=config.size(size_key, most=MOST_INTERMEDIATE),
+        top_k=config.size("num_experts_per_tok", maximum=count),
+        intermediate_size=config.size(size_key, maximum=MAX_INTERMEDIATE),
         normalise=normalise,
     )
 
 
-def parameters(spec: ModelSpec) -> int:
+def parameter_bound(spec: ModelSpec) -> int:
     """An upper bound of the model's weights, without a list of its tensors (which a hostile config makes long)."""
     experts = spec.experts
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
@@ -160,32 +160,38 @@ def parameters(spec: ModelSpec) -> int:
     return 2 * spec.vocab_size * spec.hidden_size + len(spec.layers) * (attention + max(dense, mixture))
 
 
-def bounded(spec: ModelSpec, config: Config) -> ModelSpec:
+def check_size(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """The spec itself, once its sizes taken together are those of a model that could exist."""
-    if parameters(spec) > MOST_PARAMETERS:
-        raise config.refused("hidden_size", f"the sizes make a model of more than {MOST_PARAMETERS} parameters")
-    if spec.experts and spec.experts.count * len(spec.layers) > MOST_EXPERT_TENSORS:
-        raise config.refused("num_hidden_layers", f"more than {MOST_EXPERT_TENSORS} experts in all layers together")
+    if parameter_bound(spec) > MAX_PARAMETERS:
+        raise config.error("hidden_size", f"the sizes make a model of more than {MAX_PARAMETERS} parameters")
+    if spec.experts and spec.experts.count * len(spec.layers) > MAX_EXPERT_TENSORS:
+        raise config.error("num_hidden_layers", f"more than {MAX_EXPERT_TENSORS} experts in all layers together")
     return spec
 
 
-def prefix_of(names: frozenset[str], candidates: tuple[str, ...], probe: str) -> str:
+def find_prefix(names: frozenset[str], candidates: tuple[str, ...], probe: str) -> str:
     """The first prefix under which the probe is in the files; the first of all where it is nowhere."""
     return next((prefix for prefix in candidates if f"{prefix}{probe}" in names), candidates[0])
 
 
 def named_sources(
-    spec: ModelSpec, table: Names, names: frozenset[str], *, prefix: str, layer: str = "layers", head: str = "lm_head"
-) -> Sources:
+    spec: ModelSpec,
+    table: TensorNames,
+    names: frozenset[str],
+    *,
+    prefix: str,
+    layer: str = "layers",
+    head: str = "lm_head",
+) -> TensorSources:
     """The sources of every tensor of the spec, from a table of names.
 
     A layer's names follow `prefix`, `layer` and its number; the head stands outside of the prefix.
     """
 
-    def parts(name: str) -> tuple[Part, ...]:
+    def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
         if name == "head":
-            return (Part(f"{head}.{end}"),)
+            return (TensorPart(f"{head}.{end}"),)
         where, expert = prefix, ""
         if name.startswith("layers."):
             _, number, name = name.split(".", 2)
@@ -193,15 +199,17 @@ def named_sources(
         if ".experts." in name:
             feed, _, expert, leaf = name.split(".")
             name = f"{feed}.experts.{leaf}"
-        return tuple(Part(f"{where}{stem.replace('{expert}', expert)}.{end}") for stem in table[name])
+        return tuple(TensorPart(f"{where}{stem.replace('{expert}', expert)}.{end}") for stem in table[name])
 
     sources = {name: parts(name) for name in tensor_shapes(spec)}
     if spec.tied and sources["embed"][0].name not in names and f"{head}.weight" in names:
-        sources["embed"] = (Part(f"{head}.weight"),)  # the one of the two that was saved
+        sources["embed"] = (TensorPart(f"{head}.weight"),)  # the one of the two that was saved
     return sources
 
 
-def fuse_experts(sources: Sources, spec: ModelSpec, names: frozenset[str], blocks: tuple[str, ...]) -> Sources:
+def fuse_experts(
+    sources: TensorSources, spec: ModelSpec, names: frozenset[str], blocks: tuple[str, ...]
+) -> TensorSources:
     """The same sources with experts taken from tensors that hold all of them, in the layers where the files have those.
 
     `blocks` are what the files may call the mixture of a layer, like "model.layers.{layer}.mlp".
@@ -215,6 +223,6 @@ def fuse_experts(sources: Sources, spec: ModelSpec, names: frozenset[str], block
             if not spec.layers[index].experts or f"{stem}.gate_up_proj" not in names:
                 continue
             for expert in range(spec.experts.count):
-                fused[f"layers.{index}.mlp.experts.{expert}.gate_up"] = (Part(f"{stem}.gate_up_proj", expert),)
-                fused[f"layers.{index}.mlp.experts.{expert}.down"] = (Part(f"{stem}.down_proj", expert),)
+                fused[f"layers.{index}.mlp.experts.{expert}.gate_up"] = (TensorPart(f"{stem}.gate_up_proj", expert),)
+                fused[f"layers.{index}.mlp.experts.{expert}.down"] = (TensorPart(f"{stem}.down_proj", expert),)
     return fused

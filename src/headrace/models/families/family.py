@@ -1,6 +1,6 @@
 """What a family of models is to the rest of Headrace.
 
-Owns Part, Sources and Family: the contract between families and loading. Knows no family and reads no file.
+Owns TensorPart, TensorSources and Family: the contract between families and loading. Knows no family and reads no file.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.spec import ModelSpec
 
 
-class Part(msgspec.Struct, frozen=True):
+class TensorPart(msgspec.Struct, frozen=True):
     """A tensor in the model's files, or one expert of a tensor that holds all experts: [experts, outputs, inputs]."""
 
     name: str
     index: int | None = None
 
 
-Sources = dict[str, tuple[Part, ...]]  # canonical tensor -> its parts, joined along the rows
+TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its parts, joined along the rows
 
 
 class Family(Protocol):
@@ -28,9 +28,9 @@ class Family(Protocol):
 
     architectures: tuple[str, ...]  # Hugging Face class names
 
-    def spec(self, config: Config) -> ModelSpec: ...
+    def spec(self, config: ConfigJson) -> ModelSpec: ...
 
-    def sources(self, spec: ModelSpec, names: frozenset[str]) -> Sources:
+    def sources(self, spec: ModelSpec, names: frozenset[str]) -> TensorSources:
         """Where each tensor of `tensor_shapes(spec)` is; `names` are the tensors in the files.
 
         Names that the files lack are given all the same: loading reports what is missing by its name.
@@ -38,9 +38,9 @@ class Family(Protocol):
         ...
 
 
-def architecture_of(config: Config) -> str:
+def architecture_of(config: ConfigJson) -> str:
     """The Hugging Face class that a config names: the first of `architectures`."""
     names = config.strings("architectures")
     if not names:
-        raise config.wrong("architectures", "a list with the name of a model class")
+        raise config.mismatch("architectures", "a list with the name of a model class")
     return names[0]

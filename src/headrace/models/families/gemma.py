@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import MOST_LAYERS, Config
+from headrace.models.config_json import MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     OUT_NORM_NAMES,
-    Names,
+    TensorNames,
     decoder_spec,
+    find_prefix,
     head_size,
     layer_count,
     layer_windows,
     named_sources,
-    prefix_of,
     sliding_window,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope, rope_of
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
-_NAMES: Names = {**LLAMA_NAMES, **OUT_NORM_NAMES}
+_NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
 # The text part has stood under each of these, over the years.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.language_model.model.")
 
@@ -41,7 +41,7 @@ _GEMMA3_DEFAULTS: dict[str, object] = {
 }
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     if architecture == "Gemma3ForConditionalGeneration":
         config = config.sub("text_config").with_defaults(
@@ -82,27 +82,27 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
-    prefix = prefix_of(names, _PREFIXES, "embed_tokens.weight")
-    head = prefix_of(names, ("", "language_model."), "lm_head.weight")
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
+    prefix = find_prefix(names, _PREFIXES, "embed_tokens.weight")
+    head = find_prefix(names, ("", "language_model."), "lm_head.weight")
     return named_sources(spec, _NAMES, names, prefix=prefix, head=f"{head}lm_head")
 
 
-def _layers(config: Config, *, gemma3: bool) -> tuple[LayerSpec, ...]:
-    period = config.size("sliding_window_pattern", most=MOST_LAYERS, default=6) if gemma3 else 2
+def _layers(config: ConfigJson, *, gemma3: bool) -> tuple[LayerSpec, ...]:
+    period = config.size("sliding_window_pattern", maximum=MAX_LAYERS, default=6) if gemma3 else 2
     default = tuple((index + 1) % period != 0 for index in range(layer_count(config)))
     windows = layer_windows(config, sliding_window(config, default=4096), default)
     return tuple(LayerSpec(window=window, rope=1 if gemma3 and window else 0) for window in windows)
 
 
-def _ropes(config: Config, size: int) -> tuple[RopeSpec, RopeSpec]:
+def _ropes(config: ConfigJson, size: int) -> tuple[RopeSpec, RopeSpec]:
     """Of the layers that see all, then of those that slide."""
     scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
     if both is not None and scaling is not None:
-        raise config.refused("rope_scaling", "stands beside rope_parameters: one of them is expected")
+        raise config.error("rope_scaling", "stands beside rope_parameters: one of them is expected")
     if both is not None and not both.objects():
-        raise config.wrong("rope_parameters", "a rope for full_attention and one for sliding_attention")
-    none = Config({}, path=config.path, prefix="rope_parameters.")
+        raise config.mismatch("rope_parameters", "a rope for full_attention and one for sliding_attention")
+    none = ConfigJson({}, path=config.path, prefix="rope_parameters.")
     full = scaling or (both and both.optional_sub("full_attention")) or none
     local = (both and both.optional_sub("sliding_attention")) or none
     return (
@@ -111,5 +111,5 @@ def _ropes(config: Config, size: int) -> tuple[RopeSpec, RopeSpec]:
     )
 
 
-def _softcap(config: Config, key: str, default: float | None) -> float:
+def _softcap(config: ConfigJson, key: str, default: float | None) -> float:
     return config.optional_positive(key, default=default) or 0.0

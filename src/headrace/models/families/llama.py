@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     decoder_spec,
@@ -18,14 +18,14 @@ from headrace.models.families.decoder import (
     named_sources,
     sliding_window,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM")
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     smollm3 = architecture == "SmolLM3ForCausalLM"
     size = head_size(config)
@@ -45,18 +45,18 @@ def spec(config: Config) -> ModelSpec:
     return msgspec.structs.replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", default=False))
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return named_sources(spec, LLAMA_NAMES, names, prefix="model.")
 
 
-def _layers(config: Config, architecture: str) -> tuple[LayerSpec, ...]:
+def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:
     count = layer_count(config)
     if architecture == "MistralForCausalLM":
         window = sliding_window(config, default=4096)
         # Every layer slides or none does: a config that says otherwise is a Ministral under the wrong name.
         windows = layer_windows(config, window, (window is not None,) * count)
         if len(set(windows)) > 1:
-            raise config.refused("layer_types", "MistralForCausalLM has one kind of layer")
+            raise config.error("layer_types", "MistralForCausalLM has one kind of layer")
         return tuple(LayerSpec(window=window) for window in windows)
     if architecture == "LlamaForCausalLM":
         return (LayerSpec(),) * count
@@ -68,12 +68,12 @@ def _layers(config: Config, architecture: str) -> tuple[LayerSpec, ...]:
     )
 
 
-def _turning_layers(config: Config, count: int) -> tuple[bool, ...]:
+def _turning_layers(config: ConfigJson, count: int) -> tuple[bool, ...]:
     """Which layers have a rope: `no_rope_layers` is, whatever its name says, 1 for the layers that do."""
-    given = config.optional_sizes("no_rope_layers", least=0, most=1, longest=count)
+    given = config.optional_sizes("no_rope_layers", minimum=0, maximum=1, max_items=count)
     if given is None:
-        interval = config.size("no_rope_layer_interval", most=1 << 20, default=4)
+        interval = config.size("no_rope_layer_interval", maximum=1 << 20, default=4)
         return tuple((index + 1) % interval != 0 for index in range(count))
     if len(given) != count:
-        raise config.wrong("no_rope_layers", f"a list of {count} integers")
+        raise config.mismatch("no_rope_layers", f"a list of {count} integers")
     return tuple(flag == 1 for flag in given)

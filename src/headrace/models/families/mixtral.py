@@ -5,10 +5,10 @@ Owns what sets it apart from the plain decoder. Knows nothing of other families.
 
 from __future__ import annotations
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
-    Names,
+    TensorNames,
     decoder_spec,
     expert_spec,
     fuse_experts,
@@ -17,7 +17,7 @@ from headrace.models.families.decoder import (
     named_sources,
     sliding_window,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
@@ -26,7 +26,7 @@ architectures: tuple[str, ...] = ("MixtralForCausalLM",)
 _BLOCKS = ("model.layers.{layer}.block_sparse_moe", "model.layers.{layer}.mlp")
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     size = head_size(config)
     layer = LayerSpec(window=sliding_window(config) or 0, experts=True)
     return decoder_spec(
@@ -41,9 +41,9 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     block = "mlp" if "model.layers.0.mlp.gate.weight" in names else "block_sparse_moe"
-    table: Names = {
+    table: TensorNames = {
         **LLAMA_NAMES,
         "mlp.router": (f"{block}.gate",),
         "mlp.experts.gate_up": (f"{block}.experts.{{expert}}.w1", f"{block}.experts.{{expert}}.w3"),

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     OUT_NORM_NAMES,
-    Names,
+    TensorNames,
     decoder_spec,
     head_size,
     layer_count,
     named_sources,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Olmo2ForCausalLM",)
 
-_NAMES: Names = {**LLAMA_NAMES, **OUT_NORM_NAMES}
+_NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     size = head_size(config)
     plain = decoder_spec(
         config,
@@ -41,5 +41,5 @@ def spec(config: Config) -> ModelSpec:
     return msgspec.structs.replace(plain, pre_norm=False, out_norm=True, qk_norm="full", qkv_bias=bias, o_bias=bias)
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return named_sources(spec, _NAMES, names, prefix="model.")

@@ -5,28 +5,28 @@ Owns what sets these apart from the plain decoder. Knows nothing of other famili
 
 from __future__ import annotations
 
-from headrace.models.config_json import Config
+from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
-    Names,
+    TensorNames,
     decoder_spec,
     head_size,
     layer_count,
     named_sources,
     sliding_window,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Phi3ForCausalLM",)
 
-_NAMES: Names = {**LLAMA_NAMES, "attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
+_NAMES: TensorNames = {**LLAMA_NAMES, "attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
 # Early Phi-3 checkpoints have other names for longrope.
 _ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     size = head_size(config)
     return decoder_spec(
         config,
@@ -39,5 +39,5 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return named_sources(spec, _NAMES, names, prefix="model.")

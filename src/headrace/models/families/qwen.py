@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import MOST_LAYERS, Config
+from headrace.models.config_json import MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
-    Names,
+    TensorNames,
     decoder_spec,
     expert_spec,
     fuse_experts,
@@ -20,13 +20,13 @@ from headrace.models.families.decoder import (
     layer_windows,
     named_sources,
 )
-from headrace.models.families.family import Sources, architecture_of
+from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
-_NAMES: Names = {
+_NAMES: TensorNames = {
     **LLAMA_NAMES,
     "mlp.router": ("mlp.gate",),
     "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
@@ -34,7 +34,7 @@ _NAMES: Names = {
 }
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     size = head_size(config, default=128 if architecture == "Qwen3ForCausalLM" else None)
     layers = _expert_layers(config) if architecture == "Qwen3MoeForCausalLM" else _dense_layers(config)
@@ -55,27 +55,29 @@ def spec(config: Config) -> ModelSpec:
     return msgspec.structs.replace(plain, qk_norm="head", qkv_bias=bias, o_bias=bias)
 
 
-def sources(spec: ModelSpec, names: frozenset[str]) -> Sources:
+def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return fuse_experts(named_sources(spec, _NAMES, names, prefix="model."), spec, names, ("model.layers.{layer}.mlp",))
 
 
-def _dense_layers(config: Config) -> tuple[LayerSpec, ...]:
+def _dense_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
     count = layer_count(config)
     window = gated_sliding_window(config, default=4096)
-    full = config.size("max_window_layers", least=0, most=MOST_LAYERS, default=28)
+    full = config.size("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)
     default = tuple(window is not None and index >= full for index in range(count))
     return tuple(LayerSpec(window=window) for window in layer_windows(config, window, default))
 
 
-def _expert_layers(config: Config) -> tuple[LayerSpec, ...]:
+def _expert_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
     count = layer_count(config)
     window = gated_sliding_window(config, default=4096) or 0  # of every layer
-    dense = frozenset(config.optional_sizes("mlp_only_layers", least=0, most=MOST_LAYERS, longest=MOST_LAYERS) or ())
-    step = config.size("decoder_sparse_step", most=MOST_LAYERS, default=1)
+    dense = frozenset(
+        config.optional_sizes("mlp_only_layers", minimum=0, maximum=MAX_LAYERS, max_items=MAX_LAYERS) or ()
+    )
+    step = config.size("decoder_sparse_step", maximum=MAX_LAYERS, default=1)
     return tuple(
         LayerSpec(window=window, experts=index not in dense and (index + 1) % step == 0) for index in range(count)
     )
 
 
-def _experts(config: Config) -> ExpertSpec:
+def _experts(config: ConfigJson) -> ExpertSpec:
     return expert_spec(config, size_key="moe_intermediate_size", normalise=config.flag("norm_topk_prob", default=False))

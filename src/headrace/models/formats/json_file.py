@@ -59,10 +59,10 @@ def parse_json_object(data: bytes | memoryview, *, path: Path | str | None, what
 
 def read_text(path: Path, *, limit: int = JSON_LIMIT) -> str:
     """The text of a small file; ModelError where it is missing, longer than `limit` bytes or not UTF-8."""
-    return text_of(read_bounded(path, limit), path)
+    return decode_text(read_bounded(path, limit), path)
 
 
-def text_of(data: bytes, path: Path) -> str:
+def decode_text(data: bytes, path: Path) -> str:
     """What was read of a file, as text; ModelError where it is not UTF-8."""
     try:
         return data.decode("utf-8")

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from headrace.errors import ModelError
 
 
-def map_file(path: Path, *, least: int) -> NDArray[np.uint8]:
-    """The file's bytes as a read-only array; ModelError where it is not a regular file of `least` bytes or more."""
+def map_file(path: Path, *, minimum_bytes: int) -> NDArray[np.uint8]:
+    """Map a regular file of at least `minimum_bytes` as a read-only array; raise ModelError for anything else."""
     try:
         # O_NONBLOCK: to open a FIFO must not wait for a writer. It has no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -29,7 +29,7 @@ def map_file(path: Path, *, least: int) -> NDArray[np.uint8]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ModelError("not a regular file", path=path)
-        if status.st_size < max(least, 1):
+        if status.st_size < max(minimum_bytes, 1):
             raise ModelError(f"file is truncated: {status.st_size} bytes, too few for any file of this kind", path=path)
         try:
             return np.frombuffer(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ), dtype=np.uint8)

@@ -24,8 +24,8 @@ from headrace.models.formats.tensors import DenseTensor
 if TYPE_CHECKING:
     from headrace.models.formats.safetensors_file import SafetensorsFile
 
-SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
 INDEX_LIMIT: Final = 128 * 1024 * 1024  # 128 MiB; the index of a large mixture of experts is about 10 MiB
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _CHUNK: Final = 4 * 1024 * 1024  # 4 MiB
@@ -53,10 +53,10 @@ class ModelWeights:
         # Format modules build on DenseTensor, so this one meets them only when it is called.
         from headrace.models.formats.safetensors_file import SafetensorsFile
 
-        if (folder / SINGLE).exists():
-            return cls([SafetensorsFile.open(folder / SINGLE)])
-        if (folder / INDEX).exists():
-            return _open_shards(folder / INDEX)
+        if (folder / SINGLE_FILE).exists():
+            return cls([SafetensorsFile.open(folder / SINGLE_FILE)])
+        if (folder / INDEX_FILE).exists():
+            return _open_shards(folder / INDEX_FILE)
         return cls([SafetensorsFile.open(_only_file(folder))])
 
     def dense(self, name: str) -> DenseTensor:
@@ -110,18 +110,18 @@ def _only_file(folder: Path) -> Path:
         return folder / candidates[0]
     if candidates:
         raise ModelError(
-            f"{len(candidates)} .safetensors files, but neither {SINGLE} nor {INDEX} says how they belong together",
+            f"The folder has {len(candidates)} .safetensors files, but neither {SINGLE_FILE} nor {INDEX_FILE}. Add the "
+            "index that lists the shards.",
             path=folder,
         )
     pickles = [name for name in names if name.removesuffix(".index.json").endswith(PICKLE_SUFFIXES)]
     if pickles:
         raise ModelError(
-            "refused: a pickle file can execute code when it is loaded. Convert the model to safetensors where you "
-            f"trust it (transformers: save_pretrained(..., safe_serialization=True)); only {SINGLE} or its shards are "
-            "loaded",
+            "Pickle files can execute code when they are loaded, so Headrace does not open them. If you trust it, "
+            "convert it to safetensors with transformers: save_pretrained(..., safe_serialization=True).",
             path=folder / pickles[0],
         )
-    raise ModelError(f"no weights: expected {SINGLE}, or shards with {INDEX}", path=folder)
+    raise ModelError(f"no weights: expected {SINGLE_FILE}, or shards with {INDEX_FILE}", path=folder)
 
 
 class _DigestRecord(msgspec.Struct, forbid_unknown_fields=True):

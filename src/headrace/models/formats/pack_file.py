@@ -28,8 +28,8 @@ from headrace.models.formats.mapped_file import map_file
 
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
 FOOTER_LIMIT: Final = 64 * 1024 * 1024  # 64 MiB
-_START: Final = b"MILLPACK" + b"\0" * (ALIGNMENT - 8)
-_END: Final = b"MILLDONE"
+_START: Final = b"HEADPACK" + b"\0" * (ALIGNMENT - 8)
+_END: Final = b"HEADDONE"
 _TRAILER: Final = struct.Struct("<32sQ8s")  # sha256 of the footer, its length in bytes, end magic
 _VERSION: Final = 1
 
@@ -135,7 +135,7 @@ class PackFile:
 
     @classmethod
     def open(cls, path: Path) -> PackFile:
-        data = map_file(path, least=len(_START) + _TRAILER.size)
+        data = map_file(path, minimum_bytes=len(_START) + _TRAILER.size)
         if data[: len(_START)].tobytes() != _START:
             raise ModelError("not a pack file: it has another beginning", path=path)
         trailer_start = len(data) - _TRAILER.size

@@ -22,8 +22,8 @@ from headrace.models.formats.mapped_file import map_file
 from headrace.models.formats.tensors import DenseTensor
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the reference implementation has the same bound
-MOST_TENSORS: Final = 1 << 20
-MOST_DIMENSIONS: Final = 16
+MAX_TENSORS: Final = 1 << 20
+MAX_DIMENSIONS: Final = 16
 _LARGEST: Final = (1 << 63) - 1
 _PREFIX: Final = 8  # bytes of header length, little-endian
 
@@ -46,7 +46,7 @@ Buffer = bytes | bytearray | memoryview | NDArray[Any]
 
 class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=MOST_DIMENSIONS)]
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[_Size, _Size]
 
 
@@ -89,7 +89,7 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
-        data = map_file(path, least=_PREFIX)
+        data = map_file(path, minimum_bytes=_PREFIX)
         length = int.from_bytes(data[:_PREFIX].tobytes(), "little")
         if length > HEADER_LIMIT:
             raise ModelError(f"header length {length} is larger than {HEADER_LIMIT}", path=path)
@@ -123,8 +123,8 @@ def _parse_header(header: bytes, path: Path) -> tuple[dict[str, _HeaderEntry], d
     name: str | None = None
     try:
         raw = _HEADER_DECODER.decode(header)
-        if len(raw) > MOST_TENSORS:
-            raise ModelError(f"header names more than {MOST_TENSORS} tensors", path=path)
+        if len(raw) > MAX_TENSORS:
+            raise ModelError(f"header names more than {MAX_TENSORS} tensors", path=path)
         for name, value in raw.items():
             if name == "__metadata__":
                 metadata = _METADATA_DECODER.decode(value)

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-Name = Literal[
+ShapeName = Literal[
     "tiny",
     "qwen2.5-0.5b",
     "qwen2.5-1.5b",
@@ -25,15 +25,15 @@ Name = Literal[
     "qwen3-moe-tiny",
     "minilm-l6",
 ]
-NAMES: tuple[Name, ...] = get_args(Name)
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)
 
-Config = dict[str, Any]
+ConfigDict = dict[str, Any]
 
 PLAIN_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"})
 """Tokens of their own that are still part of the text: decoding with special tokens left out keeps them."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TurnMarkers(msgspec.Struct, frozen=True):
     """The marks of one chat turn: `start` role `middle` content `end`."""
 
     start: str
@@ -41,9 +41,9 @@ class Turn(msgspec.Struct, frozen=True):
     end: str
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    name: Name
-    config: Config
+class PublicShape(msgspec.Struct, frozen=True, kw_only=True):
+    name: ShapeName
+    config: ConfigDict
     tokens: dict[str, int]  # special tokens and their ids; every other id of the vocabulary is ordinary
     begin: str | None = None  # put before every text by the tokenizer
     finish: str | None = None  # put after it
@@ -51,7 +51,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     pad: str | None = None
     unknown: str | None = None
     mask: str | None = None
-    turn: Turn | None = None  # None: not made for chat
+    turn: TurnMarkers | None = None  # None: not made for chat
     lower_case: bool = False
 
     @property
@@ -59,7 +59,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.config["vocab_size"])
 
 
-CHATML = Turn("<|im_start|>", "\n", "<|im_end|>\n")
+CHATML = TurnMarkers("<|im_start|>", "\n", "<|im_end|>\n")
 
 QWEN_TOKENS: Sequence[str] = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -104,7 +104,7 @@ def bert_tokens() -> dict[str, int]:
     return {named.get(token) or next(unused): token for token in range(999)}
 
 
-def decoder(model_type: str, architecture: str, **sizes: Any) -> Config:
+def decoder(model_type: str, architecture: str, **sizes: Any) -> ConfigDict:
     """The keys that every decoder's config.json has; `sizes` adds to them or replaces them."""
     return {
         "architectures": [architecture],
@@ -119,7 +119,7 @@ def decoder(model_type: str, architecture: str, **sizes: Any) -> Config:
     } | sizes
 
 
-def qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **sizes: Any) -> Config:
+def qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **sizes: Any) -> ConfigDict:
     common = {
         "bos_token_id": 151643,
         "eos_token_id": 151645,
@@ -137,7 +137,7 @@ def qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     return decoder("qwen2", "Qwen2ForCausalLM", **(common | sizes))
 
 
-def tiny(model_type: str, architecture: str, **sizes: Any) -> Config:
+def tiny(model_type: str, architecture: str, **sizes: Any) -> ConfigDict:
     """Small in every direction, yet with what makes the arithmetic interesting: grouped heads, several layers."""
     common = {
         "bos_token_id": TINY_VOCABULARY - 5,
@@ -155,8 +155,8 @@ def tiny(model_type: str, architecture: str, **sizes: Any) -> Config:
     return decoder(model_type, architecture, **(common | sizes))
 
 
-def chatml(name: Name, config: Config, first: int, tokens: Sequence[str]) -> Shape:
-    return Shape(
+def chatml(name: ShapeName, config: ConfigDict, first: int, tokens: Sequence[str]) -> PublicShape:
+    return PublicShape(
         name=name,
         config=config,
         tokens=consecutive(first, tokens),
@@ -166,7 +166,7 @@ def chatml(name: Name, config: Config, first: int, tokens: Sequence[str]) -> Sha
     )
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> PublicShape:
     tiny_first = TINY_VOCABULARY - len(TINY_TOKENS)
     match name:
         case "tiny":
@@ -249,10 +249,10 @@ def find_shape(name: str) -> Shape:
         case "minilm-l6":
             return minilm_l6()
         case _:
-            raise RequestError(f"no shape is called '{name}'; there are {', '.join(NAMES)}", parameter="like")
+            raise RequestError(f"no shape is called '{name}'; there are {', '.join(SHAPE_NAMES)}", parameter="like")
 
 
-def llama_3_2_1b() -> Shape:
+def llama_3_2_1b() -> PublicShape:
     scaling = {
         "factor": 32.0,
         "high_freq_factor": 4.0,
@@ -280,18 +280,18 @@ def llama_3_2_1b() -> Shape:
         tie_word_embeddings=True,
         vocab_size=128256,
     )
-    return Shape(
+    return PublicShape(
         name="llama-3.2-1b",
         config=config,
         tokens=llama_tokens(),
         begin="<|begin_of_text|>",
         end_of_text=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
         pad="<|finetune_right_pad_id|>",
-        turn=Turn("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"),
+        turn=TurnMarkers("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"),
     )
 
 
-def mistral_7b() -> Shape:
+def mistral_7b() -> PublicShape:
     config = decoder(
         "mistral",
         "MistralForCausalLM",
@@ -308,19 +308,19 @@ def mistral_7b() -> Shape:
         sliding_window=None,
         vocab_size=32768,
     )
-    return Shape(
+    return PublicShape(
         name="mistral-7b",
         config=config,
         tokens=mistral_tokens(),
         begin="<s>",
         end_of_text=("</s>",),
         unknown="<unk>",
-        turn=Turn("[INST]", "[/INST]", "</s>"),
+        turn=TurnMarkers("[INST]", "[/INST]", "</s>"),
     )
 
 
-def minilm_l6() -> Shape:
-    config: Config = {
+def minilm_l6() -> PublicShape:
+    config: ConfigDict = {
         "architectures": ["BertModel"],
         "attention_probs_dropout_prob": 0.1,
         "hidden_act": "gelu",
@@ -340,7 +340,7 @@ def minilm_l6() -> Shape:
         "use_cache": True,
         "vocab_size": 30522,
     }
-    return Shape(
+    return PublicShape(
         name="minilm-l6",
         config=config,
         tokens=bert_tokens(),

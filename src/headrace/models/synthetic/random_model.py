@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.formats.safetensors_file import write_safetensors
-from headrace.models.synthetic.public_shapes import Config, Shape, find_shape
+from headrace.models.synthetic.public_shapes import ConfigDict, PublicShape, find_shape
 from headrace.models.synthetic.synthetic_tokenizer import tokenizer_config, tokenizer_json
 
 Dtype = Literal["bf16", "f16", "f32"]
@@ -46,7 +46,7 @@ BIAS_SPREAD = 0.02
 RESIDUAL_SIZE = 6.0
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class RandomTensor(msgspec.Struct, frozen=True):
     """A tensor of the public layout; every weight is `centre` plus `spread` times a normal variable."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Tensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
-class Summary(msgspec.Struct, frozen=True):
+class WrittenModel(msgspec.Struct, frozen=True):
     weights: int
     weight_bytes: int
     files: int
@@ -67,21 +67,21 @@ class Summary(msgspec.Struct, frozen=True):
 NORM = 1.0
 
 
-def product(outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
+def product(outputs: int, inputs: int, gain: float = 1.0) -> RandomTensor:
     """A matrix whose outputs are as large as its inputs, times `gain`."""
-    return Tensor((outputs, inputs), gain / math.sqrt(inputs))
+    return RandomTensor((outputs, inputs), gain / math.sqrt(inputs))
 
 
-def decoder_tensors(config: Config) -> dict[str, Tensor]:
+def decoder_tensors(config: ConfigDict) -> dict[str, RandomTensor]:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads = config["num_attention_heads"] * head_size
     kv_heads = config["num_key_value_heads"] * head_size
     model_type = config["model_type"]
     residual = RESIDUAL_SIZE / math.sqrt(2 * layers)
-    norm = Tensor((hidden,), centre=NORM)
+    norm = RandomTensor((hidden,), centre=NORM)
 
-    def mlp(prefix: str, names: tuple[str, str, str], inner: int) -> dict[str, Tensor]:
+    def mlp(prefix: str, names: tuple[str, str, str], inner: int) -> dict[str, RandomTensor]:
         gate, up, down = names
         return {
             f"{prefix}.{gate}.weight": product(inner, hidden),
@@ -96,11 +96,11 @@ def decoder_tensors(config: Config) -> dict[str, Tensor]:
         for name, outputs in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
             tensors[f"{layer}.self_attn.{name}.weight"] = product(outputs, hidden)
             if model_type == "qwen2":
-                tensors[f"{layer}.self_attn.{name}.bias"] = Tensor((outputs,), BIAS_SPREAD)
+                tensors[f"{layer}.self_attn.{name}.bias"] = RandomTensor((outputs,), BIAS_SPREAD)
         tensors[f"{layer}.self_attn.o_proj.weight"] = product(hidden, heads, residual)
         if model_type in {"qwen3", "qwen3_moe"}:
             for name in ("q_norm", "k_norm"):
-                tensors[f"{layer}.self_attn.{name}.weight"] = Tensor((head_size,), centre=NORM)
+                tensors[f"{layer}.self_attn.{name}.weight"] = RandomTensor((head_size,), centre=NORM)
         tensors[f"{layer}.post_attention_layernorm.weight"] = norm
         if model_type == "mixtral":
             experts = config["num_local_experts"]
@@ -121,17 +121,17 @@ def decoder_tensors(config: Config) -> dict[str, Tensor]:
     return tensors
 
 
-def encoder_tensors(config: Config) -> dict[str, Tensor]:
+def encoder_tensors(config: ConfigDict) -> dict[str, RandomTensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, RandomTensor] = {}
 
     def norm(name: str) -> None:
-        tensors[f"{name}.weight"] = Tensor((hidden,), centre=NORM)
-        tensors[f"{name}.bias"] = Tensor((hidden,), BIAS_SPREAD)
+        tensors[f"{name}.weight"] = RandomTensor((hidden,), centre=NORM)
+        tensors[f"{name}.bias"] = RandomTensor((hidden,), BIAS_SPREAD)
 
     def dense(name: str, outputs: int, inputs: int) -> None:
         tensors[f"{name}.weight"] = product(outputs, inputs)
-        tensors[f"{name}.bias"] = Tensor((outputs,), BIAS_SPREAD)
+        tensors[f"{name}.bias"] = RandomTensor((outputs,), BIAS_SPREAD)
 
     tensors["embeddings.word_embeddings.weight"] = product(config["vocab_size"], hidden)
     tensors["embeddings.position_embeddings.weight"] = product(config["max_position_embeddings"], hidden)
@@ -150,7 +150,7 @@ def encoder_tensors(config: Config) -> dict[str, Tensor]:
     return tensors
 
 
-def tensors_of(shape: Shape) -> dict[str, Tensor]:
+def tensors_of(shape: PublicShape) -> dict[str, RandomTensor]:
     return encoder_tensors(shape.config) if shape.turn is None else decoder_tensors(shape.config)
 
 
@@ -175,7 +175,7 @@ def value_table(spread: float, centre: float, dtype: Dtype) -> NDArray[Any]:
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")  # to nearest, ties to even
 
 
-def draw(name: str, tensor: Tensor, dtype: Dtype, seed: int) -> Iterator[NDArray[Any]]:
+def draw(name: str, tensor: RandomTensor, dtype: Dtype, seed: int) -> Iterator[NDArray[Any]]:
     """The tensor's bytes, a few megabytes at a time: each weight is 16 random bits looked up in a table."""
     table = value_table(tensor.spread, tensor.centre, dtype)
     words = np.frombuffer(hashlib.sha256(name.encode()).digest(), "<u4").tolist()
@@ -187,9 +187,9 @@ def draw(name: str, tensor: Tensor, dtype: Dtype, seed: int) -> Iterator[NDArray
         yield table[choices]
 
 
-def shards(tensors: Mapping[str, Tensor], weight_bytes: int) -> list[dict[str, Tensor]]:
+def shards(tensors: Mapping[str, RandomTensor], weight_bytes: int) -> list[dict[str, RandomTensor]]:
     """The tensors in order, cut where a file would pass SHARD_BYTES."""
-    result: list[dict[str, Tensor]] = [{}]
+    result: list[dict[str, RandomTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if result[-1] and size + tensor.weights * weight_bytes > SHARD_BYTES:
@@ -206,10 +206,10 @@ def write_json(path: Path, content: Any, *, indent: int | None = 2) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: Dtype, seed: int) -> int:
+def write_weights(folder: Path, tensors: Mapping[str, RandomTensor], dtype: Dtype, seed: int) -> int:
     stored, _, weight_bytes = STORED[dtype]
 
-    def source(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], Callable[[], Iterator[NDArray[Any]]]]:
+    def source(name: str, tensor: RandomTensor) -> tuple[str, tuple[int, ...], Callable[[], Iterator[NDArray[Any]]]]:
         return stored, tensor.shape, lambda: draw(name, tensor, dtype, seed)
 
     parts = shards(tensors, weight_bytes)
@@ -226,7 +226,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: Dtype, see
     return len(parts)
 
 
-def write_settings(folder: Path, shape: Shape, dtype: Dtype) -> None:
+def write_settings(folder: Path, shape: PublicShape, dtype: Dtype) -> None:
     config = shape.config | {"torch_dtype": STORED[dtype][1]}
     write_json(folder / "config.json", dict(sorted(config.items())))
     write_json(folder / "tokenizer.json", tokenizer_json(shape), indent=None)
@@ -241,7 +241,7 @@ def write_settings(folder: Path, shape: Shape, dtype: Dtype) -> None:
     write_json(folder / "generation_config.json", generation)
 
 
-def write_pooling(folder: Path, config: Config) -> None:
+def write_pooling(folder: Path, config: ConfigDict) -> None:
     """What sentence-transformers keeps beside an encoder: mean pooling, then unit length."""
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [
@@ -265,7 +265,7 @@ def existing_parent(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
-def write_random_model(name: str, out: Path, *, seed: int = 0, dtype: Dtype = "bf16") -> Summary:
+def write_random_model(name: str, out: Path, *, seed: int = 0, dtype: Dtype = "bf16") -> WrittenModel:
     """Make the directory `out`, which must not exist or be empty; it appears whole or not at all."""
     shape = find_shape(name)
     if seed < 0:
@@ -275,7 +275,7 @@ def write_random_model(name: str, out: Path, *, seed: int = 0, dtype: Dtype = "b
     return write_shape(shape, out, dtype, seed)
 
 
-def write_shape(shape: Shape, out: Path, dtype: Dtype, seed: int) -> Summary:
+def write_shape(shape: PublicShape, out: Path, dtype: Dtype, seed: int) -> WrittenModel:
     tensors = tensors_of(shape)
     weights = sum(tensor.weights for tensor in tensors.values())
     weight_bytes = weights * STORED[dtype][2]
@@ -293,4 +293,4 @@ def write_shape(shape: Shape, out: Path, dtype: Dtype, seed: int) -> Summary:
         partial.replace(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Summary(weights, weight_bytes, files)
+    return WrittenModel(weights, weight_bytes, files)

@@ -17,10 +17,10 @@ from functools import cache
 from itertools import count, islice, pairwise, product
 from typing import Any
 
-from headrace.models.synthetic.public_shapes import PLAIN_MARKS, Shape, Turn
+from headrace.models.synthetic.public_shapes import PLAIN_MARKS, PublicShape, TurnMarkers
 from headrace.models.synthetic.word_list import FUNCTION_WORDS, PREFIXES, SUFFIXES, inflected
 
-Pair = tuple[str, str]
+MergePair = tuple[str, str]
 
 SPACE = "\u0120"  # how the byte-level alphabet writes a space
 NEWLINE = "\u010a"
@@ -106,25 +106,25 @@ def pieces() -> dict[str, int]:
     return {piece: times for piece, times in counted.items() if times > 0}
 
 
-def train(counted: dict[str, int]) -> list[Pair]:
+def train(counted: dict[str, int]) -> list[MergePair]:
     """Ordinary BPE: merge the most frequent neighbours, ties by their text, until every piece is one token."""
     texts = [list(piece) for piece in counted]
     times = list(counted.values())
-    frequency: defaultdict[Pair, int] = defaultdict(int)
-    places: defaultdict[Pair, set[int]] = defaultdict(set)
+    frequency: defaultdict[MergePair, int] = defaultdict(int)
+    places: defaultdict[MergePair, set[int]] = defaultdict(set)
     for index, text in enumerate(texts):
         for pair in pairwise(text):
             frequency[pair] += times[index]
             places[pair].add(index)
     heap = [(-total, pair) for pair, total in frequency.items()]
     heapq.heapify(heap)
-    merges: list[Pair] = []
+    merges: list[MergePair] = []
     while heap:
         total, pair = heapq.heappop(heap)
         if -total != frequency[pair] or not total:
             continue  # an entry from before a change
         merges.append(pair)
-        changed: set[Pair] = set()
+        changed: set[MergePair] = set()
         for index in places.pop(pair):
             before = texts[index]
             after = merged(before, pair)
@@ -144,7 +144,7 @@ def train(counted: dict[str, int]) -> list[Pair]:
     return merges
 
 
-def merged(text: list[str], pair: Pair) -> list[str]:
+def merged(text: list[str], pair: MergePair) -> list[str]:
     left, right = pair
     result: list[str] = []
     index = 0
@@ -158,7 +158,7 @@ def merged(text: list[str], pair: Pair) -> list[str]:
     return result
 
 
-def number_merges() -> Iterator[Pair]:
+def number_merges() -> Iterator[MergePair]:
     digits = "0123456789"
     yield from product(digits, digits)
     for a, b, c in product(digits, digits, digits):
@@ -169,7 +169,7 @@ def number_merges() -> Iterator[Pair]:
 class Boundaries:
     """Tells whether BPE, given only the trained merges, leaves a text as the two tokens that it is made of."""
 
-    def __init__(self, merges: list[Pair]) -> None:
+    def __init__(self, merges: list[MergePair]) -> None:
         first = len(byte_tokens())
         self.ids = {token: index for index, token in enumerate(byte_tokens())}
         self.parts = [(index, index) for index in range(first)]
@@ -201,7 +201,7 @@ class Boundaries:
                         return True
 
 
-def compound_merges(trained: list[Pair], taken: set[str]) -> Iterator[Pair]:
+def compound_merges(trained: list[MergePair], taken: set[str]) -> Iterator[MergePair]:
     """Words with an ending or a second word: as many as anybody wants, and each only where BPE would come to it."""
     boundaries = Boundaries(trained)
     known = boundaries.ids
@@ -216,11 +216,11 @@ def compound_merges(trained: list[Pair], taken: set[str]) -> Iterator[Pair]:
 
 
 @cache
-def trained_merges() -> tuple[Pair, ...]:
+def trained_merges() -> tuple[MergePair, ...]:
     return tuple(train(pieces()))
 
 
-def all_merges() -> Iterator[Pair]:
+def all_merges() -> Iterator[MergePair]:
     trained = list(trained_merges())
     taken = {*byte_tokens(), *(left + right for left, right in trained)}
     for pair in (*trained, *number_merges()):
@@ -229,7 +229,7 @@ def all_merges() -> Iterator[Pair]:
     yield from compound_merges(trained, taken)
 
 
-def vocabulary(shape: Shape) -> tuple[dict[str, int], list[Pair]]:
+def vocabulary(shape: PublicShape) -> tuple[dict[str, int], list[MergePair]]:
     """Every id of the model has a token: the special ones where the public model has them, ours in the gaps."""
     special = set(shape.tokens.values())
     free = (token for token in range(shape.vocab_size) if token not in special)
@@ -251,7 +251,7 @@ def added_token(text: str, token: int) -> dict[str, Any]:
     }
 
 
-def template_of(shape: Shape) -> dict[str, Any] | None:
+def template_of(shape: PublicShape) -> dict[str, Any] | None:
     """The post-processor that puts the shape's first and last token around a text, or around each of two."""
     around = [name for name in (shape.begin, shape.finish) if name is not None]
     if not around:
@@ -274,7 +274,7 @@ def template_of(shape: Shape) -> dict[str, Any] | None:
     }
 
 
-def normaliser_of(shape: Shape) -> dict[str, Any]:
+def normaliser_of(shape: PublicShape) -> dict[str, Any]:
     if not shape.lower_case:
         return {"type": "NFC"}
     return {
@@ -286,7 +286,7 @@ def normaliser_of(shape: Shape) -> dict[str, Any]:
     }
 
 
-def tokenizer_json(shape: Shape) -> dict[str, Any]:
+def tokenizer_json(shape: PublicShape) -> dict[str, Any]:
     tokens, merges = vocabulary(shape)
     byte_level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "pattern": {"Regex": WORD_PATTERN}, "behavior": "Isolated", "invert": False}
@@ -348,7 +348,7 @@ BEGIN
 """.strip()
 
 
-def chat_template(turn: Turn, begin: str | None) -> str:
+def chat_template(turn: TurnMarkers, begin: str | None) -> str:
     def quoted(text: str) -> str:
         return "'" + text.replace("\n", "\\n") + "'"
 
@@ -359,7 +359,7 @@ def chat_template(turn: Turn, begin: str | None) -> str:
     return template.replace("BEGIN\n", "" if begin is None else "{{- bos_token }}\n")
 
 
-def tokenizer_config(shape: Shape) -> dict[str, Any]:
+def tokenizer_config(shape: PublicShape) -> dict[str, Any]:
     encoder = shape.turn is None
     roles = {
         "bos_token": None if encoder else shape.begin,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from headrace.models.text.token_table import Added
+from headrace.models.text.token_table import AddedTokenEntry
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,7 +34,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _OPTIONS: Final = [name for name in _Model.__struct_fields__ if name not in ("type", "vocab", "merges")]
-_FLAGS: Final = [name for name in Added.__struct_fields__ if name not in ("id", "content")]
+_FLAGS: Final = [name for name in AddedTokenEntry.__struct_fields__ if name not in ("id", "content")]
 
 
 def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
@@ -42,7 +42,7 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
     try:
         parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(parts["model"], type=_Model)
-        added = msgspec.json.decode(parts.get("added_tokens", _NO_TOKENS), type=list[Added])
+        added = msgspec.json.decode(parts.get("added_tokens", _NO_TOKENS), type=list[AddedTokenEntry])
         merges = _pairs(model.merges)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
         return None
@@ -52,13 +52,13 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
     try:
         tokenizer = _made(msgspec.json.encode(parts).decode(), model, merges, added)
     except BaseException as error:
-        if not is_refusal(error):
+        if not is_tokenizers_error(error):
             raise
         return None
     return tokenizer, max([*model.vocab.values(), *tokenizer.get_added_tokens_decoder()], default=0)
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_tokenizers_error(error: BaseException) -> bool:
     """Whether `tokenizers` did not take a file, which it says by nothing more precise than an Exception or a panic of
     its Rust code. That is none, so that nobody catches it by accident; here it means a corrupt file."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -80,7 +80,9 @@ def _pairs(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
     return pairs
 
 
-def _made(frame: str, model: _Model, merges: list[tuple[str, str]], added: list[Added]) -> tokenizers.Tokenizer:
+def _made(
+    frame: str, model: _Model, merges: list[tuple[str, str]], added: list[AddedTokenEntry]
+) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, Tokenizer, models
 
     tokenizer = Tokenizer.from_str(frame)

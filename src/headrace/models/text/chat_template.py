@@ -20,10 +20,10 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from headrace.errors import RequestError, TemplateError
 from headrace.models.text.template_bounds import (
-    BUDGET,
     ITEM,
-    Budget,
-    PastBoundsError,
+    RENDER_BUDGET,
+    BoundsExceededError,
+    RenderBudget,
     TemplateBounds,
     WeighedList,
     weigh,
@@ -61,7 +61,7 @@ class ChatTemplate:
         self._path = path
         self._bounds = bounds
         self._now = now
-        self.tells_time = "strftime_now" in source  # the same messages may be another prompt later
+        self.uses_clock = "strftime_now" in source  # the same messages may be another prompt later
         if len(source) > SOURCE_LIMIT:
             raise TemplateError(f"chat template is longer than {SOURCE_LIMIT} characters", path=path)
         try:
@@ -99,16 +99,16 @@ class ChatTemplate:
         given = [value for name, value in values.items() if name in extra or name in ("messages", "tools")]
         try:
             weight = weigh(given, self._bounds.input)
-        except PastBoundsError:
+        except BoundsExceededError:
             raise RequestError("the messages are too large for a chat template", parameter="messages") from None
-        budget = Budget(self._bounds, weight)
-        token = BUDGET.set(budget)
+        budget = RenderBudget(self._bounds, weight)
+        token = RENDER_BUDGET.set(budget)
         try:
             return self._rendered(budget, values)
         finally:
-            BUDGET.reset(token)
+            RENDER_BUDGET.reset(token)
 
-    def _rendered(self, budget: Budget, values: dict[str, Any]) -> str:
+    def _rendered(self, budget: RenderBudget, values: dict[str, Any]) -> str:
         pieces: list[str] = []
         length = 0
         try:
@@ -120,7 +120,7 @@ class ChatTemplate:
             raise RequestError(
                 _short(f"the model's chat template refuses this: {error}"), parameter="messages"
             ) from None
-        except PastBoundsError as error:
+        except BoundsExceededError as error:
             raise self._wrong(f"goes past its bounds: {error}{_line()}") from None
         except SecurityError as error:
             raise self._wrong(f"tries to leave its sandbox: {error}{_line()}") from None
@@ -144,7 +144,7 @@ class ChatTemplate:
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise _RaisedError(BUDGET.get().text(message))
+    raise _RaisedError(RENDER_BUDGET.get().text(message))
 
 
 def _with_reasoning(chat: list[Any]) -> list[Any]:

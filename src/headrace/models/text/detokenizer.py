@@ -115,7 +115,7 @@ def _read_pieces(steps: list[_Step]) -> DecoderKind | None:
     return found
 
 
-class Tokens(Protocol):
+class TokenLookup(Protocol):
     """Who knows how tokens are written: a TokenTable, or a tokenizer of `tokenizers`."""
 
     def id_to_token(self, id: int) -> str | None: ...
@@ -123,10 +123,10 @@ class Tokens(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-class Pieces:
+class TokenPieces:
     """Every token's own bytes or text, found once; shared by the detokenizers of one tokenizer."""
 
-    def __init__(self, tokens: Tokens, kind: DecoderKind, special: Collection[int]) -> None:
+    def __init__(self, tokens: TokenLookup, kind: DecoderKind, special: Collection[int]) -> None:
         self.kind = kind
         self._tokens = tokens
         self._special = frozenset(special)
@@ -157,7 +157,7 @@ class Pieces:
 
 class HasPieces(Protocol):
     @property
-    def pieces(self) -> Pieces: ...
+    def pieces(self) -> TokenPieces: ...
 
 
 class Detokenizer:

@@ -1,8 +1,7 @@
-"""What one rendering of a chat template may cost, and the checks that keep it there.
+"""Limits of one rendering of a chat template, and the checks that enforce them.
 
-Owns Budget: the count of steps, the wall time, the size of any one value and the memory of all values that a rendering
-makes, together with the checks that look at an operation's arguments before it is carried out. Knows nothing of jinja's
-syntax or of chat messages.
+RenderBudget counts steps, wall time, the size of each value and the memory of all values, and checks an operation's
+arguments before it runs. Does not know jinja's syntax or chat messages.
 
 Every value that a template makes is weighed: a text by its length, a container by the length of its text. Shared parts
 count each time they appear, because printing, comparing and hashing meet them each time: `[a, a]` doubled thirty times
@@ -21,14 +20,14 @@ from typing import Any, Final, cast
 import msgspec
 
 ITEM: Final = 8  # weight of an item in a container, besides its text: about what its quotes and comma take
-MOST_INT_BITS: Final = 16_384  # past the largest integer that Python turns into text by default
-MOST_SCAN: Final = 1 << 30  # character comparisons in one call whose cost is a product of two lengths
-MOST_DIGITS: Final = 4_300
-MOST_LINE: Final = 10_000  # items of a row that `batch` fills up
-MOST_PRECISION: Final = 100
+MAX_INT_BITS: Final = 16_384  # past the largest integer that Python turns into text by default
+MAX_SCAN: Final = 1 << 30  # character comparisons in one call whose cost is a product of two lengths
+MAX_DIGITS: Final = 4_300
+MAX_BATCH: Final = 10_000  # items of a row that `batch` fills up
+MAX_PRECISION: Final = 100
 
 
-class PastBoundsError(Exception):
+class BoundsExceededError(Exception):
     """A template went past its bounds; no template and no filter of jinja catches it."""
 
 
@@ -50,7 +49,7 @@ class WeighedList(list[Any]):
 
 
 def weigh(value: object, limit: int) -> int:
-    """The weight of a value; PastBoundsError as soon as it is known to pass `limit`."""
+    """The weight of a value; BoundsExceededError as soon as it is known to pass `limit`."""
     total = 0
     stack: list[object] = [value]
     while stack:
@@ -75,11 +74,11 @@ def weigh(value: object, limit: int) -> int:
         else:
             total += 4 * ITEM
         if total > limit:
-            raise PastBoundsError(f"a value larger than {limit} characters")
+            raise BoundsExceededError(f"a value larger than {limit} characters")
     return total
 
 
-class Budget:
+class RenderBudget:
     """What is left for one rendering."""
 
     def __init__(self, bounds: TemplateBounds, input_weight: int) -> None:
@@ -93,19 +92,19 @@ class Budget:
         """One step; True, so that it can stand in a condition."""
         self._ticks -= 1
         if self._ticks < 0:
-            raise PastBoundsError("too many steps")
+            raise BoundsExceededError("too many steps")
         if time.monotonic() > self._deadline:
-            raise PastBoundsError(f"longer than {self._seconds:g} seconds")
+            raise BoundsExceededError(f"longer than {self._seconds:g} seconds")
         return True
 
     def check(self, length: int) -> None:
         if length > self.value:
-            raise PastBoundsError(f"a value larger than {self.value} characters")
+            raise BoundsExceededError(f"a value larger than {self.value} characters")
 
     def charge(self, size: int) -> None:
         self._memory -= size + 64  # the overhead keeps a great many tiny values bounded too
         if self._memory < 0:
-            raise PastBoundsError("too much memory")
+            raise BoundsExceededError("too much memory")
 
     def made(self, value: Any) -> Any:
         """`value` itself, paid for; a lazy iterator is replaced by one that pays as it goes."""
@@ -117,8 +116,8 @@ class Budget:
             self._weigh(items)
             self.charge(sys.getsizeof(items) + 64 * len(items))  # its items may be new too, as those of `split`
         elif isinstance(value, int):
-            if value.bit_length() > MOST_INT_BITS:
-                raise PastBoundsError("an integer of too many digits")
+            if value.bit_length() > MAX_INT_BITS:
+                raise BoundsExceededError("an integer of too many digits")
         elif isinstance(value, Iterator):
             return self._paced(cast("Iterator[Any]", value))
         return cast(object, value)
@@ -161,8 +160,8 @@ class Budget:
         elif operator == "%" and isinstance(left, str):
             self.check_percent(left, cast(object, right))
         for operand in cast("tuple[object, object]", (left, right)):
-            if isinstance(operand, int) and operand.bit_length() > MOST_INT_BITS:
-                raise PastBoundsError("an integer of too many digits")
+            if isinstance(operand, int) and operand.bit_length() > MAX_INT_BITS:
+                raise BoundsExceededError("an integer of too many digits")
         return self.made(carry_out(left, right))
 
     def check_percent(self, template: str, arguments: object) -> None:
@@ -174,11 +173,11 @@ class Budget:
             count += 1
             for number in found.group("width", "precision"):
                 if number == "*" or len(number or "") > 7:
-                    raise PastBoundsError("a format with too large a width")
+                    raise BoundsExceededError("a format with too large a width")
                 widths += int(number or 0)
             # A parenthesis inside a key would hide from the expression above what Python takes for the width.
             if "(" in (found.group("key") or ""):
-                raise PastBoundsError("a format with a parenthesis in a key")
+                raise BoundsExceededError("a format with a parenthesis in a key")
         # With a mapping every conversion may print the same value; otherwise each argument is printed once.
         weight = self._weigh(arguments)
         self.check(len(template) + widths + weight * (count if isinstance(arguments, Mapping) else 1))
@@ -202,8 +201,8 @@ class Budget:
 
     def check_scan(self, text: object, part: object) -> None:
         """Searches from the right, and stripping, take time in proportion to the product of the two lengths."""
-        if isinstance(text, str) and isinstance(part, str) and len(text) * len(part) > MOST_SCAN:
-            raise PastBoundsError("a search that takes too long")
+        if isinstance(text, str) and isinstance(part, str) and len(text) * len(part) > MAX_SCAN:
+            raise BoundsExceededError("a search that takes too long")
 
     def _joined_lists(self, left: list[Any], right: list[Any]) -> WeighedList:
         weight = self._weigh(left) + self._weigh(right)
@@ -215,15 +214,15 @@ class Budget:
         return result
 
     def _check_power(self, base: object, exponent: object) -> None:
-        if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MOST_INT_BITS:
-            raise PastBoundsError("an integer of too many digits")
+        if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_INT_BITS:
+            raise BoundsExceededError("an integer of too many digits")
 
     def _check_product(self, value: object, times: object) -> None:
         if not isinstance(times, int):
             return
         if isinstance(value, int):
-            if value.bit_length() + times.bit_length() > MOST_INT_BITS:
-                raise PastBoundsError("an integer of too many digits")
+            if value.bit_length() + times.bit_length() > MAX_INT_BITS:
+                raise BoundsExceededError("an integer of too many digits")
         elif isinstance(value, str | list | tuple):
             self.check(max(self._weigh(cast(object, value)), 1) * times)
 
@@ -242,4 +241,6 @@ _CONVERSION: Final = re.compile(
     r"%(?:\((?P<key>[^)]*)\))?[#0\- +]*(?P<width>\*|[0-9]*)(?:\.(?P<precision>\*|[0-9]*))?", re.ASCII
 )
 _NUMBER: Final = re.compile(r"[0-9]+", re.ASCII)
-BUDGET: Final[ContextVar[Budget]] = ContextVar("template_budget")  # of the rendering under way in this thread or task
+RENDER_BUDGET: Final[ContextVar[RenderBudget]] = ContextVar(
+    "template_budget"
+)  # of the rendering under way in this thread or task

@@ -16,7 +16,14 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.runtime import Context
 from markupsafe import Markup
 
-from headrace.models.text.template_bounds import BUDGET, MOST_DIGITS, MOST_LINE, MOST_PRECISION, Budget, PastBoundsError
+from headrace.models.text.template_bounds import (
+    MAX_BATCH,
+    MAX_DIGITS,
+    MAX_PRECISION,
+    RENDER_BUDGET,
+    BoundsExceededError,
+    RenderBudget,
+)
 
 _LEFT_OUT: Final = frozenset({"pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr"})
 # Filters that look at the whole of a container.
@@ -30,7 +37,7 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, n
 
 
 def checked_method(
-    budget: Budget, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    budget: RenderBudget, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """The arguments for a method of a text, once its result is known to be bounded."""
     budget.check(len(text))
@@ -55,7 +62,9 @@ def checked_method(
     return args
 
 
-def _checked_filter(budget: Budget, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _checked_filter(
+    budget: RenderBudget, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     match name:
         case "center":
             budget.check_width(_argument(args, kwargs, 0, "width"))
@@ -73,14 +82,14 @@ def _checked_filter(budget: Budget, name: str, value: Any, args: tuple[Any, ...]
         case "format":
             budget.check_percent(budget.text(value), dict(kwargs) or args)
         case "batch":
-            if _argument(args, kwargs, 0, "linecount", 0) > MOST_LINE:
-                raise PastBoundsError("a batch of too many items")
+            if _argument(args, kwargs, 0, "linecount", 0) > MAX_BATCH:
+                raise BoundsExceededError("a batch of too many items")
         case "int":
-            if isinstance(value, str) and len(value) > MOST_DIGITS:
-                raise PastBoundsError("an integer of too many digits")
+            if isinstance(value, str) and len(value) > MAX_DIGITS:
+                raise BoundsExceededError("an integer of too many digits")
         case "round":
-            if abs(_argument(args, kwargs, 0, "precision", 0)) > MOST_PRECISION:
-                raise PastBoundsError("a number rounded to too many digits")
+            if abs(_argument(args, kwargs, 0, "precision", 0)) > MAX_PRECISION:
+                raise BoundsExceededError("a number rounded to too many digits")
         case _:
             pass
 
@@ -98,7 +107,7 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     # Wanting the context also keeps jinja from working a filter out while it compiles, where there is no budget.
     @jinja2.pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = BUDGET.get()
+        budget = RENDER_BUDGET.get()
         budget.tick()
         if isinstance(value, str):
             budget.check(len(value))
@@ -117,13 +126,13 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """As transformers has it: plain JSON, nothing escaped for HTML."""
-    budget = BUDGET.get()
+    budget = RENDER_BUDGET.get()
     budget.settled(value)
     if isinstance(indent, int | str) and (indent if isinstance(indent, int) else len(indent)) > 16:
-        raise PastBoundsError("JSON with too wide an indent")
+        raise BoundsExceededError("JSON with too wide an indent")
     for separator in separators or ():
         if len(separator) > 16:
-            raise PastBoundsError("JSON with too long a separator")
+            raise BoundsExceededError("JSON with too long a separator")
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, allow_nan=True
     )
@@ -141,7 +150,7 @@ def _tojson(
 
 @jinja2.pass_environment
 def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
-    budget = BUDGET.get()
+    budget = RENDER_BUDGET.get()
     items: list[Any] = list(budget.settled(iter(value)))
     if attribute is not None:
         items = [make_attrgetter(environment, attribute)(item) for item in items]
@@ -153,7 +162,7 @@ def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: A
 
 @jinja2.pass_environment
 def _sum(environment: jinja2.Environment, value: Any, attribute: Any = None, start: Any = 0) -> Any:
-    budget = BUDGET.get()
+    budget = RENDER_BUDGET.get()
     read = None if attribute is None else make_attrgetter(environment, attribute)
     for item in value:
         budget.tick()

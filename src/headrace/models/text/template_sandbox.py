@@ -26,7 +26,7 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from headrace.models.text.template_bounds import BUDGET
+from headrace.models.text.template_bounds import RENDER_BUDGET
 from headrace.models.text.template_filters import bounded_filters, checked_method
 
 _TEXT_METHODS: Final = frozenset(
@@ -72,7 +72,7 @@ class SandboxNamespace(Namespace):
         return "<Namespace>"
 
 
-class DictMaker:
+class DictFactory:
     """What a template sees as `dict`: neither the type nor a way to it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -87,7 +87,7 @@ def _check_public(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name[:40]!r}: it begins with an underscore")
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what the assistant wrote, for training; here it only opens a scope."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - jinja declares it so
@@ -100,7 +100,7 @@ class Generation(jinja2.ext.Extension):
 
 class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        budget = BUDGET.get()
+        budget = RENDER_BUDGET.get()
         budget.tick()
         budget.check_format_spec(format_spec)
         if not isinstance(value, str):
@@ -108,7 +108,7 @@ class _Formatter(SandboxedFormatter):
         return budget.made(super().format_field(value, format_spec))
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        BUDGET.get().settled(value)
+        RENDER_BUDGET.get().settled(value)
         return super().convert_field(value, conversion)
 
 
@@ -116,18 +116,18 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
     pass
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment; one serves all templates and threads, for what a rendering may spend is in BUDGET."""
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """The environment; one serves all templates and threads, for what a rendering may spend is in RENDER_BUDGET."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
         self.finalize = jinja2.pass_context(_printed)
         self.filters = bounded_filters()
         self.globals = {
             "range": safe_range,
-            "dict": DictMaker(),
+            "dict": DictFactory(),
             "cycler": Cycler,
             "joiner": Joiner,
             "namespace": SandboxNamespace,
@@ -139,19 +139,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # The rewritten tree calls these three; a template cannot name them.
     def tick(self) -> bool:
-        return BUDGET.get().tick()
+        return RENDER_BUDGET.get().tick()
 
     def made(self, value: Any) -> Any:
-        return BUDGET.get().made(value)
+        return RENDER_BUDGET.get().made(value)
 
     def concat_texts(self, *items: Any) -> str:
-        return BUDGET.get().join("", items)
+        return RENDER_BUDGET.get().join("", items)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
             return __obj(*args)  # without the variables of loop and block that jinja adds for its own context
-        budget = BUDGET.get()
+        budget = RENDER_BUDGET.get()
         budget.tick()
         if isinstance(owner, str):
             args = checked_method(budget, owner, __obj.__name__, args, kwargs)
@@ -166,14 +166,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        return BUDGET.get().operate(operator, left, right, self.binop_table[operator])
+        return RENDER_BUDGET.get().operate(operator, left, right, self.binop_table[operator])
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
             return False
         if isinstance(obj, SandboxNamespace):
             return True
-        if isinstance(obj, DictMaker):
+        if isinstance(obj, DictFactory):
             return attr == "fromkeys"
         return any(isinstance(obj, kind) and attr in names for kind, names in _READABLE)
 
@@ -191,15 +191,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if kwargs or len(args) != 1 or not isinstance(args[0], Mapping):
                     raise TypeError("format_map() takes exactly one mapping")
                 args, kwargs = (), cast("dict[str, Any]", args[0])
-            BUDGET.get().check(len(owner))
+            RENDER_BUDGET.get().check(len(owner))
             return type(owner)(formatter.vformat(owner, args, kwargs))
 
         return update_wrapper(formatted, value)
 
 
 @cache
-def sandbox() -> Sandbox:
-    return Sandbox()
+def sandbox() -> TemplateSandbox:
+    return TemplateSandbox()
 
 
 class _Rewriter(NodeTransformer):
@@ -273,5 +273,5 @@ def _constant(node: nodes.Node) -> bool:
 
 
 def _printed(context: Context, value: Any) -> str:
-    budget = BUDGET.get()
+    budget = RENDER_BUDGET.get()
     return budget.made(budget.text(value))

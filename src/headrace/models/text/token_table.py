@@ -12,10 +12,10 @@ from typing import Annotated, Literal, NoReturn
 
 import msgspec
 
-from headrace.models.text.detokenizer import Pieces, read_decoder
+from headrace.models.text.detokenizer import TokenPieces, read_decoder
 
 
-class Added(msgspec.Struct):
+class AddedTokenEntry(msgspec.Struct):
     """An entry of `added_tokens`."""
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -34,7 +34,7 @@ class _Model(msgspec.Struct):
 
 class _File(msgspec.Struct):
     model: _Model
-    added_tokens: list[Added] = []
+    added_tokens: list[AddedTokenEntry] = []
     decoder: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -49,7 +49,9 @@ class TokenTable:
         raise AssertionError("a decoder that needs the whole tokenizer was read as a table")
 
 
-def read_pieces(data: bytes, vocab_size: int, named_special: Iterable[str]) -> tuple[Pieces, dict[str, int]] | None:
+def read_pieces(
+    data: bytes, vocab_size: int, named_special: Iterable[str]
+) -> tuple[TokenPieces, dict[str, int]] | None:
     """What the tokens of a tokenizer.json are written as, and their ids by that. None where only `tokenizers` can tell,
     or would refuse the file."""
     try:
@@ -70,7 +72,7 @@ def read_pieces(data: bytes, vocab_size: int, named_special: Iterable[str]) -> t
         return None  # two tokens of one id
     special = {added.id for added in file.added_tokens if added.special}
     special.update(ids[text] for text in named_special if text in ids)
-    return Pieces(TokenTable(texts), kind, special), ids
+    return TokenPieces(TokenTable(texts), kind, special), ids
 
 
 def _ids(file: _File) -> dict[str, int] | None:

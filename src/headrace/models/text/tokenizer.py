@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from headrace.errors import ModelError, RequestError
-from headrace.models.formats.json_file import parse_json_object, read_bounded, read_json, read_text, text_of
-from headrace.models.text.bpe_file import is_refusal, read_bpe
-from headrace.models.text.detokenizer import Detokenizer, Pieces, read_decoder
+from headrace.models.formats.json_file import decode_text, parse_json_object, read_bounded, read_json, read_text
+from headrace.models.text.bpe_file import is_tokenizers_error, read_bpe
+from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
 from headrace.models.text.token_table import read_pieces
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 
 
-class _Cutting(NamedTuple):
+class _Encoder(NamedTuple):
     """What makes tokens of texts and of chats."""
 
     tokenizer: tokenizers.Tokenizer
@@ -46,15 +46,15 @@ class Tokenizer:
 
     def __init__(
         self,
-        cutting: Callable[[], _Cutting],
-        pieces: Pieces,
+        encoder: Callable[[], _Encoder],
+        pieces: TokenPieces,
         *,
         vocab_size: int,
         special_tokens: Mapping[str, str],
         bos_id: int | None,
         eos_ids: frozenset[int],
     ) -> None:
-        self._read_cutting = cutting
+        self._read_encoder = encoder
         self.pieces = pieces
         self.vocab_size = vocab_size
         self.special_tokens = dict(special_tokens)
@@ -64,35 +64,35 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
         """ModelError for files that are missing, corrupt, or do not fit a model of `vocab_size` tokens."""
-        config, special_tokens = _beside(folder)
-        cutting = _read_cutting(folder, vocab_size, config, special_tokens)
-        tokenizer = cutting.tokenizer
+        config, special_tokens = _read_settings(folder)
+        encoder = _read_encoder(folder, vocab_size, config, special_tokens)
+        tokenizer = encoder.tokenizer
         special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         special.update(id for token in special_tokens.values() if (id := tokenizer.token_to_id(token)) is not None)
         decoder: Any = tokenizer.decoder
         kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
-        pieces = Pieces(tokenizer, kind, special)
-        return cls._of(folder, lambda: cutting, pieces, tokenizer.token_to_id, vocab_size, special_tokens)
+        pieces = TokenPieces(tokenizer, kind, special)
+        return cls._of(folder, lambda: encoder, pieces, tokenizer.token_to_id, vocab_size, special_tokens)
 
     @classmethod
-    def load_written(cls, folder: Path, vocab_size: int) -> Tokenizer:
+    def load_for_decoding(cls, folder: Path, vocab_size: int) -> Tokenizer:
         """The same for who reads what a model writes and hardly ever cuts a text: that half is read when it is first
         asked for, and its errors are raised then."""
-        config, special_tokens = _beside(folder)
-        data = read_bounded(_path(folder), TOKENIZER_LIMIT)
+        config, special_tokens = _read_settings(folder)
+        data = read_bounded(_tokenizer_path(folder), TOKENIZER_LIMIT)
         found = read_pieces(data, vocab_size, special_tokens.values())
         if found is None:
             return cls.load(folder, vocab_size)
         pieces, ids = found
-        cutting = partial(_read_cutting, folder, vocab_size, config, special_tokens)
-        return cls._of(folder, cutting, pieces, ids.get, vocab_size, special_tokens)
+        encoder = partial(_read_encoder, folder, vocab_size, config, special_tokens)
+        return cls._of(folder, encoder, pieces, ids.get, vocab_size, special_tokens)
 
     @classmethod
     def _of(
         cls,
         folder: Path,
-        cutting: Callable[[], _Cutting],
-        pieces: Pieces,
+        encoder: Callable[[], _Encoder],
+        pieces: TokenPieces,
         token_to_id: Callable[[str], int | None],
         vocab_size: int,
         special_tokens: Mapping[str, str],
@@ -102,7 +102,7 @@ class Tokenizer:
             return None if token is None else token_to_id(token)
 
         return cls(
-            cutting,
+            encoder,
             pieces,
             vocab_size=vocab_size,
             special_tokens=special_tokens,
@@ -111,25 +111,25 @@ class Tokenizer:
         )
 
     @cached_property
-    def _cutting(self) -> _Cutting:
-        return self._read_cutting()
+    def _encoder(self) -> _Encoder:
+        return self._read_encoder()
 
     @property
     def template(self) -> ChatTemplate | None:
         """The template of a chat without tools."""
-        return self._cutting.templates.get("default")
+        return self._encoder.templates.get("default")
 
     @property
     def tool_template(self) -> ChatTemplate | None:
         """The template of a chat with tools."""
-        return self._cutting.templates.get("tool_use") or self.template
+        return self._encoder.templates.get("tool_use") or self.template
 
-    def read(self) -> None:
+    def load_encoder(self) -> None:
         """What cuts texts is there from now on; ModelError where it cannot be read."""
-        _ = self._cutting
+        _ = self._encoder
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokenizer, _, frame = self._cutting
+        tokenizer, _, frame = self._encoder
         own_frame = add_special_tokens and frame is None
         try:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=own_frame).ids
@@ -142,26 +142,26 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The same text that a Detokenizer gives piece by piece."""
         if self.pieces.kind.form != "pieces":
-            return self._cutting.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._encoder.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 
     def token_id(self, text: str) -> int | None:
         """The token that is written so in the vocabulary: for added tokens and special ones, the text's own token."""
-        return self._cutting.tokenizer.token_to_id(text)
+        return self._encoder.tokenizer.token_to_id(text)
 
     @cached_property
     def longest_piece(self) -> int:
         """Characters of the longest token."""
-        return max(map(len, self._cutting.tokenizer.get_vocab()), default=1)
+        return max(map(len, self._encoder.tokenizer.get_vocab()), default=1)
 
     def is_special(self, token: int) -> bool:
         return self.pieces.is_special(token)
 
     @property
-    def tells_time(self) -> bool:
+    def uses_clock(self) -> bool:
         """The same messages may be another prompt later."""
-        return any(template.tells_time for template in self._cutting.templates.values())
+        return any(template.uses_clock for template in self._encoder.templates.values())
 
     def apply_template(
         self,
@@ -179,25 +179,25 @@ class Tokenizer:
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
 
 
-def _beside(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
+def _read_settings(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
     """tokenizer_config.json, and the special tokens by the names that templates know them by."""
     config = _optional_json(folder / "tokenizer_config.json")
     return config, _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
 
 
-def _read_cutting(
+def _read_encoder(
     folder: Path, vocab_size: int, config: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> _Cutting:
-    path = _path(folder)
-    tokenizer = _within_vocabulary(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
+) -> _Encoder:
+    path = _tokenizer_path(folder)
+    tokenizer = _drop_excess_tokens(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
     # Limits that somebody saved with the tokenizer would cut prompts in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _mark_special(tokenizer, special_tokens)
-    return _Cutting(tokenizer, _templates(folder, config, special_tokens), _frame(config, tokenizer, special_tokens))
+    return _Encoder(tokenizer, _templates(folder, config, special_tokens), _frame(config, tokenizer, special_tokens))
 
 
-def _path(folder: Path) -> Path:
+def _tokenizer_path(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise _missing(folder)
@@ -225,17 +225,17 @@ def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
-        if not is_refusal(error):
+        if not is_tokenizers_error(error):
             raise
         raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
 
 
-def _within_vocabulary(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
+def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
     """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
     bpe = read_bpe(data)
     if bpe is not None and bpe[1] < vocab_size:
         return bpe[0]  # as nearly all
-    tokenizer = _parse(text_of(data, path), path)
+    tokenizer = _parse(decode_text(data, path), path)
     past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
     if not past:
         return tokenizer

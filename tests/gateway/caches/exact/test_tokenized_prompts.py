@@ -56,7 +56,7 @@ def test_what_cannot_be_written_down_and_what_has_no_messages_is_not_kept() -> N
 
 def test_a_prompt_that_tells_the_time_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = of()
-    monkeypatch.setattr(Tokenizer, "tells_time", True)
+    monkeypatch.setattr(Tokenizer, "uses_clock", True)
     assert TokenizedPrompts().name(exchange) is None
 
 

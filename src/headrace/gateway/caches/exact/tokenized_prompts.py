@@ -38,7 +38,7 @@ class TokenizedPrompts:
     def name(self, exchange: Exchange) -> bytes | None:
         """What the prompt is kept under; None for one that is not. All that answering cuts it from is in it."""
         asked, served = exchange.asked, exchange.served
-        if asked.messages is None or served.upstream is not None or served.tokenizer.tells_time:
+        if asked.messages is None or served.upstream is not None or served.tokenizer.uses_clock:
             return None
         tools = None if asked.choosing == "none" else asked.tools
         made_of = (exchange.caller.tenant, served.name, asked.messages, tools, asked.template, asked.think)

@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams.concurrency import Budget, Places
-from headrace.models.config_json import MOST_VOCAB
+from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model
 from headrace.models.text.tokenizer import Tokenizer
@@ -211,4 +211,4 @@ def _tokenizer(name: str) -> Tokenizer:
     folder = find_model(name)
     path = folder / "config.json"
     size = read_json(path).get("vocab_size") if path.exists() else None
-    return Tokenizer.load(folder, size if isinstance(size, int) and 0 < size < MOST_VOCAB else MOST_VOCAB)
+    return Tokenizer.load(folder, size if isinstance(size, int) and 0 < size < MAX_VOCAB else MAX_VOCAB)

@@ -35,7 +35,7 @@ def cache_limit() -> int:
     return int(gib * 2**30)
 
 
-def make_room(folder: Path, needed: int, limit: int) -> bool:
+def evict_until_fits(folder: Path, needed: int, limit: int) -> bool:
     """Deletes the packed files unused for longest until `needed` more bytes fit; False where they cannot."""
     if needed > limit:
         return False
