@@ -11,15 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.config.breaker_section import BreakerConfig, UpstreamBreakerConfig
 from headrace.gateway.circuit_breaker import BreakerState, CallPermit, CircuitBreaker, StoreBreaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.support.clock import Clock
 
 CONFIG = BreakerConfig(window_s=10.0, least_calls=4, failures=0.5, open_s=5.0, open_most_s=20.0, probes=2)
 

@@ -15,17 +15,10 @@ from headrace.gateway.accounts.admin_operations import Who
 from headrace.gateway.accounts.audit_log import Entry
 from headrace.gateway.database import Database, unavailable
 from headrace.server.admin.administration import Administration
+from tests.support.clock import Clock
 
 WHO = Who("ops", "req_1")
 CONFIG = Config(models={"mini": ModelConfig(variants={"int4": {}, "golden": {}}), "draft": ModelConfig()})
-
-
-class Clock:
-    def __init__(self, now: float = 1_700_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Faulty(SqliteStore):

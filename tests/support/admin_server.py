@@ -16,7 +16,8 @@ from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
 from headrace.gateway.output.tool_formats import tool_format_of
 from headrace.server.admin.administration import Administration
 from headrace.server.server import Server
-from tests.support.accounts import Clock, bearer, declared
+from tests.support.accounts import bearer, declared
+from tests.support.clock import Clock
 from tests.support.running_server import CHAT, Answer, FakeEngine, FakeFleet, Running, config_of, living, tokenizer
 
 ROOT = "root-secret"

@@ -23,17 +23,10 @@ from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.requests.text_request import Asked, Piece, Usage
 from headrace.gateway.serving.fleet import ServedVariant
+from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
 USAGE = Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16, queue_s=0.1, prefill_s=0.2, decode_s=0.3)
-
-
-class Clock:
-    def __init__(self, now: float = 1_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def served(**changes: Any) -> ServedVariant:

@@ -17,6 +17,7 @@ from headrace.gateway.database import Database
 from headrace.server.api.batch_table import BatchRecord
 from headrace.server.api.batches import Backoff, Batches, Run
 from headrace.server.api.files import FileRecord, Files
+from tests.support.clock import Clock
 
 PATIENCE = 120.0  # seconds, after which a whole test has failed; on a busy machine it may take long
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -27,14 +28,6 @@ class Limits:
     file_bytes: int = 100_000
     files_bytes: int = 200_000
     batch_requests: int = 100
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def asynchronous(test: Callable[[], Awaitable[None]]) -> None:

@@ -21,6 +21,7 @@ from headrace.gateway.ledger.ledger_store import Batch, Watch, Written
 from headrace.gateway.ledger.prices import Price, PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedger
 from headrace.gateway.requests.text_request import Usage
+from tests.support.clock import Clock
 
 NOON = 1_763_812_800.0  # 2025-11-22 12:00 UTC
 DAY = 86_400.0  # seconds
@@ -34,14 +35,6 @@ PRICES = PriceBook(
     }
 )
 CHAT = "/v1/chat/completions"
-
-
-class Clock:
-    def __init__(self, now: float = NOON) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def entry(id: str, tenant: str = "a", *, variant: str = "mini", prompt: int = 10, **options: Any) -> Entry:
@@ -128,7 +121,7 @@ async def ledger_in(
     open: bool = True,
     **options: Any,
 ) -> AsyncGenerator[Opened, None]:
-    clock, monotonic = clock or Clock(), Clock(1000.0)
+    clock, monotonic = clock or Clock(NOON), Clock(1000.0)
     db = Database(folder, limit_bytes=limit_bytes)
     store = Faulty(db)
     counts: Counter[Event] = Counter()

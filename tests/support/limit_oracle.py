@@ -15,21 +15,9 @@ from dataclasses import dataclass, field
 from headrace.gateway.limits.limit_errors import LimitError
 from headrace.gateway.limits.limit_set import LimitSet, Scope
 from headrace.gateway.limits.limiter import Limiter, Reservation
+from tests.support.clock import Clock
 
 SPANS = {"s": 1_000, "min": 60_000}  # milliseconds
-
-
-class Clock:
-    """Milliseconds, told in seconds."""
-
-    def __init__(self, millis: int = 5_000_000) -> None:
-        self.millis = millis
-
-    def __call__(self) -> float:
-        return self.millis / 1000
-
-    async def sleep(self, seconds: float) -> None:
-        self.millis += max(1, round(seconds * 1000))
 
 
 def scope(name: str = "acme", kind: str = "tenant", **limits: int) -> Scope:

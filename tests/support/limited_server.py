@@ -23,6 +23,7 @@ from headrace.engine.process.output_stream import Stream
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.local_limits import LocalStore
 from headrace.server.server import Server
+from tests.support.clock import Clock
 from tests.support.running_server import (
     CHAT,
     Answer,
@@ -45,39 +46,6 @@ def prompt_tokens() -> int:
     return len(tokenizer().encode(tokenizer().apply_template(CHAT["messages"]), False))
 
 
-class HandClock:
-    """Milliseconds that pass when a test says so. Who sleeps on it wakes then, or where it `stands` after a moment that
-    does not count."""
-
-    def __init__(self) -> None:
-        self.millis = 5_000_000
-        self.stands = False
-        self._sleeping: list[tuple[int, asyncio.Future[None]]] = []
-
-    def __call__(self) -> float:
-        return self.millis / 1000
-
-    async def sleep(self, seconds: float) -> None:
-        if self.stands:
-            await asyncio.sleep(0.005)
-            return
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sleeping.append((self.millis + max(1, round(seconds * 1000)), woken))
-        await woken
-
-    @property
-    def sleeping(self) -> int:
-        return sum(1 for _, woken in self._sleeping if not woken.done())
-
-    def advance(self, millis: int) -> None:
-        self.millis += millis
-        due = [woken for until, woken in self._sleeping if until <= self.millis]
-        self._sleeping = [each for each in self._sleeping if each[0] > self.millis]
-        for woken in due:
-            if not woken.done():
-                woken.set_result(None)
-
-
 def key(name: str, tenant: str = "acme", **options: Any) -> KeyConfig:
     return KeyConfig(name=name, key=f"key-of-{name}", tenant=tenant, **options)
 
@@ -88,7 +56,7 @@ def bearer(name: str) -> dict[str, str]:
 
 @dataclass
 class Serving(Running):
-    clock: HandClock = field(default_factory=HandClock)
+    clock: Clock = field(default_factory=Clock)
     engines: dict[str, FakeEngine] = field(default_factory=dict[str, FakeEngine])
     talks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
@@ -209,7 +177,7 @@ async def served(
     config = Config(
         server=ServerConfig(port=0), log=Log(requests=False), storage=Storage(folder=str(folder)), **sections
     )
-    clock = HandClock()
+    clock = Clock()
     server = Server(config, fleet=fleet)
     if config.limiting.redis_env is None:
         parts = server.parts

@@ -8,14 +8,7 @@ from rich.console import Console
 
 from headrace.bench.load_generator.live_display import LiveDisplay, PipeSafeConsole, line
 from headrace.bench.results.benchmark_result import RunSnapshot
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def snapshot(seconds: float, **fields: object) -> RunSnapshot:

@@ -16,7 +16,8 @@ from headrace.gateway.accounts.directory import EVERYBODY, Directory
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.limits.limit_set import LimitSet
 from headrace.server.admin.administration import Administration
-from tests.support.accounts import WHO, Clock, bearer, declared, gateways
+from tests.support.accounts import WHO, bearer, declared, gateways
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous, refused
 
 

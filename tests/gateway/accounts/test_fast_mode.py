@@ -11,7 +11,8 @@ from headrace.config.tenant_section import FastConfig, TenantConfig
 from headrace.gateway.accounts.account_records import ALL, FastRecord, Record
 from headrace.gateway.accounts.account_store import Changes
 from headrace.gateway.accounts.fast_mode import Switches
-from tests.support.accounts import WHO, Clock, declared, gateways
+from tests.support.accounts import WHO, declared, gateways
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous, refused
 
 SERVED = ("mini", "mini@int4", "draft", "large", "large@int4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from headrace.gateway.accounts.tenant_labels import TenantLabels
-from tests.support.accounts import Clock
+from tests.support.clock import Clock
 
 
 def test_never_more_labels_than_the_bound_and_the_busiest_have_them() -> None:

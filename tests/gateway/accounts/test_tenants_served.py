@@ -17,8 +17,9 @@ from headrace.config.tenant_section import AdminConfig, TenantConfig
 from headrace.gateway.accounts.key_secrets import make_secret
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.observe import metrics
-from tests.support.accounts import Clock, bearer, declared
+from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, MODELS, Administered, administered
+from tests.support.clock import Clock
 from tests.support.running_server import CHAT, asynchronous, request, say, until, words
 
 BATCH = "/v1/batches"

@@ -19,7 +19,7 @@ from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.server.http.request_log import configure_log
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, caching, finish, heard, question, rest, told
-from tests.support.exact_caches import Clock
+from tests.support.clock import Clock
 from tests.support.running_server import FakeEngine, asynchronous, fails, say, tokenizer, until, words
 
 FULL = OverloadedError("full", retry_after=1.0)

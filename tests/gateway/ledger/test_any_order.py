@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from headrace.gateway.ledger.budgets import Account, Accounts, Admit, Budget
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, PRICES, Clock, Opened, entry, ledger_in, used
+from tests.support.ledgers import CHAT, DAY, NOON, PRICES, Opened, entry, ledger_in, used
 
 STEPS, LIVES = 150, 4
 TENANTS = ("a", "b")
@@ -20,7 +21,7 @@ LIMIT = 4000
 class Story:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.clock = Clock()
+        self.clock = Clock(NOON)
         self.accounts = Accounts(
             {"a": Account((Budget(limit=LIMIT, period="day"), Budget(limit=10**6, period="month")))}
         )
@@ -29,7 +30,7 @@ class Story:
         self.number = 0
 
     def day(self) -> str:
-        return "2025-11-22" if self.clock.now < Clock().now + DAY / 2 else "2025-11-23"
+        return "2025-11-22" if self.clock.now < Clock(NOON).now + DAY / 2 else "2025-11-23"
 
     async def step(self, opened: Opened) -> None:
         ledger, chance = opened.ledger, self.chance
@@ -53,7 +54,7 @@ class Story:
                 ledger.release(some)
                 del self.running[some]
             case _:
-                self.clock.now = Clock().now + chance.choice((0, 0, DAY))  # and back
+                self.clock.now = Clock(NOON).now + chance.choice((0, 0, DAY))  # and back
                 if chance.randrange(4) == 0:
                     endpoint = chance.choice(("", "/e"))
                     budget = Budget(limit=LIMIT, period="day", endpoint=endpoint)

@@ -20,8 +20,9 @@ from headrace.gateway.ledger.budgets import Admit, Budget
 from headrace.gateway.ledger.ledger_records import Scope
 from headrace.gateway.ledger.ledger_store import Alert, Batch
 from headrace.gateway.ledger.sqlite import SqliteLedger
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, NOON, Clock, Opened, budgets, entry, ledger_in, used
+from tests.support.ledgers import CHAT, DAY, NOON, Opened, budgets, entry, ledger_in, used
 
 TODAY = "2025-11-22"
 
@@ -80,7 +81,7 @@ def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, capl
     caplog.set_level(logging.WARNING, "headrace.gateway.ledger")
 
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         accounts = budgets(
             Budget(limit=300, period="day"), Budget(limit=600, period="month", endpoint=CHAT, alerts=(100,))
         )

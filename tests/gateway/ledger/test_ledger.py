@@ -13,8 +13,9 @@ from headrace.gateway.ledger.budgets import FULL, UNAVAILABLE, Account, Admit, B
 from headrace.gateway.ledger.ledger import LedgerError
 from headrace.gateway.ledger.ledger_bounds import Bounds
 from headrace.gateway.ledger.prices import Price, PriceBook
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, PRICES, Clock, Opened, budgets, entry, ledger_in, used
+from tests.support.ledgers import CHAT, DAY, NOON, PRICES, Opened, budgets, entry, ledger_in, used
 
 TODAY, MONTH = "2025-11-22", "2025-11"
 # 10 tokens of input and 10 of output cost 30 micros with "mini".
@@ -240,7 +241,7 @@ def test_a_restart_knows_what_is_spent(tmp_path: Path) -> None:
 
 def test_a_charge_belongs_to_the_day_of_its_reservation(tmp_path: Path) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         async with ledger_in(tmp_path, budgets(Budget(limit=60, period="day")), clock=clock) as opened:
             await admitted(opened, "late")
             clock.now += DAY
@@ -254,7 +255,7 @@ def test_a_charge_belongs_to_the_day_of_its_reservation(tmp_path: Path) -> None:
 
 def test_a_clock_that_jumps_opens_no_budget_twice(tmp_path: Path) -> None:
     async def test() -> None:
-        clock, accounts = Clock(), budgets(Budget(limit=30, period="day"))
+        clock, accounts = Clock(NOON), budgets(Budget(limit=30, period="day"))
 
         async def spends(opened: Opened, id: str) -> bool:
             verdict = await opened.ledger.reserve(entry(id), output_tokens=10)
@@ -266,7 +267,7 @@ def test_a_clock_that_jumps_opens_no_budget_twice(tmp_path: Path) -> None:
             days = [0, -3, 400, 0, -3, 400, 0]
             found: list[bool] = []
             for number, day in enumerate(days):
-                clock.now = Clock().now + day * DAY
+                clock.now = Clock(NOON).now + day * DAY
                 await opened.ledger.flush()
                 await opened.ledger.tend()  # forgets periods that are over
                 found.append(await spends(opened, f"r{number}"))
@@ -464,7 +465,7 @@ def test_what_no_database_takes_does_not_get_in(tmp_path: Path) -> None:
 
 def test_old_charges_go_and_every_sum_stays(tmp_path: Path) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         bounds = Bounds(exchanges=256, gather_s=0.0, wait_s=0.0, keep_days=2)
         async with ledger_in(
             tmp_path, budgets(Budget(limit=10**6, period="day")), clock=clock, bounds=bounds

@@ -22,8 +22,9 @@ from headrace.gateway.ledger.ledger_bounds import Bounds, Event
 from headrace.gateway.ledger.ledger_store import Query
 from headrace.gateway.ledger.postgres import PostgresLedger, SchemaError
 from headrace.gateway.ledger.usage_export import usage
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, PRICES, Clock, budgets, entry, used
+from tests.support.ledgers import CHAT, NOON, PRICES, budgets, entry, used
 from tests.support.postgres_server import Server, serving, why_not
 
 asyncpg: Any = pytest.importorskip("asyncpg", reason="the ledger in Postgres needs asyncpg, which is not installed")
@@ -88,7 +89,7 @@ async def gateway(
         accounts=accounts,
         journal=journal,
         bounds=Bounds(exchanges=512, gather_s=0.0, wait_s=wait_s, sync_s=0.02, drain_s=2.0),
-        clock=Clock(),
+        clock=Clock(NOON),
         count=count,
     )
     try:

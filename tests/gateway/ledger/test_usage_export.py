@@ -12,8 +12,9 @@ from typing import Any
 from headrace.gateway.ledger.ledger_records import DayKey, DaySum
 from headrace.gateway.ledger.ledger_store import Dimension, Query, SumRow
 from headrace.gateway.ledger.usage_export import UsageRow, as_csv, as_json, quotient, usage
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import DAY, Clock, Opened, entry, ledger_in, used
+from tests.support.ledgers import DAY, NOON, Opened, entry, ledger_in, used
 
 
 async def spend(opened: Opened, id: str, tenant: str = "a", **options: Any) -> None:
@@ -40,7 +41,7 @@ async def rows(opened: Opened, *by: Dimension, **options: Any) -> list[UsageRow]
 
 def test_sums_by_any_dimension(tmp_path: Path) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         async with ledger_in(tmp_path, clock=clock) as opened:
             await several(opened, clock)
             a, b = await rows(opened, "tenant")
@@ -77,7 +78,7 @@ async def whole(pieces: AsyncIterator[bytes]) -> str:
 
 def test_csv_has_a_column_for_each_source_and_json_the_same(tmp_path: Path) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         async with ledger_in(tmp_path, clock=clock) as opened:
             await several(opened, clock)
             query = Query(by=("tenant", "key"))
@@ -142,7 +143,7 @@ def test_an_export_reads_no_further_than_it_is_read(tmp_path: Path) -> None:
 
 def test_an_export_that_is_left_leaves_the_store_usable(tmp_path: Path) -> None:
     async def test() -> None:
-        clock = Clock()
+        clock = Clock(NOON)
         async with ledger_in(tmp_path, clock=clock) as opened:
             await several(opened, clock)
             sums = opened.store.sums(Query())

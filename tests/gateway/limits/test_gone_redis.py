@@ -17,7 +17,8 @@ from headrace.gateway.limits.local_limits import LocalStore
 from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.redis_calls import GoneError, RedisCalls
 from headrace.gateway.limits.shared_limits import SharedStore
-from tests.support.limit_oracle import Clock, admitted, refusal, scope
+from tests.support.clock import Clock
+from tests.support.limit_oracle import admitted, refusal, scope
 from tests.support.redis_server import Way, pretending
 from tests.support.running_server import asynchronous
 
@@ -38,7 +39,7 @@ async def limiter_on(
             noted.append(what)
 
     limiter = Limiter(
-        local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.sleep, note=note
+        local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip, note=note
     )
     try:
         yield limiter, shared
@@ -160,7 +161,7 @@ class Scripted:
 async def test_a_stream_whose_store_goes_away_goes_on_under_local_limits_or_stops(closed: bool) -> None:
     clock = Clock()
     shared = SharedStore(Scripted([1, 0, 50, 0]), clock=clock, tend_s=1e6)
-    limiter = Limiter(local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.sleep)
+    limiter = Limiter(local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip)
     tenant = scope(output_tokens_per_min=50)
     reservation = await limiter.reserve([tenant], input_tokens=1, most_output=20)
     total = 0

@@ -10,7 +10,8 @@ from headrace.gateway.limits.limit_errors import LimitError
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.local_limits import LocalStore
 from headrace.gateway.limits.output_estimates import Estimates
-from tests.support.limit_oracle import Clock, admitted, refusal, scope
+from tests.support.clock import Clock
+from tests.support.limit_oracle import admitted, refusal, scope
 from tests.support.running_server import asynchronous
 
 
@@ -18,7 +19,7 @@ def limiter_on(clock: Clock, *, first_tokens: int = 100, scopes: int = 10_000, p
     return Limiter(
         local=LocalStore(clock=clock, scopes=scopes),
         clock=clock,
-        sleep=clock.sleep,
+        sleep=clock.skip,
         estimates=Estimates(first_tokens=first_tokens),
         patience_s=patience_s,
     )

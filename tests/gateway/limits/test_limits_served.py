@@ -53,7 +53,7 @@ async def test_a_thousand_streams_get_no_token_more_than_the_limit(tmp_path: Pat
             running.server.parts.limiter.estimates.learn("acme", "chat", 8, 1_000_000)
         asking = [asyncio.create_task(running.counted("acme")) for _ in range(MANY)]
         await until(lambda: len(running.engine.streams) == MANY)
-        running.clock.stands = True
+        running.clock.is_frozen = True
         for stream in running.engine.streams:
             running.talk(stream, chance.randrange(1, 30), at_once=3)
         found = await asyncio.gather(*asking)
@@ -67,7 +67,7 @@ async def test_a_thousand_streams_get_no_token_more_than_the_limit(tmp_path: Pat
         await running.settled()
         refused = await running.chat_as("acme")
         assert (refused.status, refused.error["code"]) == (429, "tenant_output_tokens_per_min")
-        running.clock.advance(60_000)
+        running.clock.millis += 60_000
         running.says(1)
         assert codes(await at_once(running, 50)) == {200: 50}
 
@@ -105,9 +105,9 @@ async def test_of_a_thousand_requests_as_many_are_let_in_as_the_limit_says(
         assert codes(found) == {200: 300, code: MANY - 300}
         assert {each.last["usage"]["prompt_tokens"] for each in found if each.status == 200} == {PROMPT}
         assert {each.headers["retry-after-ms"] for each in found if each.status == 429} == {"60000"}
-        running.clock.advance(59_999)
+        running.clock.millis += 59_999
         assert (await running.chat_as("acme")).status == 429
-        running.clock.advance(1)
+        running.clock.millis += 1
         assert codes(await at_once(running, 301)) == {200: 300, code: 1}
 
 
@@ -147,7 +147,7 @@ async def test_at_the_time_that_a_429_names_the_request_is_let_in_and_a_millisec
         running.says(10)
         for _ in range(3):
             assert (await running.chat_as("acme", max_tokens=10)).status == 200
-            running.clock.advance(57)
+            running.clock.millis += 57
         (name,) = limits
         span = 1000 if name.endswith("_s") else 60_000
         refused = await running.chat_as("acme", max_tokens=10)
@@ -162,9 +162,9 @@ async def test_at_the_time_that_a_429_names_the_request_is_let_in_and_a_millisec
         assert refused.headers[f"x-ratelimit-limit-{what}"] == str(limits[name])
         assert refused.headers[f"x-ratelimit-remaining-{what}"] == "0"
         assert f"try again in {(span - 3 * 57) / 1000:g} s" in refused.error["message"]
-        running.clock.advance(span - 3 * 57 - 1)
+        running.clock.millis += span - 3 * 57 - 1
         assert (await running.chat_as("acme", max_tokens=10)).status == 429
-        running.clock.advance(1)
+        running.clock.millis += 1
         assert (await running.chat_as("acme", max_tokens=10)).status == 200
 
 
@@ -234,7 +234,7 @@ async def test_a_stream_that_meets_a_limit_a_second_waits_and_goes_on(tmp_path: 
         for seconds in range(1, 3):
             await until(lambda: running.clock.sleeping == 1 and not running.talks)
             assert running.server.parts.limiter._local._rooms["tenant", "acme"].windows[0][1].used == 20
-            running.clock.advance(1000 if seconds == 1 else 1001)
+            running.clock.millis += 1000 if seconds == 1 else 1001
         found = await asking
         assert (found.tokens, found.finish) == (50, "stop")
         assert found.last["usage"]["completion_tokens"] == 50
@@ -285,7 +285,7 @@ async def test_a_client_that_leaves_while_its_answer_waits_gives_back_its_place_
         client.leave()
         await until(lambda: running.server.app.running == 0)
         assert not running.engine.open
-        running.clock.advance(1000)
+        running.clock.millis += 1000
         running.says(1)
         assert (await running.chat_as("acme", max_tokens=1)).status == 200
 

@@ -9,13 +9,14 @@ from headrace.gateway.limits.limit_set import LimitSet, Scope
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.local_limits import LocalStore
 from headrace.gateway.limits.output_estimates import Estimates
-from tests.support.limit_oracle import Clock, Plan, admitted, random_plans, random_scopes, simulate
+from tests.support.clock import Clock
+from tests.support.limit_oracle import Plan, admitted, random_plans, random_scopes, simulate
 from tests.support.running_server import asynchronous
 
 
 def limiter_on(clock: Clock, *, entries: int = 1 << 20) -> Limiter:
     local = LocalStore(entries=entries, clock=clock)
-    return Limiter(local=local, clock=clock, sleep=clock.sleep, estimates=Estimates(first_tokens=100))
+    return Limiter(local=local, clock=clock, sleep=clock.skip, estimates=Estimates(first_tokens=100))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -20,7 +20,8 @@ from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.output_estimates import Estimates
 from headrace.gateway.limits.redis_calls import RedisCalls
 from headrace.gateway.limits.shared_limits import SharedStore
-from tests.support.limit_oracle import Clock, admitted, random_plans, random_scopes, refusal, scope, simulate
+from tests.support.clock import Clock
+from tests.support.limit_oracle import admitted, random_plans, random_scopes, refusal, scope, simulate
 from tests.support.redis_server import MISSING, PROGRAM, Redis, redis_server
 from tests.support.running_server import asynchronous
 
@@ -70,7 +71,7 @@ async def gateway(
         local=LocalStore(clock=clock or time.monotonic),
         shared=shared,
         clock=clock or time.monotonic,
-        sleep=clock.sleep if clock else asyncio.sleep,
+        sleep=clock.skip if clock else asyncio.sleep,
         estimates=Estimates(first_tokens=first_tokens),
         closed=closed,
         note=lambda event, what: gone.append(what) if event == "gone" else None,

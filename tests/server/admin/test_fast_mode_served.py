@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.tenant_section import FastConfig
-from tests.support.accounts import Clock, bearer, declared
+from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, MODELS, ROOT, Administered, administered
+from tests.support.clock import Clock
 from tests.support.running_server import CHAT, Answer, asynchronous, request, tokenizer, words
 
 FAST = FastConfig(variant="@int4", prompt_tokens=120, max_tokens=16, slow_tools=("browse",), most_s=3600.0)

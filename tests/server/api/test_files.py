@@ -20,7 +20,8 @@ import pytest
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.server.api.files import Files, plain_name
-from tests.support.file_storage import Clock, Limits, asynchronous, on_disk, pieces_of, refused, upload, whole
+from tests.support.clock import Clock
+from tests.support.file_storage import Limits, asynchronous, on_disk, pieces_of, refused, upload, whole
 
 
 @asynccontextmanager

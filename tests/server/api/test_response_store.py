@@ -10,7 +10,8 @@ from typing import Any
 
 from headrace.gateway.database import Database
 from headrace.server.api.response_store import ResponseStore
-from tests.support.file_storage import Clock, asynchronous, refused
+from tests.support.clock import Clock
+from tests.support.file_storage import asynchronous, refused
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from headrace.gateway.caches.exact.entry_store import CacheSize, EntryStore, Inv
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
-from tests.support.exact_caches import Clock
+from tests.support.clock import Clock
 from tests.support.running_server import asynchronous
 
 TAGS = ("docs", "pricing")

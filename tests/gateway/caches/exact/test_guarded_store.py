@@ -17,7 +17,8 @@ from headrace.gateway.caches.exact.entry_store import (
     StoreLookup,
 )
 from headrace.gateway.circuit_breaker import StoreBreaker
-from tests.support.exact_caches import Broken, Clock, turns, wanted
+from tests.support.clock import Clock
+from tests.support.exact_caches import Broken, turns, wanted
 from tests.support.running_server import asynchronous
 
 

@@ -24,7 +24,8 @@ from headrace.gateway.caches.exact.exact_cache import Options
 from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.redis import RedisStore, connect
 from headrace.gateway.requests.text_request import Piece
-from tests.support.exact_caches import Caching, Clock, Mouth, heard, said, saying, text_of, turns, wanted
+from tests.support.clock import Clock
+from tests.support.exact_caches import Caching, Mouth, heard, said, saying, text_of, turns, wanted
 from tests.support.running_server import asynchronous
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")

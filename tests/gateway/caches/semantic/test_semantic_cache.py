@@ -28,9 +28,10 @@ from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import Asked, Call, Choice, Tool
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
+from tests.support.clock import Clock
 from tests.support.dialect_exchanges import tokenizer
 from tests.support.fake_encoders import EncoderEngine, Told, WordEmbedder, asking
-from tests.support.file_storage import Clock, asynchronous
+from tests.support.file_storage import asynchronous
 
 QUESTION = "How do I cancel my subscription?"
 SAME = "How can I cancel my subscription?"

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.gateway.degradation.ladder.levels import PressureSignals
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, WaitTicket, poll_statistics
+from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def serving(pressure: PressureMonitor, clock: Clock, *, seconds: float = 0.5, times: int = 40) -> None:

@@ -15,7 +15,7 @@ from headrace.gateway.degradation.ladder.ladder_config import ladder_of
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest
-from tests.support.exact_caches import Clock
+from tests.support.clock import Clock
 from tests.support.running_server import Answer, FakeEngine, asynchronous, fails, request, say, tokenizer, until, words
 
 PORTO = "The Porto office opens at 9:30 and closes at 18:00."
