@@ -1,15 +1,14 @@
-"""`headrace drill`: runs a playbook on a server of its own, and prints what happened beside what was promised.
+"""`headrace drill`: run a playbook's drill and print what happened beside what the playbook promises.
 
-Owns the command and its table. The drills are headrace.bench.drills's; what to do when it is no drill is in
-docs/how-to/playbooks.md.
+The drills are in headrace.bench.drills; docs/how-to/playbooks.md says what to do in a real incident.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -18,9 +17,9 @@ from rich.table import Table
 from headrace.bench.drills import overload, redis_frozen, upstream_down, worker_crash
 from headrace.bench.drills.promises import Promise
 
-Name = Literal["overload", "upstream-down", "redis-frozen", "worker-crash"]
+DrillName = Literal["overload", "upstream-down", "redis-frozen", "worker-crash"]
 
-DRILLS: dict[str, Callable[[], Awaitable[list[Promise]]]] = {
+DRILLS: dict[str, Callable[[], Coroutine[Any, Any, list[Promise]]]] = {
     "overload": overload.run,
     "upstream-down": upstream_down.run,
     "redis-frozen": redis_frozen.run,
@@ -28,31 +27,30 @@ DRILLS: dict[str, Callable[[], Awaitable[list[Promise]]]] = {
 }
 
 
-def drill(name: Name, /, *, json: bool = False) -> None:
-    """Hold a drill: a server of its own, a fault, and whether the playbook's promises hold.
+def drill(name: DrillName, /, *, json: bool = False) -> None:
+    """Start a server, cause a failure, and check that the playbook's promises hold.
 
-    It listens on 127.0.0.1 on a free port, serves the bundled model, and ends with the drill. A promise that was not
-    kept is exit code 1.
+    Usage: headrace drill worker-crash
+
+    The server listens on 127.0.0.1 on a free port, serves the bundled model, and stops after the drill. The exit code
+    is 1 if a promise is broken.
 
     Parameters
     ----------
     name
-        overload: four times the load that the server can take. upstream-down: the server behind a variant goes away.
-        redis-frozen: the Redis that limits are counted in stops answering. worker-crash: the engine's process dies.
+        overload: four times the load that the server can take. upstream-down: an upstream goes away and comes back.
+        redis-frozen: the Redis that counts limits stops answering. worker-crash: the engine's worker process dies.
     json
         Print the promises as JSON.
     """
-    promises = asyncio.run(_held(DRILLS[name]))
+    promises = asyncio.run(DRILLS[name]())
     if json:
-        print(msgspec.json.encode({"drill": name, "promises": promises}).decode())
+        shown = [{"promised": each.promised, "found": each.found, "kept": each.kept} for each in promises]
+        print(msgspec.json.encode({"drill": name, "promises": shown}).decode())
     else:
         _print(name, promises)
     if not all(promise.kept for promise in promises):
         sys.exit(1)
-
-
-async def _held(run: Callable[[], Awaitable[list[Promise]]]) -> list[Promise]:
-    return await run()
 
 
 def _print(name: str, promises: Sequence[Promise]) -> None:

@@ -1,5 +1,5 @@
-"""Playbooks run for practice: a server of its own, a fault, and what happened beside what was promised.
+"""Drills: each starts a server, causes a failure and checks what the playbook promises.
 
-Each drill is one module with a function `run(drill)`. It reaches its server over HTTP alone, so it sees what a client
-sees. See docs/how-to/playbooks.md.
+Every drill is one module with `run()`, and talks to its server over HTTP only, so it sees what a client sees. Its
+promises are functions of the replies, so that tests can check them without a server. See docs/how-to/playbooks.md.
 """

@@ -1,6 +1,6 @@
-"""A server of a drill's own: a configuration in a folder that goes away, a process, and what it says of itself.
+"""Starts and stops a drill's server: a `headrace serve` process with its own configuration in a temporary folder.
 
-Owns the process from its start to its end. It listens on 127.0.0.1 on a free port. Knows no drill.
+It listens on 127.0.0.1 on a free port. Contains no drill.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from headrace.errors import HeadraceError
 
-KEY: Final = "drill"  # of the tenant that asks, with rights on the admin API
-_START: Final = 120.0  # seconds until it takes requests
-_END: Final = 20.0  # seconds until it has ended by itself
+KEY: Final = "drill"  # API key, with write access to the admin API
+_START_TIMEOUT_S: Final = 300.0
+_STOP_TIMEOUT_S: Final = 20.0
 
 _SERVING: Final = re.compile(r"Serving .* at (http://127\.0\.0\.1:\d+)/v1")
-_HEAD: Final = """
+_COMMON_CONFIG: Final = """
 [server]
 host = "127.0.0.1"
 port = 0
@@ -44,12 +43,12 @@ admin = "write"
 
 
 class DrillError(HeadraceError):
-    """The drill could not be held."""
+    """The drill could not run."""
 
 
 class DrillServer:
     def __init__(self, config: str, *, environ: dict[str, str] | None = None) -> None:
-        """`config`: what the drill's headrace.toml has beside the server, the storage and the key."""
+        """`config` is added to the headrace.toml that sets up the server, the storage and the key."""
         self.url = ""
         self._config = config
         self._environ = {**os.environ, **(environ or {})}
@@ -59,7 +58,7 @@ class DrillServer:
     async def __aenter__(self) -> DrillServer:
         folder = Path(self._folder.name)
         file = folder / "headrace.toml"
-        file.write_text(_HEAD.format(folder=f'"{folder / "state"}"') + self._config)
+        file.write_text(_COMMON_CONFIG.format(folder=f'"{folder / "state"}"') + self._config)
         with (folder / "log").open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -74,37 +73,39 @@ class DrillServer:
                 env=self._environ,
             )
         try:
-            async with asyncio.timeout(_START):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 while not self.url:
-                    self._look(self._process)
+                    self._read_url(self._process)
                     await asyncio.sleep(0.05)
         except BaseException:
-            await self._end()
+            await self._stop()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
-        self._folder.cleanup()
+        await self._stop()
 
-    def _look(self, process: asyncio.subprocess.Process) -> None:
-        """The server says its URL once it takes requests."""
+    def _read_url(self, process: asyncio.subprocess.Process) -> None:
+        """Take the URL from the log, where the server writes it once it is ready."""
         found = _SERVING.search(self.log())
         if found is not None:
             self.url = found[1]
         elif process.returncode is not None:
-            raise DrillError(f"the server did not start: {self.log()[-500:].strip()}")
+            raise DrillError(f"The drill's server did not start: {self.log()[-500:].strip()}")
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         process = self._process
-        if process is None or process.returncode is not None:
-            return
+        if process is not None and process.returncode is None:
+            await self._end(process)
+        self._folder.cleanup()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _END)
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -113,7 +114,7 @@ class DrillServer:
         return (Path(self._folder.name) / "log").read_text(errors="replace")
 
     def workers(self) -> list[int]:
-        """The engine's processes, by their ids."""
+        """Return the process ids of the engine's workers."""
         assert self._process is not None
         found: list[int] = []
         for folder in Path("/proc").iterdir():
@@ -126,18 +127,9 @@ class DrillServer:
         return found
 
     def kill_worker(self) -> int:
-        """Kills one; its id."""
+        """Kill one worker and return its process id."""
         workers = self.workers()
         if not workers:
-            raise DrillError("the server has no engine process")
+            raise DrillError("The drill's server has no worker process.")
         os.kill(workers[0], signal.SIGKILL)
         return workers[0]
-
-
-async def until(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while not true():
-                await asyncio.sleep(0.02)
-    return true()

@@ -1,7 +1,4 @@
-"""What a playbook promises, and what was found.
-
-Owns Promise. Knows no drill.
-"""
+"""What a playbook promises, and what a drill observed. Contains no drill."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ class Promise(msgspec.Struct, frozen=True):
     promised: str
     found: str
     kept: bool
+    timed: bool = False  # whether it holds also depends on how fast the machine is
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of them does not pass; not a number where there are none."""
+    """Return the smallest value that at least `share` of the values do not exceed; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
