@@ -63,13 +63,12 @@ class Caching(Running):
         await until(lambda: not (parts.exact is not None and parts.exact.flights) and not parts._work)
 
     async def begun(self, text: str = "Hello", /, *, key: Mapping[str, str] | None = None, **changes: Any) -> Any:
-        """A client that was sent on its way, and the engine's new stream, if there is one within a few turns."""
+        """A client whose streamed request is under way, and the engine's new stream; None where the request joined
+        another's generation."""
         client = await self.client()
-        before, running = len(self.engine.streams), self.server.app.running
+        before, joined = len(self.engine.streams), self.exact("joined")
         await client.send(request("POST", PATH, question(text, stream=True, **changes), **(key or {})))
-        await until(lambda: self.server.app.running > running)
-        for _ in range(20):
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.engine.streams) > before or self.exact("joined") > joined)
         return client, self.engine.streams[before] if len(self.engine.streams) > before else None
 
     async def usage(self, **filters: str) -> list[dict[str, Any]]:
