@@ -46,7 +46,7 @@ from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Asked, Piece, Usage
+from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
@@ -69,10 +69,10 @@ class NoEngine:
 class Said:
     """An answer that is there already."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[ChoiceDelta]) -> None:
         self._pieces = pieces
 
-    async def run(self, take: Callable[[Piece], bool]) -> bool:
+    async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
         return all(map(take, self._pieces))
 
     def cancel(self) -> None:
@@ -100,7 +100,7 @@ async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...])
     events = ChatStream(Exchange(caller=Caller(tenant="a"), asked=ASKED, served=served))
     written = len(events.begin())
 
-    def take(piece: Piece) -> bool:
+    def take(piece: ChoiceDelta) -> bool:
         nonlocal written
         written += len(events.piece(piece))
         return True
@@ -133,7 +133,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 async def measured(
-    store: EntryStore, served: ServedVariant, asked: list[Any], answer: list[Piece], seconds: float
+    store: EntryStore, served: ServedVariant, asked: list[Any], answer: list[ChoiceDelta], seconds: float
 ) -> Any:
     cache = ExactCache(GuardedStore(store, get_s=5.0, put_s=5.0), CachePolicy(mode="on"))
     end = time.perf_counter() + seconds
@@ -287,10 +287,10 @@ async def main() -> None:
         fingerprint="fp_benchmark",
     )
     asked = prompts(options.entries, options.prompt)
-    usage = Usage(prompt_tokens=options.prompt, output_tokens=options.answer)
+    usage = TokenUsage(prompt_tokens=options.prompt, output_tokens=options.answer)
     answer = [
-        *(Piece(0, f" word{number % 10}") for number in range(options.answer)),
-        Piece(0, finish="stop", usage=usage),
+        *(ChoiceDelta(0, f" word{number % 10}") for number in range(options.answer)),
+        ChoiceDelta(0, finish="stop", usage=usage),
     ]
 
     async def key(prompt: tuple[int, ...]) -> None:

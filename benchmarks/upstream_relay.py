@@ -32,11 +32,11 @@ from typing import Any
 import uvloop
 
 from headrace.config.upstream_section import HealthConfig, UpstreamConfig
-from headrace.gateway.requests.text_request import Asked, Piece
+from headrace.gateway.requests.text_request import Asked, ChoiceDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server.api.chat_completions import ChatStream
 
@@ -127,16 +127,16 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
         transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", sink)
         clients.append(Client(transport))
 
-    def answering() -> UpstreamAnswering:
+    def answering() -> UpstreamGeneration:
         asked = Asked(model="mini@far", messages=[{"role": "user", "content": "Say a lot."}], stream=True)
-        return UpstreamAnswering(Exchange(caller=Caller(), asked=asked, served=served), upstream)
+        return UpstreamGeneration(Exchange(caller=Caller(), asked=asked, served=served), upstream)
 
     async def pieces(client: Client) -> None:
         made = answering()
         await made.begin()
         events = ChatStream(made.exchange)
 
-        def take(piece: Piece) -> bool:
+        def take(piece: ChoiceDelta) -> bool:
             return client.write(events.piece(piece))
 
         client.write(events.begin())
@@ -153,7 +153,7 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
     async def bare(client: Client) -> None:
         made = answering()
         await made.begin()
-        reply = await upstream.wires.post("/chat/completions", b"{}", time.monotonic() + 60.0)
+        reply = await upstream.client.post("/chat/completions", b"{}", time.monotonic() + 60.0)
         while data := await reply.read(time.monotonic() + 60.0):
             client.write(data)
         reply.let_go()

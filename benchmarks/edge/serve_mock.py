@@ -21,8 +21,8 @@ import uvloop
 from mock_engine import MockEngine
 
 from headrace.config import Config, Server, Storage
-from headrace.gateway.output.reasoning import reasoning_format_of
-from headrace.gateway.output.tool_formats import tool_format_of
+from headrace.gateway.output.reasoning import detect_reasoning_format
+from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server import server
@@ -68,8 +68,8 @@ def _served(name: str, tokens_per_s: float | None) -> ServedVariant:
         tokenizer=tokenizer,
         context=8192,
         fingerprint="fp_0123456789",
-        tools=tool_format_of(template, tokenizer),
-        reasoning=reasoning_format_of(template, tokenizer),
+        tools=detect_tool_format(template, tokenizer),
+        reasoning=detect_reasoning_format(template, tokenizer),
     )
 
 

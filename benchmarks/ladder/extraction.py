@@ -23,7 +23,7 @@ from headrace.gateway.degradation.ladder.extractive_answer import (
     question_and_sources,
     score_sentences,
 )
-from headrace.gateway.requests.text_request import Source
+from headrace.gateway.requests.text_request import SourceText
 from training.corpus.conversation import Turn, rendered
 from training.corpus.instances import is_held_out
 from training.corpus.reading import NOT_THERE, instance, questions
@@ -38,7 +38,7 @@ HELD = ("around", "named_around", "nothing_new")
 class Asked:
     question: str
     before: list[str]
-    sources: tuple[Source, ...]
+    sources: tuple[SourceText, ...]
     expected: str
 
 
@@ -154,7 +154,7 @@ def speed(options: ExtractOptions, *, sources: int = 20, times: int = 100) -> li
         " ".join(" ".join(random.choices(vocabulary, k=14)).capitalize() + "." for _ in range(14))
         for _ in range(sources)
     ]
-    given = [Source(str(place), text) for place, text in enumerate(texts)]
+    given = [SourceText(str(place), text) for place, text in enumerate(texts)]
     found: list[float] = []
     for _ in range(times):
         began = time.process_time()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.config import Config, KeyConfig, ModelConfig, names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
-from headrace.gateway.output.tool_formats import tool_format_of
+from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.server.admin.administration import Administration
 from headrace.server.server import Server
 from tests.support.accounts import bearer, declared
@@ -93,7 +93,7 @@ async def administered(
     engine = FakeEngine()
     fleet = FakeFleet(engine)
     template = tokenizer().tool_template
-    tools = tool_format_of(None if template is None else template.source, tokenizer())
+    tools = detect_tool_format(None if template is None else template.source, tokenizer())
     fleet.served = {name: replace(fleet.served["mini"], name=name, tools=tools) for name in names_of(config)}
     server = Server(config, fleet=fleet)
     administration = server.parts.administration

@@ -12,13 +12,13 @@ import httpx2
 import openai
 
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Asked, CallDelta, Choice, Piece, Usage
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 
-USAGE = Usage(prompt_tokens=20, output_tokens=7, cached_tokens=16, reasoning_tokens=2)
+USAGE = TokenUsage(prompt_tokens=20, output_tokens=7, cached_tokens=16, reasoning_tokens=2)
 
 
 class NoEngine:
@@ -39,20 +39,20 @@ def exchange_for(asked: Asked) -> Exchange:
     return Exchange(caller=Caller(), asked=asked, served=served, id="one", prompt_tokens=20)
 
 
-def whole(pieces: Iterable[Piece]) -> list[Choice]:
+def whole(pieces: Iterable[ChoiceDelta]) -> list[Choice]:
     choice = Choice(0)
     for piece in pieces:
         choice.add(piece)
     return [choice]
 
 
-def called(index: int, name: str, *arguments: str) -> list[Piece]:
+def called(index: int, name: str, *arguments: str) -> list[ChoiceDelta]:
     """A call, its arguments in pieces."""
-    begins = Piece(0, calls=[CallDelta(index, f"call_{index}", name)])
-    return [begins, *(Piece(0, calls=[CallDelta(index, arguments=each)]) for each in arguments)]
+    begins = ChoiceDelta(0, calls=[ToolCallDelta(index, f"call_{index}", name)])
+    return [begins, *(ChoiceDelta(0, calls=[ToolCallDelta(index, arguments=each)]) for each in arguments)]
 
 
-def streamed(events: EventWriter, pieces: Iterable[Piece]) -> bytes:
+def streamed(events: EventWriter, pieces: Iterable[ChoiceDelta]) -> bytes:
     return events.begin() + b"".join([events.piece(piece) for piece in pieces]) + events.end()
 
 

@@ -21,12 +21,12 @@ from headrace.gateway.caches.exact.entry_store import (
 from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, ExactLookup, ExactOutcome, Options
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.requests.text_request import Asked, Piece, Usage
+from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
-USAGE = Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16, queue_s=0.1, prefill_s=0.2, decode_s=0.3)
+USAGE = TokenUsage(prompt_tokens=20, output_tokens=3, cached_tokens=16, queue_s=0.1, prefill_s=0.2, decode_s=0.3)
 
 
 def served(**changes: Any) -> ServedVariant:
@@ -54,28 +54,28 @@ def wanted(
     return found
 
 
-def said(*texts: str, index: int = 0, usage: Usage = USAGE, **last: Any) -> list[Piece]:
+def said(*texts: str, index: int = 0, usage: TokenUsage = USAGE, **last: Any) -> list[ChoiceDelta]:
     """The pieces of one choice."""
-    pieces = [Piece(index, text) for text in texts]
-    return [*pieces, Piece(index, finish=last.pop("finish", "stop"), usage=usage, **last)]
+    pieces = [ChoiceDelta(index, text) for text in texts]
+    return [*pieces, ChoiceDelta(index, finish=last.pop("finish", "stop"), usage=usage, **last)]
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
+def text_of(pieces: Sequence[ChoiceDelta]) -> str:
     return "".join(piece.content for piece in pieces)
 
 
 class Mouth:
     """A source that says what the test lets it say."""
 
-    def __init__(self, *pieces: Piece) -> None:
+    def __init__(self, *pieces: ChoiceDelta) -> None:
         self.cancelled = False
         self.own = True  # it is whom the key names that speaks
         self.runs = 0
-        self._waiting: list[Piece | Exception | None] = []
+        self._waiting: list[ChoiceDelta | Exception | None] = []
         self._came = asyncio.Event()
         self.say(*pieces)
 
-    def say(self, *pieces: Piece) -> None:
+    def say(self, *pieces: ChoiceDelta) -> None:
         self._waiting += pieces
         self._came.set()
 
@@ -90,12 +90,12 @@ class Mouth:
     def keeps(self) -> bool:
         return self.own
 
-    async def run(self, take: Callable[[Piece], bool]) -> bool:
+    async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
         self.runs += 1
         while True:
             while self._waiting:
                 match self._waiting.pop(0):
-                    case Piece() as piece:
+                    case ChoiceDelta() as piece:
                         if not take(piece):
                             return False
                     case None:
@@ -113,11 +113,11 @@ def saying(*texts: str, **last: Any) -> Mouth:
     return mouth
 
 
-async def heard(answer: AnswerSource) -> list[Piece]:
+async def heard(answer: AnswerSource) -> list[ChoiceDelta]:
     """All of it, by a client that then leaves."""
-    pieces: list[Piece] = []
+    pieces: list[ChoiceDelta] = []
 
-    def take(piece: Piece) -> bool:
+    def take(piece: ChoiceDelta) -> bool:
         pieces.append(piece)
         return True
 
@@ -201,7 +201,7 @@ class Caching:
     async def look(self, found: CacheKey | None, **options: Any) -> ExactLookup:
         return await self.cache.look(found, **options)
 
-    async def ask(self, found: CacheKey, mouth: Mouth | None = None, **options: Any) -> list[Piece]:
+    async def ask(self, found: CacheKey, mouth: Mouth | None = None, **options: Any) -> list[ChoiceDelta]:
         """What a client hears; `mouth` says it where the cache does not."""
         looked = await self.cache.look(found, **options)
         mouth = mouth or saying("fresh")

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from headrace.config.upstream_section import HealthConfig, Retries, Timeouts, UpstreamConfig
-from headrace.gateway.requests.text_request import Asked, Choice, Piece
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.server.api.chat_completions import ChatStream
@@ -273,8 +273,8 @@ async def upstream_of(fake: Fake | str, **changes: Any) -> AsyncGenerator[Upstre
     await upstream.start()
     try:
         yield upstream
-        assert upstream.places.taken == 0
-        assert upstream.places.waiting == 0
+        assert upstream.slots.taken == 0
+        assert upstream.slots.waiting == 0
     finally:
         await upstream.close()
 
@@ -298,7 +298,7 @@ def exchange(*, tenant: str = "acme", **asked: Any) -> Exchange:
 
 async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:
     """The whole answer."""
-    answering = UpstreamAnswering(exchange(**asked), upstream, anew=True)
+    answering = UpstreamGeneration(exchange(**asked), upstream, anew=True)
     try:
         await answering.begin()
         return await collect_choices(answering)
@@ -306,12 +306,12 @@ async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:
         answering.settle()
 
 
-async def pieces_of(upstream: Upstream, into: list[Piece] | None = None, **asked: Any) -> list[Piece]:
+async def pieces_of(upstream: Upstream, into: list[ChoiceDelta] | None = None, **asked: Any) -> list[ChoiceDelta]:
     """The answer as a stream; `into` has what came where it fails."""
-    found: list[Piece] = [] if into is None else into
-    answering = UpstreamAnswering(exchange(stream=True, **asked), upstream)
+    found: list[ChoiceDelta] = [] if into is None else into
+    answering = UpstreamGeneration(exchange(stream=True, **asked), upstream)
 
-    def take(piece: Piece) -> bool:
+    def take(piece: ChoiceDelta) -> bool:
         found.append(piece)
         return True
 
@@ -325,7 +325,7 @@ async def pieces_of(upstream: Upstream, into: list[Piece] | None = None, **asked
 
 async def relayed(upstream: Upstream, into: list[bytes] | None = None, *, rename: bool = True, **asked: Any) -> bytes:
     found: list[bytes] = [] if into is None else into
-    answering = UpstreamAnswering(exchange(stream=True, **asked), upstream)
+    answering = UpstreamGeneration(exchange(stream=True, **asked), upstream)
     own: Any = ChatStream if answering.exchange.asked.messages is not None else CompletionStream
 
     def write(data: bytes) -> bool:
@@ -334,14 +334,14 @@ async def relayed(upstream: Upstream, into: list[bytes] | None = None, *, rename
 
     try:
         await answering.begin()
-        assert answering.relayable()
+        assert answering.can_relay()
         assert await answering.relay(write, own, rename=rename)
         return b"".join(found)
     finally:
         answering.settle()
 
 
-def text_of(pieces: Sequence[Piece], index: int = 0) -> str:
+def text_of(pieces: Sequence[ChoiceDelta], index: int = 0) -> str:
     return "".join(piece.content for piece in pieces if piece.index == index)
 
 

@@ -20,7 +20,7 @@ from headrace.gateway.ledger.ledger_records import Entry, Scope, ScopeSums
 from headrace.gateway.ledger.ledger_store import Batch, Watch, Written
 from headrace.gateway.ledger.prices import Price, PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedger
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from tests.support.clock import Clock
 
 NOON = 1_763_812_800.0  # 2025-11-22 12:00 UTC
@@ -42,8 +42,8 @@ def entry(id: str, tenant: str = "a", *, variant: str = "mini", prompt: int = 10
     return Entry(id=id, tenant=tenant, variant=variant, prompt_tokens=prompt, **given)
 
 
-def used(prompt: int = 10, output: int = 10, cached: int = 0, seconds: float = 0.0) -> Usage:
-    return Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, decode_s=seconds)
+def used(prompt: int = 10, output: int = 10, cached: int = 0, seconds: float = 0.0) -> TokenUsage:
+    return TokenUsage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, decode_s=seconds)
 
 
 def budgets(*given: Budget, when_down: Any = "open", tenant: str = "a") -> Accounts:

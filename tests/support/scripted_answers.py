@@ -10,14 +10,22 @@ import msgspec
 
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, Finish, Piece, TokenLogprob, Usage, total
-from headrace.gateway.routing.composite_answerer import Answerer, Restart, Take, choice_count, derive_exchange
+from headrace.gateway.requests.text_request import (
+    Asked,
+    ChoiceDelta,
+    FinishReason,
+    RestartDelta,
+    TokenLogprob,
+    TokenUsage,
+    combine_usages,
+)
+from headrace.gateway.routing.composite_answerer import Answerer, Take, choice_count, derive_exchange
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.running_server import FakeEngine, tokenizer
 
 PROMPT = 20  # tokens of every prompt
-Line = Piece | ApiError | asyncio.Event
+Line = ChoiceDelta | ApiError | asyncio.Event
 
 
 def served(name: str, surface: str = "chat") -> ServedVariant:
@@ -39,16 +47,16 @@ def broken(code: str = "engine_lost") -> ApiError:
     return ApiError("it broke", kind="overloaded_error", code=code)
 
 
-def said(text: str, index: int = 0, *, logprob: float | None = None, top: Sequence[float] = ()) -> Piece:
+def said(text: str, index: int = 0, *, logprob: float | None = None, top: Sequence[float] = ()) -> ChoiceDelta:
     logprobs = None
     if logprob is not None:
         likeliest = [(f"t{place}", b"t", each) for place, each in enumerate(top or (logprob,))]
         logprobs = [TokenLogprob(text, text.encode(), logprob, likeliest, text)]
-    return Piece(index, text, logprobs=logprobs)
+    return ChoiceDelta(index, text, logprobs=logprobs)
 
 
-def ends(text: str = "", index: int = 0, *, tokens: int = 0, finish: Finish = "stop") -> Piece:
-    return Piece(index, text, finish=finish, usage=Usage(prompt_tokens=PROMPT, output_tokens=tokens))
+def ends(text: str = "", index: int = 0, *, tokens: int = 0, finish: FinishReason = "stop") -> ChoiceDelta:
+    return ChoiceDelta(index, text, finish=finish, usage=TokenUsage(prompt_tokens=PROMPT, output_tokens=tokens))
 
 
 def answer(*texts: str, index: int = 0, logprob: float | None = None) -> list[Line]:
@@ -67,7 +75,7 @@ class Scripted:
         self._script = list(script)
         self._refuses = refuses
         self._tokens: dict[int, int] = {}
-        self._usages: dict[int, Usage] = {}
+        self._usages: dict[int, TokenUsage] = {}
         self._over: asyncio.Event = asyncio.Event()
 
     async def begin(self) -> None:
@@ -103,14 +111,16 @@ class Scripted:
             for each in waits:
                 each.cancel()
 
-    def _count(self, piece: Piece) -> None:
-        if isinstance(piece, Restart):
+    def _count(self, piece: ChoiceDelta) -> None:
+        if isinstance(piece, RestartDelta):
             self._usages.pop(piece.index, None)
             self._tokens.pop(piece.index, None)
         elif piece.finish is not None and piece.usage is not None:
             self._usages[piece.index] = piece.usage
             self.exchange.finish = piece.finish
-            self.exchange.usage = total([self._usages[each] for each in sorted(self._usages)], self.exchange.asked.n)
+            self.exchange.usage = combine_usages(
+                [self._usages[each] for each in sorted(self._usages)], self.exchange.asked.n
+            )
         else:
             self._tokens[piece.index] = self._tokens.get(piece.index, 0) + 1
 
@@ -122,7 +132,7 @@ class Scripted:
         self.settled += 1
         self._over.set()
         if len(self._usages) < choice_count(self.exchange.asked) and self._tokens:
-            self.exchange.usage = Usage(prompt_tokens=PROMPT, output_tokens=sum(self._tokens.values()))
+            self.exchange.usage = TokenUsage(prompt_tokens=PROMPT, output_tokens=sum(self._tokens.values()))
 
 
 @dataclass
@@ -153,28 +163,28 @@ class Client:
     """What a client has of a stream: texts by choice, marks, and the usage that it was told."""
 
     texts: dict[int, str] = field(default_factory=dict[int, str])
-    restarts: list[Restart] = field(default_factory=list[Restart])
-    usages: dict[int, Usage] = field(default_factory=dict[int, Usage])
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    restarts: list[RestartDelta] = field(default_factory=list[RestartDelta])
+    usages: dict[int, TokenUsage] = field(default_factory=dict[int, TokenUsage])
+    pieces: list[ChoiceDelta] = field(default_factory=list[ChoiceDelta])
     room: Callable[[], bool] = field(default=lambda: True)
     anew: bool = False  # hears of the answer when it is whole, so that also what has ended may begin anew
 
-    def take(self, piece: Piece) -> bool:
+    def take(self, piece: ChoiceDelta) -> bool:
         self.pieces.append(piece)
-        if self.anew and isinstance(piece, Restart):
+        if self.anew and isinstance(piece, RestartDelta):
             self.usages.pop(piece.index, None)
         assert piece.index not in self.usages, "a choice goes on after its end"
-        if isinstance(piece, Restart):
+        if isinstance(piece, RestartDelta):
             self.restarts.append(piece)
             self.texts[piece.index] = ""
         else:
             self.texts[piece.index] = self.texts.get(piece.index, "") + piece.content
         if piece.finish is not None:
-            self.usages[piece.index] = piece.usage or Usage()
+            self.usages[piece.index] = piece.usage or TokenUsage()
         return self.room()
 
-    def told(self, n: int = 1) -> Usage:
-        return total([self.usages[index] for index in sorted(self.usages)], n)
+    def told(self, n: int = 1) -> TokenUsage:
+        return combine_usages([self.usages[index] for index in sorted(self.usages)], n)
 
 
 async def deliver(answers: Answerer, client: Client) -> ApiError | None:

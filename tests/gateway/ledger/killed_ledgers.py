@@ -28,7 +28,7 @@ from headrace.gateway.ledger.ledger_bounds import Bounds
 from headrace.gateway.ledger.ledger_records import Entry
 from headrace.gateway.ledger.prices import Price, PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedger
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 
 PRICE = Price(1_000_000, 250_000, 2_000_000)
 PROMPT, CACHED = 10, 4
@@ -68,7 +68,7 @@ async def child(folder: Path, round: int, pipe: int) -> None:
                 ledger.progress(id, tokens)
                 say("P", id, tokens)
                 await asyncio.sleep(0)
-            usage = Usage(prompt_tokens=PROMPT, cached_tokens=CACHED, output_tokens=planned(id))
+            usage = TokenUsage(prompt_tokens=PROMPT, cached_tokens=CACHED, output_tokens=planned(id))
             receipt = ledger.settle(id, usage)
             say("S", id, receipt.micros)
 

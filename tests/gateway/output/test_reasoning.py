@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from headrace.gateway.output.reasoning import REASONING_FORMATS, reasoning_format_of
+from headrace.gateway.output.reasoning import REASONING_FORMATS, detect_reasoning_format
 from tests.support.small_tokenizers import byte_level, load
 
 THINK = REASONING_FORMATS["think"]
@@ -102,11 +102,11 @@ def test_the_format_is_found_in_the_template(tmp_path: Path) -> None:
     texts = [AddedToken(text, special=False) for text in ("<think>", "</think>")]
     tokenizer.add_tokens(texts)  # pyright: ignore[reportUnknownMemberType] - a bare `list` in its stubs
     loaded = load(tmp_path, tokenizer)
-    think = reasoning_format_of("{% if '</think>' in content %}", loaded)
+    think = detect_reasoning_format("{% if '</think>' in content %}", loaded)
     assert think is not None
     assert (think.name, think.special) == ("think", ())
-    magistral = reasoning_format_of("First draft your thinking process: [THINK]", loaded)
+    magistral = detect_reasoning_format("First draft your thinking process: [THINK]", loaded)
     assert magistral is not None
     assert (magistral.name, magistral.special) == ("magistral", ("[THINK]", "[/THINK]"))
-    assert reasoning_format_of("{{ messages }}", loaded) is None
-    assert reasoning_format_of(None, loaded) is None
+    assert detect_reasoning_format("{{ messages }}", loaded) is None
+    assert detect_reasoning_format(None, loaded) is None

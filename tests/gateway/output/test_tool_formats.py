@@ -14,9 +14,9 @@ from tokenizers import AddedToken
 from headrace import LLM
 from headrace.engine.grammar.constraints import Grammar, Grammars
 from headrace.errors import RequestError
-from headrace.gateway.output.tool_formats import FORMATS, ToolFormat, tool_format_of
+from headrace.gateway.output.tool_formats import TOOL_FORMATS, ToolFormat, detect_tool_format
 from headrace.gateway.output.tool_parsers import MOST_HELD, new_call_id
-from headrace.gateway.requests.text_request import CallDelta, Tool
+from headrace.gateway.requests.text_request import Tool, ToolCallDelta
 from headrace.models.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import byte_level, load
 
@@ -43,7 +43,7 @@ Call = tuple[str, str]  # name and arguments
 def read(name: str, pieces: Sequence[str], *, parallel: bool = True) -> tuple[str, list[Call]]:
     """Content and calls, with the rules for deltas checked on the way."""
     count = itertools.count()
-    parser = FORMATS[name].parser(parallel=parallel, new_id=lambda: f"call_{next(count)}")
+    parser = TOOL_FORMATS[name].parser(parallel=parallel, new_id=lambda: f"call_{next(count)}")
     contents: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
@@ -159,7 +159,7 @@ def test_a_text_is_read_the_same_however_it_is_cut(name: str, text: str, content
         assert read(name, [text[:cut], text[cut:]]) == (content, calls), cut
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 def test_random_texts_are_read_the_same_however_they_are_cut(name: str) -> None:
     parts = [
         "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '{"name": "f", ', "{",
@@ -178,22 +178,22 @@ def test_random_texts_are_read_the_same_however_they_are_cut(name: str) -> None:
 
 
 def test_content_and_arguments_come_out_at_once() -> None:
-    parser = FORMATS["hermes"].parser(new_id=lambda: "id")
+    parser = TOOL_FORMATS["hermes"].parser(new_id=lambda: "id")
     assert parser.push("Let me") == ("Let me", [])
     assert parser.push(" <") == ("", [])
     assert parser.push("b") == (" <b", [])
-    assert parser.push('<tool_call>\n{"name": "f"') == ("", [CallDelta(0, "id", "f")])
-    assert parser.push(', "arguments": {"ci') == ("", [CallDelta(0, arguments='{"ci')])
-    assert parser.push('ty": "}') == ("", [CallDelta(0, arguments='ty": "}')])
-    assert parser.push('"}}\n</tool') == ("", [CallDelta(0, arguments='"}')])
+    assert parser.push('<tool_call>\n{"name": "f"') == ("", [ToolCallDelta(0, "id", "f")])
+    assert parser.push(', "arguments": {"ci') == ("", [ToolCallDelta(0, arguments='{"ci')])
+    assert parser.push('ty": "}') == ("", [ToolCallDelta(0, arguments='ty": "}')])
+    assert parser.push('"}}\n</tool') == ("", [ToolCallDelta(0, arguments='"}')])
     assert parser.push("_call>\n") == ("", [])
     assert parser.finish() == ("", [])
 
 
 def test_arguments_wait_for_the_name() -> None:
-    parser = FORMATS["hermes"].parser(new_id=lambda: "id")
+    parser = TOOL_FORMATS["hermes"].parser(new_id=lambda: "id")
     assert parser.push('<tool_call>{"arguments": {"a": 1}') == ("", [])
-    assert parser.push(', "name": "f"') == ("", [CallDelta(0, "id", "f", '{"a": 1}')])
+    assert parser.push(', "name": "f"') == ("", [ToolCallDelta(0, "id", "f", '{"a": 1}')])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_deep_arguments_come_out_whole() -> None:
 
 
 def test_what_never_becomes_a_call_is_not_kept_for_ever() -> None:
-    parser = FORMATS["hermes"].parser()
+    parser = TOOL_FORMATS["hermes"].parser()
     assert parser.push('<tool_call>{"a": "')[0] == ""
     content, calls = parser.push("b" * MOST_HELD)
     assert len(content) > MOST_HELD
@@ -286,9 +286,9 @@ def check_weather(arguments: str) -> None:
     assert value["days"] <= 9
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 def test_a_model_held_to_a_grammar_writes_one_call(llm: LLM, name: str) -> None:
-    known = FORMATS[name]
+    known = TOOL_FORMATS[name]
     ids = prompt(llm.tokenizer, "What is the weather in Seville?")
     grammar = known.grammar(TOOLS, only="get_weather", parallel=False)
     for seed in range(3):
@@ -305,7 +305,7 @@ def test_the_tokens_of_a_forced_call_are_those_of_its_text(llm: LLM) -> None:
     # Nothing is left to the model, which may cut a text of its own in another way than the tokenizer would.
     schema = {"type": "object", "properties": {"city": {"const": "Seville"}}, "required": ["city"]}
     only = Tool("get_weather", parameters={**schema, "additionalProperties": False})
-    grammar = FORMATS["mini"].grammar([only], only=None, parallel=False)
+    grammar = TOOL_FORMATS["mini"].grammar([only], only=None, parallel=False)
     [answer] = llm.generate([prompt(tokenizer, "Hi")], grammar=grammar, max_tokens=200)
     tokens = [token for token in answer.completions[0].tokens if token not in tokenizer.eos_ids]
     assert tokens[0] == tokenizer.token_id("<tool_call>")
@@ -333,10 +333,10 @@ WRITTEN: dict[str, Callable[[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 def test_a_forced_grammar_takes_calls_and_nothing_else(grammars: Grammars, name: str) -> None:
     write = WRITTEN[name]
-    one = FORMATS[name].grammar(TOOLS, only=None, parallel=False)
+    one = TOOL_FORMATS[name].grammar(TOOLS, only=None, parallel=False)
     assert allows(grammars, one, write("get_weather", GOOD))
     assert allows(grammars, one, write('get "time"', '{"zone": "UTC"}'))
     assert allows(grammars, one, write("anything", '{"a": [{}, 1.5]}'))
@@ -348,7 +348,7 @@ def test_a_forced_grammar_takes_calls_and_nothing_else(grammars: Grammars, name:
     assert not allows(grammars, one, write("nothing", "{}"))
     assert not allows(grammars, one, "text")
     assert not allows(grammars, one, "text " + write("anything", "{}"))
-    named = FORMATS[name].grammar(TOOLS, only="anything", parallel=False)
+    named = TOOL_FORMATS[name].grammar(TOOLS, only="anything", parallel=False)
     assert allows(grammars, named, write("anything", "{}"))
     assert not allows(grammars, named, write("get_weather", GOOD))
 
@@ -365,9 +365,9 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 def test_several_calls_are_taken_where_they_are_allowed(grammars: Grammars, name: str) -> None:
-    known = FORMATS[name]
+    known = TOOL_FORMATS[name]
     assert read(name, [TWO[name]]) == ("", [("anything", "{}"), ("get_weather", GOOD)])
     assert allows(grammars, known.grammar(TOOLS, only=None, parallel=True), TWO[name])
     assert not allows(grammars, known.grammar(TOOLS, only=None, parallel=False), TWO[name])
@@ -375,10 +375,10 @@ def test_several_calls_are_taken_where_they_are_allowed(grammars: Grammars, name
     assert not allows(grammars, known.auto_grammar(TOOLS, parallel=False), TWO[name])
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
 def test_free_text_is_free_until_a_call_begins(grammars: Grammars, name: str) -> None:
     write = WRITTEN[name]
-    auto = FORMATS[name].auto_grammar(TOOLS)
+    auto = TOOL_FORMATS[name].auto_grammar(TOOLS)
     for text in ("Hello.", "a < b\n", "", " x [1] {}", "[a](b)", write("get_weather", GOOD), write("anything", "{}")):
         assert allows(grammars, auto, text), text
     assert not allows(grammars, auto, write("nothing", "{}"))
@@ -386,14 +386,14 @@ def test_free_text_is_free_until_a_call_begins(grammars: Grammars, name: str) ->
     if name != "llama3":
         assert allows(grammars, auto, "Let me see.\n" + write("get_weather", GOOD))
         assert not allows(grammars, auto, "Let me see.\n" + write("nothing", GOOD))
-    assert FORMATS[name].auto_grammar((ANYTHING,)) is None
+    assert TOOL_FORMATS[name].auto_grammar((ANYTHING,)) is None
 
 
 def test_a_grammar_for_a_tool_that_is_not_there_is_refused() -> None:
     with pytest.raises(RequestError, match="no tool named 'other'"):
-        FORMATS["mini"].grammar(TOOLS, only="other", parallel=False)
+        TOOL_FORMATS["mini"].grammar(TOOLS, only="other", parallel=False)
     with pytest.raises(RequestError, match="there are none"):
-        FORMATS["mini"].grammar((), only=None, parallel=False)
+        TOOL_FORMATS["mini"].grammar((), only=None, parallel=False)
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
@@ -401,14 +401,14 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     for _ in range(5000):
         schema = {"items": schema}
     with pytest.raises(RequestError, match="nested deeper than 64 levels"):
-        FORMATS["mini"].grammar((Tool("deep", None, schema),), only=None, parallel=False)
+        TOOL_FORMATS["mini"].grammar((Tool("deep", None, schema),), only=None, parallel=False)
 
 
 def test_what_a_grammar_cannot_hold_matters_to_strict_tools_alone(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
-    loose = FORMATS["mini"].grammar((Tool("f", None, schema),), only=None, parallel=False)
+    loose = TOOL_FORMATS["mini"].grammar((Tool("f", None, schema),), only=None, parallel=False)
     assert allows(grammars, loose, '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>')
-    strict = FORMATS["mini"].grammar((Tool("f", None, schema, strict=True),), only=None, parallel=False)
+    strict = TOOL_FORMATS["mini"].grammar((Tool("f", None, schema, strict=True),), only=None, parallel=False)
     with pytest.raises(RequestError, match="grammar cannot be used"):
         grammars.compile(strict)
 
@@ -432,7 +432,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def of(source: str | None, tokenizer: Tokenizer) -> ToolFormat:
-    found = tool_format_of(source, tokenizer)
+    found = detect_tool_format(source, tokenizer)
     assert found is not None
     return found
 
@@ -458,7 +458,7 @@ def test_the_format_is_found_in_the_template(llm: LLM, marked: Tokenizer) -> Non
     "source", [None, "", "{{ messages }}", HERMES + "<function=", HERMES + "<arg_key>", "{% if tools %}<|im_start|>"]
 )
 def test_a_template_of_no_known_format_has_none(llm: LLM, source: str | None) -> None:
-    assert tool_format_of(source, llm.tokenizer) is None
+    assert detect_tool_format(source, llm.tokenizer) is None
 
 
 @pytest.mark.parametrize(

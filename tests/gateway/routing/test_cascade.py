@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import collect_choices, sum_usage
 from headrace.gateway.routing.confidence import MEASURES, TOP, Confidence
@@ -245,7 +245,7 @@ def test_what_a_client_is_told_is_what_is_charged(data: st.DataObject) -> None:
         chosen = large if cascade.escalated else small
         wanted = {index: "" for index in range(n)}
         for line in chosen:
-            if isinstance(line, Piece):
+            if isinstance(line, ChoiceDelta):
                 wanted[line.index] += line.content
         assert client.texts == wanted
         assert client.told(n) == stage.exchange.usage == sum_usage(each.usage for each in cascade.charges)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.config.routing_section import Then
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.requests.text_request import CallDelta, Choice, Piece, Usage
-from headrace.gateway.routing.composite_answerer import Restart, collect_choices, itemise_charges, sum_usage
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TokenUsage, ToolCallDelta
+from headrace.gateway.routing.composite_answerer import collect_choices, itemise_charges, sum_usage
 from headrace.gateway.routing.continuation import Continuation, DeliveredText, DivergedError
 from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep, may_fall_back
 from tests.support.running_server import asynchronous
@@ -118,7 +118,7 @@ async def test_where_all_fail_the_last_error_is_told_and_nobody_is_charged() -> 
     error = await deliver(fallback, client)
     assert error is not None
     assert error.code == "second"
-    assert stage.exchange.usage == Usage()
+    assert stage.exchange.usage == TokenUsage()
     stage.check_settled()
 
 
@@ -185,7 +185,7 @@ async def test_a_broken_stream_ends_with_an_error_where_that_is_declared() -> No
     assert error.code == "engine_lost"
     assert client.texts == {0: "The capi"}
     assert "b" not in stage.made
-    assert stage.exchange.usage == Usage(prompt_tokens=PROMPT, output_tokens=1)
+    assert stage.exchange.usage == TokenUsage(prompt_tokens=PROMPT, output_tokens=1)
 
 
 @pytest.mark.parametrize("second", [answer("The town"), answer("The"), [ends()]])
@@ -244,7 +244,7 @@ async def test_a_whole_answer_needs_no_mark() -> None:
 @asynchronous
 async def test_a_step_that_itself_begins_anew_takes_back_a_choice_that_had_ended() -> None:
     stage, client = Stage(exchange_of(asked_for(n=2))), Client(anew=True)
-    again: list[Line] = [Restart(0, why="engine_lost"), Restart(1, why="engine_lost")]
+    again: list[Line] = [RestartDelta(0, why="engine_lost"), RestartDelta(1, why="engine_lost")]
     script: list[Line] = [*answer("first"), said("bro", 1), *again, *answer("one"), *answer("t", "wo", index=1)]
     fallback = chain(stage, ("a", script, "error"), ("b", answer("never"), "error"), whole=True)
     assert await deliver(fallback, client) is None
@@ -257,14 +257,14 @@ async def test_a_step_that_itself_begins_anew_takes_back_a_choice_that_had_ended
 @asynchronous
 async def test_tool_calls_and_reasoning_are_continued_like_text() -> None:
     stage, client = Stage(exchange_of()), Client()
-    call = Piece(0, calls=[CallDelta(0, "call_1", "look_up", '{"wor')])
-    again = Piece(0, calls=[CallDelta(0, "call_9", "look_up", '{"word": ')])
-    first: list[Line] = [Piece(0, reasoning="I look"), call, broken()]
+    call = ChoiceDelta(0, calls=[ToolCallDelta(0, "call_1", "look_up", '{"wor')])
+    again = ChoiceDelta(0, calls=[ToolCallDelta(0, "call_9", "look_up", '{"word": ')])
+    first: list[Line] = [ChoiceDelta(0, reasoning="I look"), call, broken()]
     second: list[Line] = [
-        Piece(0, reasoning="I "),
-        Piece(0, reasoning="look"),
+        ChoiceDelta(0, reasoning="I "),
+        ChoiceDelta(0, reasoning="look"),
         again,
-        Piece(0, calls=[CallDelta(0, arguments='"mill"}')]),
+        ChoiceDelta(0, calls=[ToolCallDelta(0, arguments='"mill"}')]),
         ends(finish="tool_calls", tokens=4),
     ]
     fallback = chain(stage, ("a", first, "error"), ("b", second, "continue"))
@@ -289,21 +289,21 @@ async def test_a_client_that_leaves_ends_the_chain() -> None:
     assert await running
     fallback.settle()
     assert "b" not in stage.made
-    assert stage.exchange.usage == Usage(prompt_tokens=PROMPT, output_tokens=1)
+    assert stage.exchange.usage == TokenUsage(prompt_tokens=PROMPT, output_tokens=1)
 
 
 TEXT = "Water turns the wheel, and the wheel turns the stone."
 
 
-def cut(data: st.DataObject, text: str, index: int) -> list[Piece]:
+def cut(data: st.DataObject, text: str, index: int) -> list[ChoiceDelta]:
     """The text in pieces of any sizes."""
     places = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
     return [said(text[start:end], index) for start, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def woven(data: st.DataObject, answers: list[list[Piece]]) -> list[Piece]:
+def woven(data: st.DataObject, answers: list[list[ChoiceDelta]]) -> list[ChoiceDelta]:
     """Several choices' pieces, side by side."""
-    found: list[Piece] = []
+    found: list[ChoiceDelta] = []
     left = [list(each) for each in answers]
     while any(left):
         found.append(data.draw(st.sampled_from([each for each in left if each])).pop(0))
@@ -358,10 +358,10 @@ def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
 
 def test_a_joining_holds_everything_until_all_that_was_delivered_has_come_again() -> None:
     delivered = DeliveredText()
-    for piece in (Piece(0, reasoning="why"), said("because")):
+    for piece in (ChoiceDelta(0, reasoning="why"), said("because")):
         delivered.add(piece)
     joining = Continuation(delivered)
-    assert joining.read(Piece(0, reasoning="why not")) is None
+    assert joining.read(ChoiceDelta(0, reasoning="why not")) is None
     assert joining.read(said("beca")) is None
     joined = joining.read(said("use of"))
     assert joined is not None
@@ -370,9 +370,9 @@ def test_a_joining_holds_everything_until_all_that_was_delivered_has_come_again(
 
 def test_a_joining_says_where_another_tool_is_called() -> None:
     delivered = DeliveredText()
-    delivered.add(Piece(0, calls=[CallDelta(0, "call_1", "look_up", "{}")]))
+    delivered.add(ChoiceDelta(0, calls=[ToolCallDelta(0, "call_1", "look_up", "{}")]))
     with pytest.raises(DivergedError, match="another tool"):
-        Continuation(delivered).read(Piece(0, calls=[CallDelta(0, "call_2", "weather", "{}")]))
+        Continuation(delivered).read(ChoiceDelta(0, calls=[ToolCallDelta(0, "call_2", "weather", "{}")]))
 
 
 def test_log_probabilities_that_were_told_are_not_told_again() -> None:
@@ -380,14 +380,16 @@ def test_log_probabilities_that_were_told_are_not_told_again() -> None:
     delivered.add(said("a", logprob=-1.0))
     joining = Continuation(delivered)
     joined = joining.read(
-        Piece(0, "ab", logprobs=[*(said("a", logprob=-1.0).logprobs or ()), *(said("b", logprob=-2.0).logprobs or ())])
+        ChoiceDelta(
+            0, "ab", logprobs=[*(said("a", logprob=-1.0).logprobs or ()), *(said("b", logprob=-2.0).logprobs or ())]
+        )
     )
     assert joined is not None
     assert [each.logprob for each in joined.logprobs or ()] == [-2.0]
 
 
 def test_itemised_usages_are_the_whole_whoever_served_which_choice() -> None:
-    usage = Usage(prompt_tokens=10, output_tokens=3, cached_tokens=4)
+    usage = TokenUsage(prompt_tokens=10, output_tokens=3, cached_tokens=4)
     charges = itemise_charges({0: ("a", usage), 1: ("b", usage), 2: ("a", usage), 3: ("b", usage)}, 2)
     assert {each.variant: (each.usage.prompt_tokens, each.usage.output_tokens) for each in charges} == {
         "a": (20, 6),

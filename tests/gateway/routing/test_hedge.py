@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.config.routing_section import HedgeConfig
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgeAllowance, HedgedAnswerer, HedgePolicy, LatencyWindow
 from tests.support.running_server import asynchronous
 from tests.support.scripted_answers import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_ends_both() -> None:
     answers.cancel()
     assert await running
     answers.settle()
-    assert stage.exchange.usage == Usage()
+    assert stage.exchange.usage == TokenUsage()
     stage.check_settled()
 
 
@@ -174,7 +174,7 @@ def test_exactly_one_of_two_is_heard_and_charged(order: list[str], rooms: list[b
         assert len(paid) == 1
         if heard:
             assert heard == texts[paid[0].variant]
-            assert stage.exchange.usage == Usage(prompt_tokens=PROMPT, output_tokens=1)
+            assert stage.exchange.usage == TokenUsage(prompt_tokens=PROMPT, output_tokens=1)
         assert stage.exchange.usage == paid[0].usage
         stage.check_settled()
 

@@ -169,9 +169,9 @@ async def test_an_upstream_idles_while_half_of_its_places_are_free() -> None:
     upstream = Upstream("far", UpstreamConfig(url=FAR.url, connections=4))
     for expected in (True, True, True, False):
         assert upstream.idle is expected
-        await upstream.places.take(0, 1.0)
+        await upstream.slots.acquire(0, 1.0)
     for _ in range(4):
-        upstream.places.give()
+        upstream.slots.release()
     upstream.healthy = False
     assert upstream.idle is False
     await upstream.close()

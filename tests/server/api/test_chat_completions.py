@@ -16,8 +16,8 @@ from headrace.engine.interface.outputs import Ending, Output
 from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Chosen
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.output.output_reader import Reader
-from headrace.gateway.requests.text_request import Asked, CallDelta, Choice, Piece, TokenLogprob, Usage
+from headrace.gateway.output.choice_reader import ChoiceReader
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage, ToolCallDelta
 from headrace.server.api.chat_completions import ChatStream, read_chat, whole_chat
 from tests.support.dialect_exchanges import USAGE, called, exchange_for, streamed, tokenizer, whole
 
@@ -116,11 +116,11 @@ def test_what_is_wrong_is_named(wishes: dict[str, Any], parameter: str) -> None:
 
 def test_a_stream_is_the_whole_answer_in_chunks() -> None:
     pieces = [
-        Piece(0, content="It "),
-        Piece(0, content="is."),
+        ChoiceDelta(0, content="It "),
+        ChoiceDelta(0, content="is."),
         *called(0, "now", '{"zone":', ' "UTC"}'),
         *called(1, "now", "{}"),
-        Piece(0, finish="tool_calls", usage=USAGE),
+        ChoiceDelta(0, finish="tool_calls", usage=USAGE),
     ]
     exchange = exchange_for(asked(stream=True, stream_options={"include_usage": True}, metadata={"a": "b"}))
     body = whole_chat(exchange, whole(pieces))
@@ -144,17 +144,19 @@ def test_a_stream_is_the_whole_answer_in_chunks() -> None:
 
 
 def test_without_being_asked_no_chunk_speaks_of_usage() -> None:
-    found = chunks(streamed(ChatStream(exchange_for(asked(stream=True))), [Piece(0, finish="stop", usage=USAGE)]))
+    found = chunks(streamed(ChatStream(exchange_for(asked(stream=True))), [ChoiceDelta(0, finish="stop", usage=USAGE)]))
     assert all("usage" not in chunk for chunk in found)
 
 
 def test_usage_counts_a_prompt_once_and_every_answer() -> None:
     exchange = exchange_for(asked(n=3))
-    choices = [Choice(index, usage=Usage(prompt_tokens=10, output_tokens=index)) for index in range(3)]
+    choices = [Choice(index, usage=TokenUsage(prompt_tokens=10, output_tokens=index)) for index in range(3)]
     usage = whole_chat(exchange, choices)["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
     # What the engine drafted by itself is no part of it.
-    usage = whole_chat(exchange_for(asked()), [Choice(0, usage=Usage(output_tokens=5, drafted=9, accepted=4))])["usage"]
+    usage = whole_chat(exchange_for(asked()), [Choice(0, usage=TokenUsage(output_tokens=5, drafted=9, accepted=4))])[
+        "usage"
+    ]
     assert usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
@@ -188,7 +190,7 @@ def output(tokens: Sequence[int], text: str, finish: Finish | None = None, stop:
 
 
 def measured(*outputs: Output, echo: Sequence[int] | None = None) -> list[TokenLogprob]:
-    reader = Reader(0, tokenizer(), logprobs=True, echo=echo)
+    reader = ChoiceReader(0, tokenizer(), logprobs=True, echo=echo)
     return [each for one in outputs for each in reader.read(one).logprobs or ()]
 
 
@@ -207,7 +209,7 @@ def test_logprobs_leave_out_the_end_of_the_answer() -> None:
 
 def test_logprobs_come_with_their_text() -> None:
     tokens = cut("one two three")
-    reader = Reader(0, tokenizer(), logprobs=True)
+    reader = ChoiceReader(0, tokenizer(), logprobs=True)
     held = reader.read(output(tokens, "one"))  # the rest may yet be a stop text
     assert "".join(each.shown for each in held.logprobs or ()) == "one"
     rest = reader.read(output([], " two three", Finish.LENGTH))
@@ -246,23 +248,23 @@ def test_special_tokens_count_where_they_are_shown() -> None:
 
 
 def test_an_answer_to_a_named_tool_stops_as_the_service_s_does() -> None:
-    delta = CallDelta(0, "call_0", "now")
+    delta = ToolCallDelta(0, "call_0", "now")
 
     class Calls:
-        def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
             return "", [delta] if text else []
 
-        def finish(self) -> tuple[str, list[CallDelta]]:
+        def finish(self) -> tuple[str, list[ToolCallDelta]]:
             return "", []
 
     for named, finish in ((False, "tool_calls"), (True, "stop")):
-        reader = Reader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
+        reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
         assert reader.read(output(cut("x"), "x", Finish.STOP)).finish == finish
-        reader = Reader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
+        reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
         assert reader.read(output(cut("x"), "x", Finish.LENGTH)).finish == "length"
 
 
 def test_a_sequence_that_failed_is_an_error() -> None:
     with pytest.raises(ApiError) as raised:
-        Reader(0, tokenizer()).read(output([], "", Finish.FAILED))
+        ChoiceReader(0, tokenizer()).read(output([], "", Finish.FAILED))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")

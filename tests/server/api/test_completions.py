@@ -14,8 +14,8 @@ from headrace.engine.interface.outputs import Ending, Output
 from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Chosen
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.output.output_reader import Reader
-from headrace.gateway.requests.text_request import Asked, Choice, Piece, TokenLogprob, Usage
+from headrace.gateway.output.choice_reader import ChoiceReader
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.server.api.completions import CompletionStream, prompts_of, read_completion, whole_completion
 from tests.support.dialect_exchanges import exchange_for, streamed, tokenizer
 
@@ -86,9 +86,9 @@ def test_offsets_are_those_of_the_text() -> None:
     assert logprobs["token_logprobs"] == [None, -1, -1, -1, -1, -1]
     assert logprobs["top_logprobs"][:2] == [None, {"One": -1.0}]
     pieces = [
-        Piece(0, content="One", logprobs=found[:2]),
-        Piece(0, content="é two", logprobs=found[2:]),
-        Piece(0, finish="stop", logprobs=[], usage=Usage()),
+        ChoiceDelta(0, content="One", logprobs=found[:2]),
+        ChoiceDelta(0, content="é two", logprobs=found[2:]),
+        ChoiceDelta(0, finish="stop", logprobs=[], usage=TokenUsage()),
     ]
     told = chunks(streamed(CompletionStream(exchange), pieces))
     offsets = [offset for chunk in told for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
@@ -105,8 +105,8 @@ def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
 def test_usage_does_not_depend_on_which_choice_ends_first(order: tuple[int, ...]) -> None:
     """Two prompts, two answers of each: every prompt counts once."""
     wishes = asked(prompt=["a", "b c d"], n=2, stream=True, stream_options={"include_usage": True})
-    usages = [Usage(prompt_tokens=2 if index < 2 else 40, output_tokens=1) for index in range(4)]
-    pieces = [Piece(index, content="x", finish="stop", usage=usages[index]) for index in order]
+    usages = [TokenUsage(prompt_tokens=2 if index < 2 else 40, output_tokens=1) for index in range(4)]
+    pieces = [ChoiceDelta(index, content="x", finish="stop", usage=usages[index]) for index in order]
     last = chunks(streamed(CompletionStream(exchange_for(wishes)), pieces))[-1]
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (42, 4)
     assert last["choices"] == []
@@ -115,8 +115,8 @@ def test_usage_does_not_depend_on_which_choice_ends_first(order: tuple[int, ...]
 # Echo, on outputs as the engine gives them
 
 
-def echoed(index: int, shared: list[Chosen], prompt: list[int], first: Output) -> Piece:
-    return Reader(index, tokenizer(), logprobs=True, echo=prompt, measured=shared).read(first)
+def echoed(index: int, shared: list[Chosen], prompt: list[int], first: Output) -> ChoiceDelta:
+    return ChoiceReader(index, tokenizer(), logprobs=True, echo=prompt, measured=shared).read(first)
 
 
 def test_echo_measures_the_prompt_for_every_choice() -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from headrace.config import Limits
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, CallDelta, Piece, Usage
+from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.server.api.content_blocks import Runs
 from headrace.server.api.messages import (
@@ -301,17 +301,17 @@ def test_the_tables_have_schemas() -> None:
 
 # Answers
 
-DONE = Piece(0, finish="stop", usage=USAGE)
+DONE = ChoiceDelta(0, finish="stop", usage=USAGE)
 ALTERNATING = [
-    Piece(0, reasoning="Let me "),
-    Piece(0, reasoning="see."),
-    Piece(0, content="I "),
-    Piece(0, content="look."),
+    ChoiceDelta(0, reasoning="Let me "),
+    ChoiceDelta(0, reasoning="see."),
+    ChoiceDelta(0, content="I "),
+    ChoiceDelta(0, content="look."),
     *called(0, "weather", '{"city": ', '"Bern"}'),
     *called(1, "weather", '{"city": "Rome"}'),
-    Piece(0, content="Wait."),
+    ChoiceDelta(0, content="Wait."),
     *called(2, "clock"),
-    Piece(0, finish="tool_calls", usage=USAGE),
+    ChoiceDelta(0, finish="tool_calls", usage=USAGE),
 ]
 
 
@@ -341,18 +341,21 @@ def test_arguments_that_are_no_object_are_kept_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("last", "reason"),
     [
-        (Piece(0, finish="stop"), "end_turn"),
-        (Piece(0, finish="stop", stop="END"), "stop_sequence"),
-        (Piece(0, finish="length", usage=Usage(output_tokens=50)), "max_tokens"),
-        (Piece(0, finish="length", usage=Usage(output_tokens=20)), "model_context_window_exceeded"),
-        (Piece(0, finish="deadline"), "deadline"),
-        (Piece(0, calls=[CallDelta(0, "c", "weather")], finish="stop"), "tool_use"),  # the one that was asked for
+        (ChoiceDelta(0, finish="stop"), "end_turn"),
+        (ChoiceDelta(0, finish="stop", stop="END"), "stop_sequence"),
+        (ChoiceDelta(0, finish="length", usage=TokenUsage(output_tokens=50)), "max_tokens"),
+        (ChoiceDelta(0, finish="length", usage=TokenUsage(output_tokens=20)), "model_context_window_exceeded"),
+        (ChoiceDelta(0, finish="deadline"), "deadline"),
+        (
+            ChoiceDelta(0, calls=[ToolCallDelta(0, "c", "weather")], finish="stop"),
+            "tool_use",
+        ),  # the one that was asked for
     ],
 )
-def test_why_it_stopped_is_told_alike_whole_and_streamed(last: Piece, reason: str) -> None:
+def test_why_it_stopped_is_told_alike_whole_and_streamed(last: ChoiceDelta, reason: str) -> None:
     exchange = exchange_for(asked_of())
-    body = whole_message(exchange, whole([Piece(0, content="x"), last]))
-    told = events_of(streamed(MessageStream(exchange), [Piece(0, content="x"), last]))[-2]
+    body = whole_message(exchange, whole([ChoiceDelta(0, content="x"), last]))
+    told = events_of(streamed(MessageStream(exchange), [ChoiceDelta(0, content="x"), last]))[-2]
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, last.stop)
     assert told["delta"] == {"stop_reason": reason, "stop_sequence": last.stop}
 
@@ -396,7 +399,9 @@ def test_a_streams_blocks_follow_each_other() -> None:
 def test_the_end_of_a_call_goes_before_what_came_after_it_in_the_same_piece() -> None:
     pieces = [
         *called(0, "weather", '{"city": '),
-        Piece(0, content="Done.", calls=[CallDelta(0, arguments='"Bern"}'), CallDelta(1, "c", "clock", "{}")]),
+        ChoiceDelta(
+            0, content="Done.", calls=[ToolCallDelta(0, arguments='"Bern"}'), ToolCallDelta(1, "c", "clock", "{}")]
+        ),
     ]
     runs = Runs()
     steps = [step for piece in pieces for step in runs.take(piece)]
@@ -491,7 +496,7 @@ class City(BaseModel):
 
 
 def test_the_clients_structured_output_is_read() -> None:
-    pieces = [Piece(0, content='{"city": "Bern"}'), DONE]
+    pieces = [ChoiceDelta(0, content='{"city": "Bern"}'), DONE]
     wire = Wire(whole_message(exchange_for(asked_of()), whole(pieces)))
     message = wire.anthropic().messages.parse(**LEAST, output_format=City)
     assert message.parsed_output == City(city="Bern")
@@ -510,7 +515,7 @@ def test_the_clients_count_is_read() -> None:
 def test_an_error_in_a_stream_reaches_the_client() -> None:
     events = MessageStream(exchange_for(asked_of()))
     error = ApiError("the answer broke off", kind="server_error")
-    sent = events.begin() + events.piece(Piece(0, content="Hel")) + events.error(error)
+    sent = events.begin() + events.piece(ChoiceDelta(0, content="Hel")) + events.error(error)
     assert events_of(sent)[-1] == {
         "type": "error",
         "error": {"type": "api_error", "message": "the answer broke off"},

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from headrace.config import Limits
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece, TokenLogprob, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.server.api.responses import (
     TABLE,
     ResponsesAsked,
@@ -303,13 +303,13 @@ def test_a_history_is_bounded() -> None:
 # Answers
 
 LOOKING = [
-    Piece(0, reasoning="Let me "),
-    Piece(0, reasoning="see."),
-    Piece(0, content="I "),
-    Piece(0, content="look."),
+    ChoiceDelta(0, reasoning="Let me "),
+    ChoiceDelta(0, reasoning="see."),
+    ChoiceDelta(0, content="I "),
+    ChoiceDelta(0, content="look."),
     *called(0, "weather", '{"city": ', '"Bern"}'),
     *called(1, "weather", '{"city": "Rome"}'),
-    Piece(0, finish="tool_calls", usage=USAGE),
+    ChoiceDelta(0, finish="tool_calls", usage=USAGE),
 ]
 
 
@@ -376,7 +376,7 @@ def test_a_whole_answer_has_its_items() -> None:
 def test_what_was_cut_says_so_whole_and_streamed(finish: Any, reason: str) -> None:
     found = found_of(max_output_tokens=3)
     exchange = exchange_for(found.asked)
-    pieces = [Piece(0, content="I lo"), Piece(0, finish=finish, usage=USAGE)]
+    pieces = [ChoiceDelta(0, content="I lo"), ChoiceDelta(0, finish=finish, usage=USAGE)]
     stream = ResponseStream(exchange, found)
     last = events_of(streamed(stream, pieces))[-1]
     assert last["type"] == "response.incomplete"
@@ -391,12 +391,12 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     found = found_of(top_logprobs=1)
     exchange = exchange_for(found.asked)
     pieces = [
-        Piece(0, reasoning="Hm", logprobs=measured("Hm")),
-        Piece(0, logprobs=measured("</think>")),
-        Piece(0, content="I", logprobs=measured("I")),
-        Piece(0, logprobs=measured(" lo")),
-        Piece(0, content=" look", logprobs=measured("ok")),
-        Piece(0, finish="stop", usage=Usage(output_tokens=5, reasoning_tokens=2)),
+        ChoiceDelta(0, reasoning="Hm", logprobs=measured("Hm")),
+        ChoiceDelta(0, logprobs=measured("</think>")),
+        ChoiceDelta(0, content="I", logprobs=measured("I")),
+        ChoiceDelta(0, logprobs=measured(" lo")),
+        ChoiceDelta(0, content=" look", logprobs=measured("ok")),
+        ChoiceDelta(0, finish="stop", usage=TokenUsage(output_tokens=5, reasoning_tokens=2)),
     ]
     body = whole_response(exchange, whole(pieces), found)
     assert body["output"][1]["content"][0]["logprobs"] == [told("I"), told(" lo"), told("ok")]
@@ -452,7 +452,7 @@ def test_a_streams_events_follow_each_other() -> None:
 def test_text_between_calls_is_an_item_of_its_own() -> None:
     found = found_of(tools=[WEATHER])
     stream = ResponseStream(exchange_for(found.asked), found)
-    pieces = [*called(0, "weather", "{}"), Piece(0, content="Wait."), *called(1, "weather", "{}"), LOOKING[-1]]
+    pieces = [*called(0, "weather", "{}"), ChoiceDelta(0, content="Wait."), *called(1, "weather", "{}"), LOOKING[-1]]
     streamed(stream, pieces)
     assert without_ids(stream.items) == [call_item("call_0", "{}"), text_item("Wait."), call_item("call_1", "{}")]
 
@@ -521,7 +521,7 @@ class City(BaseModel):
 
 def test_the_clients_structured_output_is_read() -> None:
     found = found_of()
-    pieces = [Piece(0, content='{"city": "Bern"}'), Piece(0, finish="stop", usage=USAGE)]
+    pieces = [ChoiceDelta(0, content='{"city": "Bern"}'), ChoiceDelta(0, finish="stop", usage=USAGE)]
     wire = Wire(whole_response(exchange_for(found.asked), whole(pieces), found))
     client = wire.openai()
     response = client.responses.parse(
@@ -541,7 +541,7 @@ def test_a_failure_in_a_stream_ends_it_as_failed() -> None:
     found = found_of()
     stream = ResponseStream(exchange_for(found.asked), found)
     error = ApiError("the answer broke off", kind="server_error")
-    sent = stream.begin() + stream.piece(Piece(0, content="Hel")) + stream.error(error)
+    sent = stream.begin() + stream.piece(ChoiceDelta(0, content="Hel")) + stream.error(error)
     last = events_of(sent)[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the answer broke off"}

@@ -19,7 +19,7 @@ from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.sources import SelectedSources
 from headrace.gateway.flow.shared_generation import Shared, Take
 from headrace.gateway.limits.limiter import Reservation
-from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, CompositeAnswerer, VariantCharge
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
@@ -63,13 +63,13 @@ class Course(msgspec.Struct):
 
     # deliver
     looks: bool = False  # every piece is looked at
-    held: Piece | None = None  # that is not let out yet
+    held: ChoiceDelta | None = None  # that is not let out yet
     waits: asyncio.Future[bool] | None = None  # until it may be
     out: int = 0  # tokens let out
     bound: asyncio.Timeout | None = None  # of the wait for the first token
-    usages: dict[int, Usage] = {}  # of the choices that have ended
+    usages: dict[int, TokenUsage] = {}  # of the choices that have ended
     tokens: dict[int, int] = {}  # let out, by choice
-    said: list[Piece] = []  # of the first choice, where what it says is needed
+    said: list[ChoiceDelta] = []  # of the first choice, where what it says is needed
 
     # settle
     free: bool = False  # nothing was computed for it

@@ -14,7 +14,7 @@ from headrace.gateway.degradation.shaping.sources import find_citations
 from headrace.gateway.flow.course import Course, Take
 from headrace.gateway.flow.recall import instead, refused_by_ladder
 from headrace.gateway.flow.settle import settle
-from headrace.gateway.requests.text_request import Piece, Restart, Usage, total
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import choice_count, sum_usage
 
 
@@ -93,7 +93,7 @@ async def _follow(course: Course, take: Take) -> bool:
             return ended
 
 
-def _look_at(course: Course, take: Take, piece: Piece) -> bool:
+def _look_at(course: Course, take: Take, piece: ChoiceDelta) -> bool:
     exchange = course.exchange
     if course.wait is not None and course.bound is not None:
         if course.bound.expired():
@@ -106,7 +106,7 @@ def _look_at(course: Course, take: Take, piece: Piece) -> bool:
         course.wait.begun()
         course.wait = None
     if (course.selected is not None or course.recall is not None) and piece.index == 0:
-        if isinstance(piece, Restart):
+        if isinstance(piece, RestartDelta):
             course.said.clear()
         course.said.append(piece)
     if (shared := course.shared) is not None:
@@ -128,7 +128,7 @@ def _pays(course: Course) -> bool:
     return course.answer.pays if isinstance(course.answer, FlightReader) else not course.exchange.answered_by
 
 
-def _corrects(course: Course, piece: Piece) -> bool:
+def _corrects(course: Course, piece: ChoiceDelta) -> bool:
     """An upstream's word on how many tokens there were comes after the text, or with all of it at once: nothing is
     left to stop then, and they are counted in the end."""
     if course.exchange.served.upstream is None or piece.finish is None:
@@ -136,11 +136,11 @@ def _corrects(course: Course, piece: Piece) -> bool:
     return not piece.content or not course.tokens.get(piece.index)
 
 
-def _ended(course: Course, piece: Piece) -> None:
+def _ended(course: Course, piece: ChoiceDelta) -> None:
     exchange = course.exchange
-    course.usages[piece.index] = piece.usage or Usage()
+    course.usages[piece.index] = piece.usage or TokenUsage()
     if course.follows:
-        exchange.usage = total([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
+        exchange.usage = combine_usages([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
         exchange.finish = piece.finish or ""
 
 
@@ -202,9 +202,9 @@ def _stop(course: Course, take: Take) -> None:
         place = index // exchange.asked.n
         # Of an upstream's prompts only the sum is known, which the first one stands for.
         length = len(prompts[place].tokens) if prompts else exchange.prompt_tokens if place == 0 else 0
-        usage = Usage(prompt_tokens=length, output_tokens=course.tokens.get(index, 0))
+        usage = TokenUsage(prompt_tokens=length, output_tokens=course.tokens.get(index, 0))
         if index == 0:
             usage = sum_usage((*(charge.usage for charge in course.tried()), usage))
         course.usages[index] = usage
-        take(Piece(index, finish="length", usage=usage))
+        take(ChoiceDelta(index, finish="length", usage=usage))
     exchange.notes["cut"] = exchange.cut_by

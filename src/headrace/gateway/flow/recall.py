@@ -12,7 +12,7 @@ from headrace.gateway.degradation.ladder.extractive_answer import extract_answer
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
 from headrace.gateway.flow.course import Course
-from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
@@ -132,7 +132,7 @@ def _extracted(course: Course) -> bool:
     course.selected = None
     course.telling.clear("max_tokens", "variant")  # which nothing came of
     course.telling.took("extract", ShapingChange("quotes", None, len(found.quotes)))
-    pieces = [Piece(0, content=found.text), Piece(0, finish="stop", usage=Usage())]
+    pieces = [ChoiceDelta(0, content=found.text), ChoiceDelta(0, finish="stop", usage=TokenUsage())]
     course.answer, course.follows = CacheHit(pieces, n=1), True
     exchange.answered_by = "extract"
     return True

@@ -58,7 +58,7 @@ from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.redis_calls import RedisCalls
 from headrace.gateway.limits.shared_limits import SharedStore
-from headrace.gateway.requests.text_request import Asked, Choice, Usage
+from headrace.gateway.requests.text_request import Asked, Choice, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
@@ -66,8 +66,8 @@ from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import Engine, Fleet
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
-from headrace.gateway.serving.upstreams.upstream_answering import prompt_tokens as upstream_prompt_tokens
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstreams.upstream_generation import count_prompt_tokens as upstream_prompt_tokens
 from headrace.observe import metrics
 from headrace.server.admin.administration import Administration, sqlite_store
 from headrace.server.admin.usage_query import LedgerUsage
@@ -409,7 +409,7 @@ class Parts:
     def charge(
         self,
         id: str,
-        usage: Usage,
+        usage: TokenUsage,
         *,
         ended: str,
         variant: str = "",
@@ -452,7 +452,7 @@ class Parts:
         upstream = exchange.served.upstream
         if upstream is None:
             return EngineAnswering(exchange)
-        return UpstreamAnswering(exchange, upstream, anew=alone and not exchange.asked.stream)
+        return UpstreamGeneration(exchange, upstream, anew=alone and not exchange.asked.stream)
 
     async def prompt_tokens(self, exchange: Exchange) -> int:
         """Of an exchange that an upstream answers."""

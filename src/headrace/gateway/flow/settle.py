@@ -12,7 +12,7 @@ from headrace.gateway.flow.admit import entry_of
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.request_metrics import count_ended
 from headrace.gateway.flow.shared_generation import by_plan
-from headrace.gateway.requests.text_request import Choice, Usage, total
+from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
 from headrace.observe import metrics
 
@@ -49,10 +49,10 @@ def settle(course: Course, error: ApiError | None = None) -> None:
     whole = whole and error is None
     gone = course.gone and not whole
     if exchange.cut_by:
-        exchange.usage = total([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
+        exchange.usage = combine_usages([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
         exchange.finish = "length"
     elif shared is not None and not (course.free and exchange.answered_by):
-        exchange.usage = Usage() if course.free else shared.exchange.usage
+        exchange.usage = TokenUsage() if course.free else shared.exchange.usage
     ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
     # Where nothing was done for it, it never was.
     used = exchange.usage.prompt_tokens or exchange.usage.output_tokens or course.out
@@ -107,11 +107,11 @@ def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
     made = course.made
     instead = course.named if exchange.served.name != course.named else ""
     if exchange.answered_by == "extract":
-        parts.charge(exchange.id, Usage(), ended=ended, hit="extract")
+        parts.charge(exchange.id, TokenUsage(), ended=ended, hit="extract")
     elif course.free and exchange.cut_by:  # others have it, and one of them pays
         parts.charge(exchange.id, exchange.usage, ended=ended, hit="shared")
     elif course.free:
-        saved = facts.saved if facts is not None and exchange.answered_by else Usage()
+        saved = facts.saved if facts is not None and exchange.answered_by else TokenUsage()
         parts.charge(
             exchange.id, saved, ended=ended, hit="exact" if exchange.answered_by == "stale" else exchange.answered_by
         )
@@ -121,7 +121,7 @@ def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
             tried = course.tried()
             answer = _without(exchange.usage, sum_usage(charge.usage for charge in tried))
             charges = [*tried, VariantCharge(exchange.served.name, answer, "answer")]
-        _charge_each(course, charges or [VariantCharge(exchange.served.name, Usage(), "answer")], ended, instead)
+        _charge_each(course, charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")], ended, instead)
     else:
         parts.charge(exchange.id, exchange.usage, ended=ended, variant=exchange.served.name, instead_of=instead)
 
@@ -153,9 +153,9 @@ def _keep(course: Course, whole: bool) -> None:
             course.parts.keep_later(course.exchange, recall, answer)
 
 
-def _without(usage: Usage, other: Usage) -> Usage:
+def _without(usage: TokenUsage, other: TokenUsage) -> TokenUsage:
     """The tokens that are left."""
-    return Usage(
+    return TokenUsage(
         prompt_tokens=max(0, usage.prompt_tokens - other.prompt_tokens),
         output_tokens=max(0, usage.output_tokens - other.output_tokens),
         cached_tokens=max(0, usage.cached_tokens - other.cached_tokens),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import Answerer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
-Take = Callable[[Piece], bool]
+Take = Callable[[ChoiceDelta], bool]
 
 
 def by_plan(exchange: Exchange, plan: RoutePlan) -> bool:

@@ -31,7 +31,7 @@ from headrace.gateway.flow.settle import settle
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Parts
@@ -75,10 +75,10 @@ class Way:
         more for now, and then this is to be called again. ApiError where the answer is refused or fails."""
         return await run(self._course, take)
 
-    def relayed(self) -> UpstreamAnswering | None:
+    def relayed(self) -> UpstreamGeneration | None:
         """An upstream's answer whose bytes can go to a client as they are: nobody here wants to see a piece of it."""
         own = self._course.own
-        return own if isinstance(own, UpstreamAnswering) and not self._course.looks and own.relayable() else None
+        return own if isinstance(own, UpstreamGeneration) and not self._course.looks and own.can_relay() else None
 
     def headers(self) -> dict[str, str]:
         """What a client is told of the stages, beside the answer. Final where the answer is whole."""

@@ -11,7 +11,7 @@ from typing import Final
 from headrace.gateway.ledger.holds import Open
 from headrace.gateway.ledger.ledger_records import CRASHED, Entry, Reserved, Settled
 from headrace.gateway.ledger.prices import MOST_TOKENS, PriceBook, microseconds
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 
 _SOURCE: Final = 64  # characters of the name of what saved money
 
@@ -41,7 +41,7 @@ class Charging:
         return price.micros(entry.prompt_tokens, 0, output_tokens, machine_us if price.second else 0)
 
     def judge(
-        self, reserved: Reserved, usage: Usage, ended: str, *, variant: str, hit: str, instead_of: str, route: str
+        self, reserved: Reserved, usage: TokenUsage, ended: str, *, variant: str, hit: str, instead_of: str, route: str
     ) -> Settled:
         variant = variant or reserved.entry.variant
         price = reserved.price if variant == reserved.entry.variant else self.prices.of(variant)

@@ -49,7 +49,7 @@ from headrace.gateway.ledger.ledger_records import Entry, Reserved, Scope, Settl
 from headrace.gateway.ledger.ledger_store import Alert, Moved, SharedStore, Store
 from headrace.gateway.ledger.periods import Calendar
 from headrace.gateway.ledger.prices import PriceBook
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 
 log: Final = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Ledger:
     def settle(
         self,
         id: str,
-        usage: Usage,
+        usage: TokenUsage,
         *,
         ended: str = "finished",
         variant: str = "",  # that answered; the reserved one by default

@@ -13,7 +13,7 @@ WHITESPACE: Final = " \t\r\n"
 MOST_WAITING: Final = 4096  # characters of whitespace that are kept back
 
 
-def may_begin(marker: str, text: str, start: int = 0) -> int:
+def partial_marker_start(marker: str, text: str, start: int = 0) -> int:
     """Where in the text, from `start`, a marker begins that the text may yet complete; its length where none does."""
     for length in range(min(len(marker) - 1, len(text) - start), 0, -1):
         if text.endswith(marker[:length]):
@@ -21,7 +21,7 @@ def may_begin(marker: str, text: str, start: int = 0) -> int:
     return len(text)
 
 
-class Passing:
+class ContentBuffer:
     """Hands text on. Whitespace waits for the text after it; `drop` before a marker, and `after_marker` behind one."""
 
     def __init__(self) -> None:

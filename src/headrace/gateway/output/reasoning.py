@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import RequestError
-from headrace.gateway.output.markers import MOST_WAITING, WHITESPACE, Passing, may_begin
+from headrace.gateway.output.markers import MOST_WAITING, WHITESPACE, ContentBuffer, partial_marker_start
 from headrace.models.text.tokenizer import Tokenizer
 
 
@@ -23,12 +23,14 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     closing: str
     special: tuple[str, ...] = ()  # markers whose text is only seen where special tokens are shown
 
-    def splitter(self, prompt_tail: str) -> Splitter:
+    def splitter(self, prompt_tail: str) -> ReasoningSplitter:
         """For the answer to a prompt that ends so: the template may have opened the reasoning, or closed it, itself."""
         tail = prompt_tail.rstrip(WHITESPACE)
         if tail.endswith(self.opening):
-            return Splitter(self.opening, self.closing, begins="reasoning")
-        return Splitter(self.opening, self.closing, begins="content" if tail.endswith(self.closing) else "either")
+            return ReasoningSplitter(self.opening, self.closing, begins="reasoning")
+        return ReasoningSplitter(
+            self.opening, self.closing, begins="content" if tail.endswith(self.closing) else "either"
+        )
 
 
 REASONING_FORMATS: Final = {
@@ -37,7 +39,7 @@ REASONING_FORMATS: Final = {
 }
 
 
-def reasoning_format_of(template_source: str | None, tokenizer: Tokenizer) -> ReasoningFormat | None:
+def detect_reasoning_format(template_source: str | None, tokenizer: Tokenizer) -> ReasoningFormat | None:
     """The format that a model's chat template speaks of; None where it speaks of none."""
     for known in REASONING_FORMATS.values():
         if template_source is not None and (known.opening in template_source or known.closing in template_source):
@@ -45,7 +47,7 @@ def reasoning_format_of(template_source: str | None, tokenizer: Tokenizer) -> Re
     return None
 
 
-def reasoning_format_named(name: str, tokenizer: Tokenizer) -> ReasoningFormat:
+def reasoning_format_by_name(name: str, tokenizer: Tokenizer) -> ReasoningFormat:
     """RequestError for a name that is none."""
     if name not in REASONING_FORMATS:
         known = ", ".join(REASONING_FORMATS)
@@ -58,7 +60,7 @@ def _for(found: ReasoningFormat, tokenizer: Tokenizer) -> ReasoningFormat:
     return replace(found, special=tuple(special))
 
 
-class Splitter:
+class ReasoningSplitter:
     """Splits one answer. Without a closing marker, all that follows an opening one is reasoning."""
 
     def __init__(self, opening: str, closing: str, *, begins: Literal["reasoning", "content", "either"]) -> None:
@@ -66,7 +68,7 @@ class Splitter:
         self._closing = closing
         self._state: Literal["reasoning", "content", "either"] = begins
         self._left = ""  # may be the beginning of a marker, with the whitespace before it
-        self._reasoning = Passing()
+        self._reasoning = ContentBuffer()
         self._content = ""
         self._dropping = begins == "content"  # whitespace at the beginning of the content
         self._reasoning.after_marker()
@@ -112,7 +114,7 @@ class Splitter:
     def _reason(self, text: str) -> str:
         found = text.find(self._closing)
         if found < 0:
-            stop = may_begin(self._closing, text)
+            stop = partial_marker_start(self._closing, text)
             self._reasoning.say(text[:stop])
             self._left = text[stop:]
             return ""

@@ -26,7 +26,7 @@ _LONGEST_NAME: Final = 1024  # characters of a key or a name, with its quotes
 _State = Callable[[str, int, int], int]
 
 
-class ValueScanner:
+class JsonValueScanner:
     """Finds the end of one JSON value. The first character that it is given must be the value's."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ValueScanner:
         return at + 1
 
 
-class TextDecoder:
+class JsonStringDecoder:
     """The text of a JSON string, from behind its opening quote to before its closing one."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class TextDecoder:
             out.append(_REPLACEMENT if len(text) == 1 and "\udc00" <= text <= "\udfff" else text)
 
 
-class CallReader:
+class ToolCallReader:
     """Reads one object that names a function and has its arguments, from its opening brace to its closing one.
 
     It is `certain` once it is known to be a call: with its name, or, where an object may be something else, with its
@@ -153,8 +153,8 @@ class CallReader:
         self._has_arguments = False
         self._arguments: list[str] = []
         self._state: _State = self._opening
-        self._scanner = ValueScanner()
-        self._decoder = TextDecoder()
+        self._scanner = JsonValueScanner()
+        self._decoder = JsonStringDecoder()
         self._literal = ""  # of the key or name that is being read, as far as it is kept
         self._key = ""
         self._keep = False  # the value that is being read is the arguments
@@ -237,7 +237,7 @@ class CallReader:
     def _at_string(self, text: str, at: int, end: int) -> int:
         self._has_arguments = self._by_name or text[at] == "{"
         if text[at] == "{":
-            self._decoder = TextDecoder()
+            self._decoder = JsonStringDecoder()
             self._state = self._in_text
         else:
             self._scanner.scan('"', 0, 1)
@@ -282,7 +282,7 @@ class CallReader:
             self.failed = True
 
     def _begin(self, state: _State) -> None:
-        self._scanner = ValueScanner()
+        self._scanner = JsonValueScanner()
         self._literal = ""
         self._state = state
 

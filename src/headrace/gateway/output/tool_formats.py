@@ -19,12 +19,26 @@ from typing import Final
 
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.errors import RequestError
-from headrace.gateway.output.tool_grammars import chosen, forced, free, literal, marker, named_calls, object_calls
-from headrace.gateway.output.tool_parsers import AnswerParser, CallParser, MarkerParser, TagParser, new_call_id
+from headrace.gateway.output.tool_grammars import (
+    callable_tools,
+    calls_only_grammar,
+    free_text_grammar,
+    lark_marker,
+    lark_string,
+    named_call_rule,
+    object_call_rule,
+)
+from headrace.gateway.output.tool_parsers import (
+    MarkerParser,
+    TaggedParser,
+    ToolCallParser,
+    WholeAnswerParser,
+    new_call_id,
+)
 from headrace.gateway.requests.text_request import Tool
 from headrace.models.text.tokenizer import Tokenizer
 
-__all__ = ["FORMATS", "CallParser", "ToolFormat", "tool_format_named", "tool_format_of"]
+__all__ = ["TOOL_FORMATS", "ToolCallParser", "ToolFormat", "detect_tool_format", "tool_format_by_name"]
 
 # An answer that does not begin as calls do. A list of anything but objects is no call.
 _NO_CALL: Final = r"TEXT: /[ \t\r\n]*([^{\[ \t\r\n](.|\n)*|\[[ \t\r\n]*([^{ \t\r\n](.|\n)*)?)?/"
@@ -46,7 +60,7 @@ class ToolFormat(ABC):
         """Texts that may be tokens of their own."""
 
     @abstractmethod
-    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> CallParser:
+    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
         """For one answer. Without parallel, what follows the first call is dropped."""
 
     @abstractmethod
@@ -59,7 +73,7 @@ class ToolFormat(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged(ToolFormat):
+class TaggedFormat(ToolFormat):
     """Each call is an object between two tags."""
 
     opening: str = "<tool_call>"
@@ -70,26 +84,26 @@ class Tagged(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return self.opening, self.closing
 
-    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> CallParser:
-        return TagParser(self.opening, self.closing, parallel=parallel, new_id=new_id)
+    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
+        return TaggedParser(self.opening, self.closing, parallel=parallel, new_id=new_id)
 
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        one = f"{marker(self.opening, self.ids)} {self._inside()}"
-        shape = f"{one} ({literal(self.margin)} {one})*" if parallel else one
-        return forced(shape, object_calls(chosen(tools, only), key="arguments"))
+        one = f"{lark_marker(self.opening, self.ids)} {self._inside()}"
+        shape = f"{one} ({lark_string(self.margin)} {one})*" if parallel else one
+        return calls_only_grammar(shape, object_call_rule(callable_tools(tools, only), key="arguments"))
 
     def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
         if not any(tool.strict for tool in tools):
             return None
-        calls = object_calls(tools, key="arguments")
-        return free(self._inside(), calls, self.opening, self.ids, parallel=parallel)
+        calls = object_call_rule(tools, key="arguments")
+        return free_text_grammar(self._inside(), calls, self.opening, self.ids, parallel=parallel)
 
     def _inside(self) -> str:
-        return f"{literal(self.margin)} call {literal(self.margin)} {marker(self.closing, self.ids)}"
+        return f"{lark_string(self.margin)} call {lark_string(self.margin)} {lark_marker(self.closing, self.ids)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Answering(ToolFormat):
+class WholeAnswerFormat(ToolFormat):
     """The answer as a whole is the call, or calls."""
 
     opening: str = "<|python_tag|>"  # may come before it
@@ -98,22 +112,22 @@ class Answering(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (self.opening,)
 
-    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> CallParser:
-        return AnswerParser(self.opening, parallel=parallel, new_id=new_id)
+    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
+        return WholeAnswerParser(self.opening, parallel=parallel, new_id=new_id)
 
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        return forced(_repeated(parallel), object_calls(chosen(tools, only), key="parameters"))
+        return calls_only_grammar(_repeated(parallel), object_call_rule(callable_tools(tools, only), key="parameters"))
 
     def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
         if not any(tool.strict for tool in tools):
             return None
-        tag = f"{marker(self.opening, self.ids)}? " if self.opening in self.ids else ""
+        tag = f"{lark_marker(self.opening, self.ids)}? " if self.opening in self.ids else ""
         shape = f"TEXT | {tag}{_repeated(parallel)}\n{_NO_CALL}"
-        return forced(shape, object_calls(tools, key="parameters"))
+        return calls_only_grammar(shape, object_call_rule(tools, key="parameters"))
 
 
 @dataclass(frozen=True, slots=True)
-class Marked(ToolFormat):
+class MarkerFormat(ToolFormat):
     """Calls behind a marker: a list of objects, or names each with its arguments."""
 
     opening: str = "[TOOL_CALLS]"
@@ -125,20 +139,20 @@ class Marked(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return self.opening, "[CALL_ID]", "[ARGS]"
 
-    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> CallParser:
+    def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
         return MarkerParser(self.opening, parallel=parallel, new_id=new_id)
 
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        one = f"{marker(self.opening, self.ids)} {self._inside(parallel)}"
+        one = f"{lark_marker(self.opening, self.ids)} {self._inside(parallel)}"
         shape = f"({one})+" if self.named and parallel else one
-        return forced(shape, self._calls(chosen(tools, only)))
+        return calls_only_grammar(shape, self._calls(callable_tools(tools, only)))
 
     def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
         if not any(tool.strict for tool in tools):
             return None
         # Of the list there is one; of the others, each has its own marker.
         several = self.named and parallel
-        return free(self._inside(parallel), self._calls(tools), self.opening, self.ids, parallel=several)
+        return free_text_grammar(self._inside(parallel), self._calls(tools), self.opening, self.ids, parallel=several)
 
     def _inside(self, parallel: bool) -> str:
         if self.named:
@@ -147,29 +161,37 @@ class Marked(ToolFormat):
 
     def _calls(self, tools: Sequence[Tool]) -> str:
         if not self.named:
-            return object_calls(tools, key="arguments")
-        between = marker(self.arguments, self.ids)
+            return object_call_rule(tools, key="arguments")
+        between = lark_marker(self.arguments, self.ids)
         if self.call_id:
-            between = f"{marker(self.call_id, self.ids)} /[a-zA-Z0-9]{{9}}/ {between}"
-        return named_calls(tools, between)
+            between = f"{lark_marker(self.call_id, self.ids)} /[a-zA-Z0-9]{{9}}/ {between}"
+        return named_call_rule(tools, between)
 
 
-FORMATS: Final[Mapping[str, ToolFormat]] = {
-    known.name: known for known in (Tagged("hermes"), Tagged("mini", margin=""), Answering("llama3"), Marked("mistral"))
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    known.name: known
+    for known in (
+        TaggedFormat("hermes"),
+        TaggedFormat("mini", margin=""),
+        WholeAnswerFormat("llama3"),
+        MarkerFormat("mistral"),
+    )
 }
 
 
-def tool_format_of(template_source: str | None, tokenizer: Tokenizer) -> ToolFormat | None:
+def detect_tool_format(template_source: str | None, tokenizer: Tokenizer) -> ToolFormat | None:
     """The format that a chat template teaches; None where it shows no tools, or in a format that is not known."""
     found = _taught(template_source or "")
     return None if found is None else _for(found, tokenizer)
 
 
-def tool_format_named(name: str, tokenizer: Tokenizer) -> ToolFormat:
+def tool_format_by_name(name: str, tokenizer: Tokenizer) -> ToolFormat:
     """RequestError for a name that is none."""
-    if name not in FORMATS:
-        raise RequestError(f"tool_format must be one of {', '.join(FORMATS)}, not '{name}'", parameter="tool_format")
-    return _for(FORMATS[name], tokenizer)
+    if name not in TOOL_FORMATS:
+        raise RequestError(
+            f"tool_format must be one of {', '.join(TOOL_FORMATS)}, not '{name}'", parameter="tool_format"
+        )
+    return _for(TOOL_FORMATS[name], tokenizer)
 
 
 def _for(found: ToolFormat, tokenizer: Tokenizer) -> ToolFormat:
@@ -185,7 +207,7 @@ def _taught(source: str) -> ToolFormat | None:
     if "tools" not in source:
         return None
     if "[TOOL_CALLS]" in source:
-        known = Marked("mistral")
+        known = MarkerFormat("mistral")
         if "[ARGS]" not in source:
             return known
         call_id = "[CALL_ID]" if "[CALL_ID]" in source else ""
@@ -194,9 +216,9 @@ def _taught(source: str) -> ToolFormat | None:
         # Other models put other things than JSON between the same tags.
         if "<function=" in source or "<arg_key>" in source or "arguments" not in source:
             return None
-        return FORMATS["mini" if "<tool_call>{" in source else "hermes"]
+        return TOOL_FORMATS["mini" if "<tool_call>{" in source else "hermes"]
     if "<|start_header_id|>" in source and ("<|python_tag|>" in source or '"parameters' in source):
-        return FORMATS["llama3"]
+        return TOOL_FORMATS["llama3"]
     return None
 
 

@@ -21,16 +21,16 @@ _DEEPEST: Final = 64  # of a schema's nested values
 _TEXT: Final = r"TEXT: /(.|\n)*/"
 
 
-def literal(text: str) -> str:
+def lark_string(text: str) -> str:
     """Text as a Lark string; nothing for no text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def marker(text: str, ids: Mapping[str, int]) -> str:
-    return f"<[{ids[text]}]>" if text in ids else literal(text)
+def lark_marker(text: str, ids: Mapping[str, int]) -> str:
+    return f"<[{ids[text]}]>" if text in ids else lark_string(text)
 
 
-def chosen(tools: Sequence[Tool], only: str | None) -> list[Tool]:
+def callable_tools(tools: Sequence[Tool], only: str | None) -> list[Tool]:
     """The tools that may be called; RequestError where there are none."""
     found = [tool for tool in tools if only is None or tool.name == only]
     if not found:
@@ -39,28 +39,28 @@ def chosen(tools: Sequence[Tool], only: str | None) -> list[Tool]:
     return found
 
 
-def object_calls(tools: Sequence[Tool], *, key: str) -> str:
+def object_call_rule(tools: Sequence[Tool], *, key: str) -> str:
     """The rule `call`: one object that names a tool and has its arguments under `key`."""
-    heads = [literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ') for tool in tools]
-    return _calls(tools, heads, literal("}"))
+    heads = [lark_string(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ') for tool in tools]
+    return _calls(tools, heads, lark_string("}"))
 
 
-def named_calls(tools: Sequence[Tool], before_arguments: str) -> str:
+def named_call_rule(tools: Sequence[Tool], before_arguments: str) -> str:
     """The rule `call`: a tool's name and its arguments. `before_arguments`: Lark for what is between the two."""
-    return _calls(tools, [f"{literal(tool.name)} {before_arguments}" for tool in tools], "")
+    return _calls(tools, [f"{lark_string(tool.name)} {before_arguments}" for tool in tools], "")
 
 
-def forced(shape: str, calls: str) -> Grammar:
+def calls_only_grammar(shape: str, calls: str) -> Grammar:
     """Calls and nothing else. `shape`: how the rule `call` is put into markers and repeated."""
     return Grammar(kind="lark", text=f"start: {shape}\n{calls}")
 
 
-def free(shape: str, calls: str, opening: str, ids: Mapping[str, int], *, parallel: bool) -> Grammar:
+def free_text_grammar(shape: str, calls: str, opening: str, ids: Mapping[str, int], *, parallel: bool) -> Grammar:
     """Free text, with calls in it: after each opening marker comes what `shape` says. With parallel, any number."""
     if opening in ids:
-        begin = f"begin: TEXT {marker(opening, ids)}"
+        begin = f"begin: TEXT {lark_marker(opening, ids)}"
     else:
-        begin = f"begin: before\nbefore[lazy]: TEXT {literal(opening)}"
+        begin = f"begin: before\nbefore[lazy]: TEXT {lark_string(opening)}"
     start = "start: one* TEXT" if parallel else "start: one | TEXT"
     return Grammar(kind="lark", text=f"{start}\none: begin {shape}\n{begin}\n{_TEXT}\n{calls}")
 

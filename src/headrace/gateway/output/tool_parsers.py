@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
-from headrace.gateway.output.markers import Passing, may_begin
-from headrace.gateway.output.streamed_json import CallReader, ValueScanner
-from headrace.gateway.requests.text_request import CallDelta
+from headrace.gateway.output.markers import ContentBuffer, partial_marker_start
+from headrace.gateway.output.streamed_json import JsonValueScanner, ToolCallReader
+from headrace.gateway.requests.text_request import ToolCallDelta
 
 MOST_HELD: Final = 64 * 1024  # characters after a marker that may yet be a call; what is longer is content
 _SPACE: Final = re.compile(r"\s*")
@@ -32,7 +32,7 @@ def new_call_id() -> str:
     return f"call_{secrets.token_urlsafe(18)}"  # 24 characters
 
 
-class CallParser:
+class ToolCallParser:
     """What is common to all formats: content up to a marker, then a call, then content again.
 
     A state is a method that takes the text and a place in it, and returns the place up to which it is done with it.
@@ -44,15 +44,15 @@ class CallParser:
         self._new_id = new_id
         self._by_name = by_name
         self._left = ""  # the end of the text, which may be the beginning of a marker
-        self._passing = Passing()
+        self._passing = ContentBuffer()
         self._raw: list[str] = []  # what is content if it is no call
         self._held = 0  # its length
         self._calls = 0
-        self._deltas: list[CallDelta] = []
-        self._reader = CallReader(by_name=by_name)
+        self._deltas: list[ToolCallDelta] = []
+        self._reader = ToolCallReader(by_name=by_name)
         self._state: _State = self._content
 
-    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+    def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """What is new: content, and deltas of calls."""
         text = self._left + text
         at = 0
@@ -65,7 +65,7 @@ class CallParser:
         self._left = text[at:]
         return self._passing.take(), self._taken()
 
-    def finish(self) -> tuple[str, list[CallDelta]]:
+    def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """What still waited: the text has ended."""
         if self._raw:
             self._no_call()
@@ -75,14 +75,14 @@ class CallParser:
         self._state = self._nothing
         return self._passing.take(last=True), self._taken()
 
-    def _taken(self) -> list[CallDelta]:
+    def _taken(self) -> list[ToolCallDelta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _content(self, text: str, at: int) -> int:
         found = text.find(self._marker, at)
         if found < 0:
-            stop = may_begin(self._marker, text, at)
+            stop = partial_marker_start(self._marker, text, at)
             self._passing.say(text[at:stop])
             return stop
         self._passing.say(text[at:found])
@@ -101,7 +101,7 @@ class CallParser:
         return at
 
     def _begin_call(self) -> None:
-        self._reader = CallReader(by_name=self._by_name)
+        self._reader = ToolCallReader(by_name=self._by_name)
         self._state = self._maybe_call
 
     def _maybe_call(self, text: str, at: int) -> int:
@@ -132,7 +132,7 @@ class CallParser:
         """After a call that is no JSON from here on: nothing that follows makes sense, up to the next marker."""
         found = text.find(self._marker, at)
         if found < 0:
-            return may_begin(self._marker, text, at)
+            return partial_marker_start(self._marker, text, at)
         self._state = self._content
         return found
 
@@ -165,7 +165,7 @@ class CallParser:
     def _start_call(self, name: str) -> None:
         self._forget()
         self._passing.after_marker()
-        self._deltas.append(CallDelta(self._calls, self._new_id(), name))
+        self._deltas.append(ToolCallDelta(self._calls, self._new_id(), name))
 
     def _add(self, arguments: str) -> None:
         if not arguments:
@@ -174,14 +174,14 @@ class CallParser:
         if self._deltas and self._deltas[-1].index == index:
             self._deltas[-1].arguments += arguments
         else:
-            self._deltas.append(CallDelta(index, arguments=arguments))
+            self._deltas.append(ToolCallDelta(index, arguments=arguments))
 
     def _end_call(self, state: _State) -> None:
         self._calls += 1
         self._state = state if self._parallel else self._nothing
 
 
-class TagParser(CallParser):
+class TaggedParser(ToolCallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as wanted, between content."""
 
     def __init__(self, opening: str, closing: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
@@ -193,7 +193,7 @@ class TagParser(CallParser):
         at = _end(_SPACE_OR_CLOSER, text, at)
         if text.startswith(self._closing, at):
             at += len(self._closing)
-        elif may_begin(self._closing, text, at) == at:
+        elif partial_marker_start(self._closing, text, at) == at:
             return at
         self._state = self._content
         return at
@@ -201,12 +201,12 @@ class TagParser(CallParser):
     def _broken(self, text: str, at: int) -> int:
         found = self._either.search(text, at)
         if found is None:
-            return min(may_begin(marker, text, at) for marker in (self._marker, self._closing))
+            return min(partial_marker_start(marker, text, at) for marker in (self._marker, self._closing))
         self._state = self._after_call
         return found.start()
 
 
-class ListParser(CallParser):
+class CallListParser(ToolCallParser):
     """Calls as JSON objects, alone, in a list, or one after the other with `;`, `,` or nothing between them."""
 
     def _opened(self, text: str, at: int) -> int:
@@ -234,7 +234,7 @@ class ListParser(CallParser):
         return at
 
 
-class AnswerParser(ListParser):
+class WholeAnswerParser(CallListParser):
     """The whole answer is a call, or calls; a marker before it is allowed. What else looks like JSON is content."""
 
     def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
@@ -249,13 +249,13 @@ class AnswerParser(ListParser):
         return stop
 
 
-class MarkerParser(ListParser):
+class MarkerParser(CallListParser):
     """`[TOOL_CALLS]`, then a list of objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`."""
 
     def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
         super().__init__(marker, parallel=parallel, new_id=new_id)
         self._head = ""
-        self._scanner = ValueScanner()
+        self._scanner = JsonValueScanner()
 
     def _first(self, text: str, at: int) -> int:
         if text[at] == "{":
@@ -276,7 +276,7 @@ class MarkerParser(ListParser):
                 self._no_call()
             else:
                 self._start_call(named[1])
-                self._scanner = ValueScanner()
+                self._scanner = JsonValueScanner()
                 self._state = self._in_arguments
         return stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece, Restart
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta
 
 
 class EventWriter(Protocol):
@@ -13,9 +13,9 @@ class EventWriter(Protocol):
 
     def begin(self) -> bytes: ...
 
-    def piece(self, piece: Piece) -> bytes: ...
+    def piece(self, piece: ChoiceDelta) -> bytes: ...
 
-    def restart(self, piece: Restart) -> bytes: ...
+    def restart(self, piece: RestartDelta) -> bytes: ...
 
     def end(self) -> bytes: ...
 

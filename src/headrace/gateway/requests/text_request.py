@@ -17,11 +17,11 @@ from headrace.config.shaping_section import Degrade
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 
-Finish = Literal["stop", "length", "tool_calls", "deadline"]
-Choosing = Literal["auto", "none", "required"]
+FinishReason = Literal["stop", "length", "tool_calls", "deadline"]
+ToolChoiceMode = Literal["auto", "none", "required"]
 
 
-class Source(msgspec.Struct, frozen=True):
+class SourceText(msgspec.Struct, frozen=True):
     id: str
     text: str
     score: float | None = None  # the higher, the better
@@ -44,14 +44,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None  # in the shape that chat templates take; contents are texts
     prompts: list[str | list[int]] | None = None
     tools: tuple[Tool, ...] = ()
-    choosing: Choosing = "auto"
+    choosing: ToolChoiceMode = "auto"
     only_tool: str | None = None  # with choosing "required": this one
     parallel_calls: bool = True
     grammar: Grammar | None = None  # of the answer's text
     grammar_of: str = "grammar"  # the parameter that asks for it, for errors
     template: Mapping[str, Any] = {}  # further values for the chat template
     think: bool | None = None  # whether the model is to reason first; None: as it likes
-    sources: tuple[Source, ...] = ()  # that the answer is to be made from
+    sources: tuple[SourceText, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 
     sampling: Sampling = Sampling()
@@ -82,7 +82,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **changes)
 
 
-class CallDelta(msgspec.Struct):
+class ToolCallDelta(msgspec.Struct):
     """What is new of a tool call. The first of a call has its id and its name; the others have arguments alone."""
 
     index: int  # among the choice's calls
@@ -99,7 +99,7 @@ class TokenLogprob(msgspec.Struct):
     shown: str = ""  # its part of the answer's text: none where it is hidden, or only a part of a character
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """What one choice took."""
 
     prompt_tokens: int = 0
@@ -113,28 +113,28 @@ class Usage(msgspec.Struct):
     decode_s: float = 0.0
 
 
-class Piece(msgspec.Struct):
+class ChoiceDelta(msgspec.Struct):
     """What is new of one choice. Exactly one piece of a choice, its last, has `finish`."""
 
     index: int  # of the choice: prompt by prompt, n for each
     content: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = []
+    calls: list[ToolCallDelta] = []
     logprobs: list[TokenLogprob] | None = None  # of the tokens whose text is certain by now
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
-    usage: Usage | None = None  # with `finish`
+    usage: TokenUsage | None = None  # with `finish`
     tokens: int = 0  # of the answer, that came with it
 
 
-class Restart(Piece):
+class RestartDelta(ChoiceDelta):
     """Marks that a choice begins anew, by another variant: what came of it before does not count."""
 
     variant: str = ""
     why: str = ""
 
 
-class Call(msgspec.Struct):
+class ToolCall(msgspec.Struct):
     id: str
     name: str
     arguments: str  # JSON as the model wrote it
@@ -146,18 +146,18 @@ class Choice(msgspec.Struct):
     index: int
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     logprobs: list[TokenLogprob] | None = None
-    finish: Finish = "stop"
+    finish: FinishReason = "stop"
     stop: str | None = None
-    usage: Usage = msgspec.field(default_factory=Usage)
+    usage: TokenUsage = msgspec.field(default_factory=TokenUsage)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoiceDelta) -> None:
         self.content += piece.content
         self.reasoning += piece.reasoning
         for delta in piece.calls:
             if delta.index == len(self.calls):
-                self.calls.append(Call(delta.id or "", delta.name or "", ""))
+                self.calls.append(ToolCall(delta.id or "", delta.name or "", ""))
             self.calls[delta.index].arguments += delta.arguments
         if piece.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *piece.logprobs]
@@ -166,9 +166,9 @@ class Choice(msgspec.Struct):
             self.usage = piece.usage or self.usage
 
 
-def total(usages: list[Usage], n: int) -> Usage:
+def combine_usages(usages: list[TokenUsage], n: int) -> TokenUsage:
     """Of all choices together; a prompt counts once, however many answers it has."""
-    result = Usage()
+    result = TokenUsage()
     for place, usage in enumerate(usages):
         if place % n == 0:
             result.prompt_tokens += usage.prompt_tokens

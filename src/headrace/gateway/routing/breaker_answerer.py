@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import Answerer, Clock, Take, has_output
 from headrace.gateway.serving.exchange import Exchange
 
@@ -85,7 +85,7 @@ class BreakerAnswerer:
         self._inner.settle(error)
 
     def _looking(self, take: Take) -> Take:
-        def looked(piece: Piece) -> bool:
+        def looked(piece: ChoiceDelta) -> bool:
             if self._first is None and has_output(piece):
                 self._first = max(0.0, self._clock() - self._began)
                 if self._answered is not None:

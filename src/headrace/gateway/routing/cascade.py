@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, Piece, TokenLogprob
+from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenLogprob
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -134,7 +134,7 @@ class CascadeAnswerer(CompositeAnswerer):
         why = f"{cascade.measure} {found:.3f} >= {cascade.threshold:.3f}"
         self.decisions.append(RoutingDecision("cascade", small.exchange.served.name, why))
 
-    def _hold(self, piece: Piece) -> bool:
+    def _hold(self, piece: ChoiceDelta) -> bool:
         self._held.append(piece)
         index = piece.index
         confidence = self._confidences[index]
@@ -170,7 +170,7 @@ class CascadeAnswerer(CompositeAnswerer):
         assert self._small is not None
         first_try = self._small.exchange.usage
 
-        def added(piece: Piece) -> bool:
+        def added(piece: ChoiceDelta) -> bool:
             if piece.usage is not None and piece.index == 0:
                 piece.usage = sum_usage((first_try, piece.usage))
             return take(piece)
@@ -184,7 +184,7 @@ def _measured(asked: Asked) -> Asked:
     return asked.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
 
 
-def _trimmed(piece: Piece, wanted: int | None) -> Piece:
+def _trimmed(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:
     """As it would be if nobody but the client had asked for log-probabilities."""
     if piece.logprobs is not None:
         piece.logprobs = None if wanted is None else [_fewer(token, wanted) for token in piece.logprobs]

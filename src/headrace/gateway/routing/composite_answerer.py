@@ -16,11 +16,11 @@ from typing import Final, Protocol
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart, Usage, total
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, RestartDelta, TokenUsage, combine_usages
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 
-Take = Callable[[Piece], bool]
+Take = Callable[[ChoiceDelta], bool]
 Clock = Callable[[], float]
 
 
@@ -49,7 +49,7 @@ class VariantCharge(msgspec.Struct, frozen=True):
     """What one variant computed for an exchange."""
 
     variant: str
-    usage: Usage
+    usage: TokenUsage
     role: str  # answer, first try, hedge, broken
     charged: bool = True  # False: nobody pays for it
 
@@ -68,7 +68,7 @@ def derive_exchange(exchange: Exchange, served: ServedVariant, asked: Asked) -> 
         exchange,
         served=served,
         asked=asked,
-        usage=Usage(),
+        usage=TokenUsage(),
         prompt_tokens=0,
         shaped_at=0.0,
         first_at=0.0,
@@ -82,27 +82,27 @@ def choice_count(asked: Asked) -> int:
     return len(asked.prompts or (None,)) * asked.n
 
 
-_COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(Usage))
+_COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(TokenUsage))
 
 
-def sum_usage(usages: Iterable[Usage]) -> Usage:
+def sum_usage(usages: Iterable[TokenUsage]) -> TokenUsage:
     """All of them one after another. (asked.total is for choices that run side by side.)"""
     all_of_them = list(usages)
-    return Usage(**{name: sum(getattr(each, name) for each in all_of_them) for name in _COUNTS})
+    return TokenUsage(**{name: sum(getattr(each, name) for each in all_of_them) for name in _COUNTS})
 
 
-def itemise_charges(ended: Mapping[int, tuple[str, Usage]], n: int) -> list[VariantCharge]:
+def itemise_charges(ended: Mapping[int, tuple[str, TokenUsage]], n: int) -> list[VariantCharge]:
     """By variant, what choices that ended took: together what asked.total makes of them."""
-    found: dict[str, list[Usage]] = {}
+    found: dict[str, list[TokenUsage]] = {}
     for place, index in enumerate(sorted(ended)):
         variant, usage = ended[index]
         # A prompt counts once, with the first of its choices.
         counted = usage if place % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
         found.setdefault(variant, []).append(counted)
-    return [VariantCharge(variant, total(usages, 1), "answer") for variant, usages in found.items()]
+    return [VariantCharge(variant, combine_usages(usages, 1), "answer") for variant, usages in found.items()]
 
 
-def has_output(piece: Piece) -> bool:
+def has_output(piece: ChoiceDelta) -> bool:
     """Whether a client hears something of it."""
     return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
 
@@ -119,8 +119,8 @@ async def collect_choices(answers: AnswerRun) -> list[Choice]:
     """The whole of what is run."""
     found = [Choice(index) for index in range(choice_count(answers.exchange.asked))]
 
-    def add(piece: Piece) -> bool:
-        if isinstance(piece, Restart):
+    def add(piece: ChoiceDelta) -> bool:
+        if isinstance(piece, RestartDelta):
             found[piece.index] = Choice(piece.index)
         else:
             found[piece.index].add(piece)
@@ -142,7 +142,7 @@ class CompositeAnswerer(ABC):
         self._parts: list[Answerer] = []  # in the order in which they were begun
         self._over: set[int] = set()  # places of those that are settled
         self._serving: Answerer | None = None  # whose answer the client gets
-        self._held: deque[Piece] = deque()  # that the client is still to get, before what comes
+        self._held: deque[ChoiceDelta] = deque()  # that the client is still to get, before what comes
         self._open = choice_count(exchange.asked)  # choices that have not ended
         self._clock = clock
         self._on_settled = settled
@@ -198,7 +198,7 @@ class CompositeAnswerer(ABC):
     def _counting(self, take: Take) -> Take:
         """The same, with an eye on which choices have ended."""
 
-        def counted(piece: Piece) -> bool:
+        def counted(piece: ChoiceDelta) -> bool:
             if piece.finish is not None:
                 self._open -= 1
             return take(piece)

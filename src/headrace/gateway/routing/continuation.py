@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.gateway.requests.text_request import CallDelta, Piece, TokenLogprob
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, ToolCallDelta
 
 
 class DivergedError(Exception):
@@ -34,7 +34,7 @@ class DeliveredText:
         self.calls: list[_Call] = []
         self.logprobs: list[TokenLogprob] | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoiceDelta) -> None:
         if piece.content:
             self.anything = True
             self.content.append(piece.content)
@@ -84,9 +84,9 @@ class Continuation:
         self._logprobs = len(delivered.logprobs or ())
         self._again = DeliveredText()
         self._tokens = 0
-        self._last: Piece | None = None  # with its finish
+        self._last: ChoiceDelta | None = None  # with its finish
 
-    def read(self, piece: Piece) -> Piece | None:
+    def read(self, piece: ChoiceDelta) -> ChoiceDelta | None:
         """What goes beyond, once the delivered text is complete, and then this is done; None before it.
 
         DivergedError where it is another text; `all_of_it` has it.
@@ -109,16 +109,17 @@ class Continuation:
             raise DivergedError("it ended before")
         return None
 
-    def all_of_it(self, index: int) -> Piece:
+    def all_of_it(self, index: int) -> ChoiceDelta:
         """The second answer from its beginning, as one piece of a choice."""
         again, last = self._again, self._last
         assert last is not None
-        return Piece(
+        return ChoiceDelta(
             index,
             content="".join(again.content),
             reasoning="".join(again.reasoning),
             calls=[
-                CallDelta(place, call.id, call.name, "".join(call.arguments)) for place, call in enumerate(again.calls)
+                ToolCallDelta(place, call.id, call.name, "".join(call.arguments))
+                for place, call in enumerate(again.calls)
             ],
             logprobs=again.logprobs,
             finish=last.finish,
@@ -131,15 +132,15 @@ class Continuation:
         calls = len(self._again.calls) >= len(self._calls) and all(text.complete for _, text in self._calls)
         return calls and self._content.complete and self._reasoning.complete
 
-    def _rest(self, piece: Piece) -> Piece:
+    def _rest(self, piece: ChoiceDelta) -> ChoiceDelta:
         again = self._again
-        calls: list[CallDelta] = []
+        calls: list[ToolCallDelta] = []
         for place, call in enumerate(again.calls):
             if place >= len(self._calls):
-                calls.append(CallDelta(place, call.id, call.name, "".join(call.arguments)))
+                calls.append(ToolCallDelta(place, call.id, call.name, "".join(call.arguments)))
             elif rest := self._calls[place][1].beyond(call.arguments):
-                calls.append(CallDelta(place, arguments=rest))
-        return Piece(
+                calls.append(ToolCallDelta(place, arguments=rest))
+        return ChoiceDelta(
             piece.index,
             content=self._content.beyond(again.content),
             reasoning=self._reasoning.beyond(again.reasoning),

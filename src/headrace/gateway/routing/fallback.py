@@ -18,13 +18,12 @@ import msgspec
 
 from headrace.config.routing_section import Then
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
     Clock,
     CompositeAnswerer,
-    Restart,
     RoutingDecision,
     SettledCallback,
     Take,
@@ -74,7 +73,7 @@ class FallbackAnswerer(CompositeAnswerer):
         self._whole = whole
         self._said: dict[int, DeliveredText] = {}  # by choice: what was delivered
         self._joining: dict[int, Continuation] = {}  # choices of which the step repeats what was delivered
-        self._finished: dict[int, tuple[Answerer, Usage]] = {}  # choices that are whole, by whom
+        self._finished: dict[int, tuple[Answerer, TokenUsage]] = {}  # choices that are whole, by whom
         self._heard = False  # something of this step
         self._since = 0  # the first part whose text the client has
         self._failed: ApiError | None = None  # found while a piece was looked at
@@ -130,7 +129,7 @@ class FallbackAnswerer(CompositeAnswerer):
         try:
             async with asyncio.timeout(self._patience) as bound:
 
-                def passed(piece: Piece) -> bool:
+                def passed(piece: ChoiceDelta) -> bool:
                     if not self._heard and has_output(piece):
                         if bound.expired():
                             return False  # it is given up in this very turn
@@ -216,14 +215,14 @@ class FallbackAnswerer(CompositeAnswerer):
         return not self._whole and any(said.anything for said in self._said.values())
 
     def _restart(self, index: int, why: str) -> None:
-        self._held.append(Restart(index, variant=self.exchange.served.name, why=why))
+        self._held.append(RestartDelta(index, variant=self.exchange.served.name, why=why))
         self._said.pop(index, None)
 
     # Pieces
 
-    def _pass(self, piece: Piece, take: Take) -> bool:
+    def _pass(self, piece: ChoiceDelta, take: Take) -> bool:
         index = piece.index
-        if isinstance(piece, Restart):  # by the step itself, which only an answer has that nobody has heard yet
+        if isinstance(piece, RestartDelta):  # by the step itself, which only an answer has that nobody has heard yet
             if self._finished.pop(index, None) is not None:
                 self._open += 1
             self._said.pop(index, None)
@@ -246,7 +245,7 @@ class FallbackAnswerer(CompositeAnswerer):
         self._note(piece)
         return take(piece)
 
-    def _note(self, piece: Piece) -> None:
+    def _note(self, piece: ChoiceDelta) -> None:
         said = self._said.get(piece.index)
         if said is None:
             said = self._said[piece.index] = DeliveredText()
@@ -254,7 +253,7 @@ class FallbackAnswerer(CompositeAnswerer):
         said.add(piece)
         if piece.finish is not None:
             assert self._serving is not None
-            self._finished[piece.index] = (self._serving, piece.usage or Usage())
+            self._finished[piece.index] = (self._serving, piece.usage or TokenUsage())
 
     def _diverge(self, index: int, joining: Continuation, why: str) -> bool:
         """Always False: what is held comes first, or there is an error to be told."""

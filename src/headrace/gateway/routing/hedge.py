@@ -18,7 +18,7 @@ from typing import Final
 from headrace.config.routing_section import HedgeConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -120,7 +120,7 @@ class HedgedAnswerer(CompositeAnswerer):
         self.hedging = hedging
         self.hedged = False  # a second request was made
         self._makes = (first, second)
-        self._pieces: dict[int, list[Piece]] = {}  # by the part's place; that came before it was decided
+        self._pieces: dict[int, list[ChoiceDelta]] = {}  # by the part's place; that came before it was decided
         self._began = 0.0
 
     @property
@@ -198,7 +198,7 @@ class HedgedAnswerer(CompositeAnswerer):
         """Until it has said something that a client hears, or the other one has."""
         pieces = self._pieces[place] = []
 
-        def hold(piece: Piece) -> bool:
+        def hold(piece: ChoiceDelta) -> bool:
             if self._serving is not None:
                 return False
             pieces.append(piece)

@@ -19,8 +19,8 @@ from headrace.engine.interface.sampling import Chosen
 from headrace.engine.process.output_stream import Stream
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid
-from headrace.gateway.output.output_reader import Reader
-from headrace.gateway.requests.text_request import Piece, Tool, Usage, total
+from headrace.gateway.output.choice_reader import ChoiceReader
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, Tool, combine_usages
 from headrace.gateway.serving.exchange import Exchange, Prompt
 from headrace.gateway.serving.fleet import ServedVariant
 
@@ -36,9 +36,9 @@ class EngineAnswering:
         self.gone = False  # the client has left
         self.prompts: list[tuple[int, ...]] = []
         self._streams: list[Stream] = []
-        self._readers: dict[tuple[int, int], Reader] = {}
+        self._readers: dict[tuple[int, int], ChoiceReader] = {}
         self._open = 0
-        self._usages: dict[int, Usage] = {}  # by the choice
+        self._usages: dict[int, TokenUsage] = {}  # by the choice
         self._settled = False
 
     async def begin(self) -> None:
@@ -61,7 +61,7 @@ class EngineAnswering:
             measured: list[Chosen] = []
             for index in range(asked.n):
                 reasons = served.reasoning is not None and asked.messages is not None
-                self._readers[place, index] = Reader(
+                self._readers[place, index] = ChoiceReader(
                     place * asked.n + index,
                     served.tokenizer,
                     splitter=served.reasoning.splitter(tail) if reasons and served.reasoning is not None else None,
@@ -72,7 +72,7 @@ class EngineAnswering:
                     measured=measured,
                 )
 
-    async def run(self, take: Callable[[Piece], bool]) -> bool:
+    async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
         """Hands every piece to `take` as it comes, in the very turn of the event loop in which it comes.
 
         True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
@@ -125,12 +125,12 @@ class EngineAnswering:
         told.parameter = names.get(told.parameter or "", told.parameter)
         return told
 
-    def _ended(self, piece: Piece) -> None:
+    def _ended(self, piece: ChoiceDelta) -> None:
         """A choice's last piece has come."""
         exchange = self.exchange
         self._open -= 1
-        self._usages[piece.index] = piece.usage or Usage()
-        exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+        self._usages[piece.index] = piece.usage or TokenUsage()
+        exchange.usage = combine_usages([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
         exchange.finish = piece.finish or ""
 
     def cancel(self) -> None:
@@ -150,10 +150,10 @@ class EngineAnswering:
         if self._open:
             exchange.usage = self._spent()
 
-    def _spent(self) -> Usage:
+    def _spent(self) -> TokenUsage:
         """What was computed of an exchange that did not come to its end."""
         begun = [stream for stream in self._streams if any(stream.tokens)]
-        return Usage(
+        return TokenUsage(
             prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
             output_tokens=sum(len(tokens) for stream in begun for tokens in stream.tokens),
         )

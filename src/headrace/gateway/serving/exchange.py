@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.gateway.requests.text_request import Asked, Usage, total
+from headrace.gateway.requests.text_request import Asked, TokenUsage, combine_usages
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
@@ -47,7 +47,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     shaped_at: float = 0.0  # when the prompt was tokenised
     first_at: float = 0.0  # when the first output came
     last_at: float = 0.0  # when the latest output came
-    usage: Usage = msgspec.field(default_factory=Usage)
+    usage: TokenUsage = msgspec.field(default_factory=TokenUsage)
     finish: str = ""
     endpoint: str = ""  # the route's path
     surface: str = ""  # set by `identify`
@@ -67,9 +67,9 @@ class Exchange(msgspec.Struct, kw_only=True):
     def fingerprint(self) -> str:
         return self.served.fingerprint
 
-    def report(self, usages: Sequence[Usage]) -> dict[str, Any]:
+    def report(self, usages: Sequence[TokenUsage]) -> dict[str, Any]:
         """Return the response's `headrace` field. Times are milliseconds."""
-        usage = total(list(usages), max(self.asked.n, 1))
+        usage = combine_usages(list(usages), max(self.asked.n, 1))
         return {
             "queue_ms": _ms(usage.queue_s),
             "prefill_ms": _ms(usage.prefill_s),

@@ -19,8 +19,8 @@ from headrace.engine.interface.request import Request
 from headrace.engine.process.engine_client import Waits
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.output.reasoning import ReasoningFormat, reasoning_format_named, reasoning_format_of
-from headrace.gateway.output.tool_formats import ToolFormat, tool_format_named, tool_format_of
+from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
+from headrace.gateway.output.tool_formats import ToolFormat, detect_tool_format, tool_format_by_name
 from headrace.gateway.serving import fingerprint
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
@@ -269,12 +269,14 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
     tokenizer = engine.tokenizer
     template = None if tokenizer.tool_template is None else tokenizer.tool_template.source
     tools = (
-        tool_format_named(model.tool_format, tokenizer) if model.tool_format else tool_format_of(template, tokenizer)
+        tool_format_by_name(model.tool_format, tokenizer)
+        if model.tool_format
+        else detect_tool_format(template, tokenizer)
     )
     reasoning = (
-        reasoning_format_named(model.reasoning_format, tokenizer)
+        reasoning_format_by_name(model.reasoning_format, tokenizer)
         if model.reasoning_format
-        else reasoning_format_of(template, tokenizer)
+        else detect_reasoning_format(template, tokenizer)
     )
     return ServedVariant(
         name=name,

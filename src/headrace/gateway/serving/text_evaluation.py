@@ -19,11 +19,11 @@ from headrace.engine.interface.sampling import Sampling
 from headrace.engine.interface.sequence_answer import Answer
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import as_api_error
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
+from headrace.gateway.serving.upstreams.upstream_embeddings import count_embedding_tokens, embed_texts
 
 _AT_ONCE: Final = 64  # texts of one call that are with the engine
 
@@ -36,7 +36,7 @@ class TextEvaluation:
         self.wished: str = given.get("surface") or ""  # the surface that the request itself names
         self.surface = self.wished or caller.surface or "batch"
         self.input_tokens = 0  # of what was taken; estimated for an upstream without a tokenizer
-        self.usage = Usage()  # of what was computed, also where the rest failed
+        self.usage = TokenUsage()  # of what was computed, also where the rest failed
         self._caller = caller
         self._priority: int = given.get("priority", 0)
         self._room = asyncio.Semaphore(_AT_ONCE)
@@ -58,7 +58,7 @@ class TextEvaluation:
         """Texts to be embedded. ApiError where one of them cannot be."""
         upstream = self.served.upstream
         if upstream is not None:
-            self.input_tokens += await text_tokens(upstream, texts)
+            self.input_tokens += await count_embedding_tokens(upstream, texts)
             self._texts += texts.values()
             return
         for name, text in texts.items():
@@ -88,7 +88,7 @@ class TextEvaluation:
         upstream = self.served.upstream
         if upstream is None:
             return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in await self.answers()])
-        found, self.usage = await embedded(
+        found, self.usage = await embed_texts(
             upstream,
             self._texts,
             tokens=self.input_tokens,

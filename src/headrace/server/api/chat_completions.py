@@ -18,15 +18,15 @@ from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
     Asked,
-    CallDelta,
     Choice,
-    Choosing,
-    Piece,
-    Restart,
+    ChoiceDelta,
+    RestartDelta,
     TokenLogprob,
+    TokenUsage,
     Tool,
-    Usage,
-    total,
+    ToolCallDelta,
+    ToolChoiceMode,
+    combine_usages,
 )
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.common_parameters import (
@@ -260,7 +260,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise invalid(f"two tools are called '{name}'", f"tools[{place}].function.name")
 
 
-def _choosing(choice: str | NamedTool | None, tools: Sequence[Tool]) -> tuple[Choosing, str | None]:
+def _choosing(choice: str | NamedTool | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
     if choice is None or choice == "auto":
         return "auto", None
     if choice == "none":
@@ -308,7 +308,7 @@ def whole_chat(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
         **_head(exchange, "chat.completion"),
         "choices": [_choice(choice) for choice in choices],
-        "usage": usage_of(total([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": usage_of(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_of(exchange),
     }
@@ -347,7 +347,7 @@ def _head(exchange: Exchange, kind: str) -> dict[str, Any]:
     }
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
+def usage_of(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -363,7 +363,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def in_order(usages: Mapping[int, Usage]) -> list[Usage]:
+def in_order(usages: Mapping[int, TokenUsage]) -> list[TokenUsage]:
     """Of choices that end in any order, by their places."""
     return [usages[index] for index in sorted(usages)]
 
@@ -390,7 +390,7 @@ class Chunks:
         usage = b',"usage":null' if exchange.asked.include_usage else b""
         self._before = b"data: " + self._encode(head)[:-1] + b',"choices":['
         self._after = b"]" + usage + b"}\n\n"
-        self._usages: dict[int, Usage] = {}
+        self._usages: dict[int, TokenUsage] = {}
 
     def end(self) -> bytes:
         exchange = self._exchange
@@ -400,14 +400,14 @@ class Chunks:
             chunk: dict[str, Any] = {
                 **self._head,
                 "choices": [],
-                "usage": usage_of(total(usages, exchange.asked.n)),
+                "usage": usage_of(combine_usages(usages, exchange.asked.n)),
                 "headrace": exchange.report(usages),
                 **metadata_of(exchange),
             }
             last = b"data: " + self._encode(chunk) + b"\n\n"
         return last + b"data: [DONE]\n\n"
 
-    def restart(self, piece: Restart) -> bytes:
+    def restart(self, piece: RestartDelta) -> bytes:
         """A chunk without choices, for clients that know of it: what came of this choice before does not count."""
         told = {"restart": {"index": piece.index, "model": piece.variant, "why": piece.why}}
         return b"data: " + self._encode({**self._head, "choices": [], "headrace": told}) + b"\n\n"
@@ -429,7 +429,7 @@ class ChatStream(Chunks):
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(index, first) for index in range(self._exchange.asked.n))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         if piece.content and not (piece.calls or piece.reasoning or piece.logprobs is not None or piece.finish):
             # A token's text, as nearly all pieces are: the same bytes as below, without the objects.
             before = self._plain.get(piece.index)
@@ -448,7 +448,7 @@ class ChatStream(Chunks):
             found = self._chunk(piece.index, delta, logprobs=_logprobs(piece.logprobs))
         if piece.finish is not None:
             found += self._chunk(piece.index, {}, finish=piece.finish)
-            self._usages[piece.index] = piece.usage or Usage()
+            self._usages[piece.index] = piece.usage or TokenUsage()
         return found
 
     def _chunk(
@@ -458,7 +458,7 @@ class ChatStream(Chunks):
         return self._before + self._encode(choice) + self._after
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from headrace.config import Limits
 from headrace.gateway.api_errors import invalid
-from headrace.gateway.requests.text_request import Asked, Choice, Piece, TokenLogprob, Usage, total
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage, combine_usages
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.chat_completions import Chunks, StreamOptions, metadata_of, usage_of
 from headrace.server.api.common_parameters import (
@@ -127,7 +127,7 @@ def whole_completion(exchange: Exchange, choices: Sequence[Choice]) -> dict[str,
             }
             for choice in choices
         ],
-        "usage": usage_of(total([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": usage_of(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_of(exchange),
     }
@@ -174,9 +174,9 @@ class CompletionStream(Chunks):
     def begin(self) -> bytes:
         return b""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         if piece.finish is not None:
-            self._usages[piece.index] = piece.usage or Usage()
+            self._usages[piece.index] = piece.usage or TokenUsage()
         elif not piece.content and not piece.logprobs:
             return b""
         elif piece.logprobs is None:

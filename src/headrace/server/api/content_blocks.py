@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.gateway.requests.text_request import CallDelta, Piece
+from headrace.gateway.requests.text_request import ChoiceDelta, ToolCallDelta
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -20,7 +20,7 @@ class Step(msgspec.Struct, frozen=True):
     does: Literal["begin", "more", "end"]
     kind: Kind
     text: str = ""  # of "more"
-    call: CallDelta | None = None  # of a call's "begin"
+    call: ToolCallDelta | None = None  # of a call's "begin"
 
 
 class Runs:
@@ -31,7 +31,7 @@ class Runs:
         self._kind: Kind | None = None
         self._call = -1  # index of the last call that began
 
-    def take(self, piece: Piece) -> list[Step]:
+    def take(self, piece: ChoiceDelta) -> list[Step]:
         steps: list[Step] = []
         calls = list(piece.calls)
         # What else is new came after the end of the call that is open.

@@ -21,14 +21,14 @@ from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
     Asked,
-    CallDelta,
     Choice,
-    Choosing,
-    Finish,
-    Piece,
-    Restart,
+    ChoiceDelta,
+    FinishReason,
+    RestartDelta,
+    TokenUsage,
     Tool,
-    Usage,
+    ToolCallDelta,
+    ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.chat_completions import Name, check_named
@@ -310,7 +310,7 @@ def check_names(tools: Sequence[Tool]) -> None:
             raise invalid(f"two tools are called '{name}'", f"tools[{place}].name")
 
 
-def _choosing(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[Choosing, str | None]:
+def _choosing(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
     if choice is None or isinstance(choice, ChooseAuto):
         return "auto", None
     if isinstance(choice, ChooseNone):
@@ -464,7 +464,7 @@ def object_of(arguments: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None  # pyright: ignore[reportUnknownVariableType]
 
 
-def _stop_reason(exchange: Exchange, finish: Finish, stop: str | None, called: bool, usage: Usage) -> str:
+def _stop_reason(exchange: Exchange, finish: FinishReason, stop: str | None, called: bool, usage: TokenUsage) -> str:
     """`deadline` is ours: neither the model nor max_tokens ended it."""
     most = exchange.asked.max_tokens
     if stop is not None:
@@ -479,7 +479,7 @@ def _stop_reason(exchange: Exchange, finish: Finish, stop: str | None, called: b
             return "tool_use" if called else "end_turn"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -498,11 +498,11 @@ class MessageStream:
         self._runs = Runs()
         self._index = -1  # of the block that is open, or was last
         self._called = False
-        self._last = Piece(0, finish="stop")
+        self._last = ChoiceDelta(0, finish="stop")
 
     def begin(self) -> bytes:
         # How much of the prompt was cached is known at the end; the last usage has it, and takes this one's place.
-        usage = _usage(Usage(prompt_tokens=self._exchange.prompt_tokens))
+        usage = _usage(TokenUsage(prompt_tokens=self._exchange.prompt_tokens))
         head: dict[str, Any] = {
             **_head(self._exchange),
             "content": [],
@@ -512,11 +512,11 @@ class MessageStream:
         }
         return self._event("message_start", message=head)
 
-    def restart(self, piece: Restart) -> bytes:
+    def restart(self, piece: RestartDelta) -> bytes:
         """This dialect has no word for it, and a client that goes on as before would have two answers in one."""
         raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         self._called = self._called or bool(piece.calls)
         if piece.finish is not None:
             self._last = piece
@@ -524,7 +524,7 @@ class MessageStream:
 
     def end(self) -> bytes:
         last = self._last
-        usage = last.usage or Usage()
+        usage = last.usage or TokenUsage()
         reason = _stop_reason(self._exchange, last.finish or "stop", last.stop, self._called, usage)
         return self._event(
             "message_delta",
@@ -560,7 +560,7 @@ def _empty(step: Step) -> dict[str, Any]:
         case "text":
             return {"type": "text", "text": ""}
         case "call":
-            call = step.call or CallDelta(0)
+            call = step.call or ToolCallDelta(0)
             return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": {}}
 
 

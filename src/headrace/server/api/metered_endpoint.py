@@ -16,7 +16,7 @@ from headrace.gateway.api_errors import as_api_error
 from headrace.gateway.flow.services import Parts
 from headrace.gateway.ledger.budgets import Refuse
 from headrace.gateway.ledger.ledger_records import Entry
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
 from headrace.server.api.vectors import Prepared
 
@@ -62,7 +62,7 @@ async def measured(
         raise
     finally:
         used = replace(prepared.usage)
-        refused = ended != "finished" and used == Usage()  # before anything was computed
+        refused = ended != "finished" and used == TokenUsage()  # before anything was computed
         if charged and parts.ledger is not None:
             if refused:
                 parts.ledger.release(id)

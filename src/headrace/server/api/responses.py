@@ -24,13 +24,13 @@ from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
     Asked,
     Choice,
-    Choosing,
-    Finish,
-    Piece,
-    Restart,
+    ChoiceDelta,
+    FinishReason,
+    RestartDelta,
     TokenLogprob,
+    TokenUsage,
     Tool,
-    Usage,
+    ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.chat_completions import Name, check_named
@@ -61,7 +61,7 @@ from headrace.server.http.body_parameters import Parameter, Table, convert, read
 
 _HOSTED_TOOLS: Final = "the server runs no tools itself"
 _LOGPROBS: Final = "message.output_text.logprobs"
-_CUT: Final[tuple[Finish, ...]] = ("length", "deadline")
+_CUT: Final[tuple[FinishReason, ...]] = ("length", "deadline")
 _REASONS: Final = {"length": "max_output_tokens", "deadline": "deadline"}  # the second is ours
 _FAILURES: Final = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
@@ -268,7 +268,7 @@ def _tool(given: Any, where: str) -> Tool:
     return Tool(tool.name, tool.description, tool.parameters, bool(tool.strict))
 
 
-def _choosing(choice: ToolChoice, tools: tuple[Tool, ...]) -> tuple[Choosing, str | None, tuple[Tool, ...]]:
+def _choosing(choice: ToolChoice, tools: tuple[Tool, ...]) -> tuple[ToolChoiceMode, str | None, tuple[Tool, ...]]:
     """How to choose, the one function where it must be one, and the tools that are offered."""
     if choice in ("auto", "none"):
         return "auto" if choice == "auto" else "none", None, tools
@@ -353,7 +353,7 @@ def whole_response(exchange: Exchange, choices: Sequence[Choice], found: Respons
 
 
 def _ended(
-    exchange: Exchange, found: ResponsesAsked, output: list[dict[str, Any]], finish: Finish, usage: Usage
+    exchange: Exchange, found: ResponsesAsked, output: list[dict[str, Any]], finish: FinishReason, usage: TokenUsage
 ) -> dict[str, Any]:
     cut = finish in _CUT
     return {
@@ -380,7 +380,7 @@ def _response(exchange: Exchange, found: ResponsesAsked, status: str, output: li
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -406,7 +406,7 @@ class ResponseStream:
         self._texts: list[str] = []  # its text, or its arguments
         self._logprobs: list[dict[str, Any]] = []  # of its text; those from `_unsent` on are not told yet
         self._unsent = 0
-        self._last = Piece(0, finish="stop")
+        self._last = ChoiceDelta(0, finish="stop")
 
     def begin(self) -> bytes:
         self._begun = True
@@ -415,11 +415,11 @@ class ResponseStream:
             "response.in_progress", response=response
         )
 
-    def restart(self, piece: Restart) -> bytes:
+    def restart(self, piece: RestartDelta) -> bytes:
         """This dialect has no word for it, and a client that goes on as before would have two answers in one."""
         raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         if piece.finish is not None:
             self._last = piece
         steps = self._runs.take(piece)
@@ -430,7 +430,7 @@ class ResponseStream:
             found.append(self._step(steps[-1], status="incomplete" if cut else "completed"))
         return b"".join(found)
 
-    def _measure(self, piece: Piece) -> None:
+    def _measure(self, piece: ChoiceDelta) -> None:
         """Log-probabilities wait for the text of their tokens; those of reasoning and of calls are not told."""
         silent = bool(piece.reasoning) or self._open.get("type") in ("reasoning", "function_call")
         if piece.logprobs and (piece.content or not silent):
@@ -438,7 +438,9 @@ class ResponseStream:
 
     def end(self) -> bytes:
         last = self._last
-        self.response = _ended(self._exchange, self._found, self.items, last.finish or "stop", last.usage or Usage())
+        self.response = _ended(
+            self._exchange, self._found, self.items, last.finish or "stop", last.usage or TokenUsage()
+        )
         return self._event(f"response.{self.response['status']}", response=self.response)
 
     def error(self, error: ApiError) -> bytes:

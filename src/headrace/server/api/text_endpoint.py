@@ -17,7 +17,7 @@ from headrace.config import Limits
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.flow.text_flow import Way
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Asked, Choice, Piece, Restart
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, RestartDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.http.api_call import ApiCall, GoneError, Response
@@ -25,7 +25,7 @@ from headrace.server.http.body_parameters import Table
 
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Parts
-    from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+    from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[
 
 
 async def _relay(
-    call: ApiCall, way: Way, relayed: UpstreamAnswering, dialect: Dialect, headers: Mapping[str, str]
+    call: ApiCall, way: Way, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
 ) -> None:
     """As _stream, with an upstream's bytes."""
     first: list[bytes] = []
@@ -128,9 +128,9 @@ async def _relay(
 
 async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
-    first: list[Piece] = []
+    first: list[ChoiceDelta] = []
 
-    def hold(piece: Piece) -> bool:
+    def hold(piece: ChoiceDelta) -> bool:
         first.append(piece)
         return False
 
@@ -140,8 +140,8 @@ async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[st
     events = dialect.events(way.exchange)  # it is known by now which variant answers
     written, offer = events.piece, call.offer
 
-    def write(piece: Piece) -> bool:
-        data = events.restart(piece) if isinstance(piece, Restart) else written(piece)
+    def write(piece: ChoiceDelta) -> bool:
+        data = events.restart(piece) if isinstance(piece, RestartDelta) else written(piece)
         return offer(data) if data else True
 
     beginning = events.begin() + events.piece(first[0])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.config import Limits
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
@@ -81,7 +81,7 @@ class Prepared(msgspec.Struct, frozen=True):
         return self.work.surface
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """What was computed, once it has run; also where it failed."""
         return self.work.usage
 
@@ -95,7 +95,7 @@ def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return vectors / np.maximum(lengths, 1e-12)
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     told: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
     if usage.cached_tokens:  # they may have another price
         told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
-from headrace.gateway.requests.text_request import CallDelta, Piece, TokenLogprob, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage, ToolCallDelta
 from tests.support.exact_caches import said
 
 KEY = bytes(range(32))
@@ -24,14 +24,14 @@ tokens = st.builds(
 )
 counts = st.integers(0, 2**40)
 usages = st.builds(
-    Usage, prompt_tokens=counts, output_tokens=counts, cached_tokens=counts, reasoning_tokens=counts
+    TokenUsage, prompt_tokens=counts, output_tokens=counts, cached_tokens=counts, reasoning_tokens=counts
 )  # the times are not kept
 pieces = st.builds(
-    Piece,
+    ChoiceDelta,
     index=st.integers(0, 5),
     content=texts,
     reasoning=texts,
-    calls=st.lists(st.builds(CallDelta, st.integers(0, 3), maybe, maybe, texts), max_size=2),
+    calls=st.lists(st.builds(ToolCallDelta, st.integers(0, 3), maybe, maybe, texts), max_size=2),
     logprobs=st.none() | st.lists(tokens, max_size=2),
     finish=st.sampled_from([None, "stop", "length", "tool_calls", "deadline"]),
     stop=maybe,
@@ -39,9 +39,9 @@ pieces = st.builds(
 )
 
 
-@given(st.lists(pieces | st.builds(Piece, st.just(0), texts), max_size=6), st.floats(0, 1e12))
+@given(st.lists(pieces | st.builds(ChoiceDelta, st.just(0), texts), max_size=6), st.floats(0, 1e12))
 @settings(max_examples=40, deadline=None)
-def test_an_entry_comes_back_as_it_was(given_pieces: list[Piece], made: float) -> None:
+def test_an_entry_comes_back_as_it_was(given_pieces: list[ChoiceDelta], made: float) -> None:
     data = pack(given_pieces, key=KEY, made=made)
     assert unpack(data, key=KEY) == ExactEntry(made, given_pieces)
 
@@ -79,10 +79,10 @@ def test_with_a_secret_only_who_has_it_writes_entries() -> None:
 
 
 def test_times_are_not_kept() -> None:
-    used = Usage(5, 6, 4, 2, drafted=9, accepted=8, queue_s=1.0, prefill_s=2.0, decode_s=3.0)
-    entry = unpack(pack([Piece(0, "x", finish="stop", usage=used)], key=KEY, made=1.0), key=KEY)
+    used = TokenUsage(5, 6, 4, 2, drafted=9, accepted=8, queue_s=1.0, prefill_s=2.0, decode_s=3.0)
+    entry = unpack(pack([ChoiceDelta(0, "x", finish="stop", usage=used)], key=KEY, made=1.0), key=KEY)
     assert entry is not None
-    assert entry.pieces[0].usage == Usage(5, 6, 4, 2)
+    assert entry.pieces[0].usage == TokenUsage(5, 6, 4, 2)
 
 
 def test_a_plain_piece_takes_its_text_and_a_byte_or_two() -> None:
@@ -92,7 +92,7 @@ def test_a_plain_piece_takes_its_text_and_a_byte_or_two() -> None:
 
 def test_half_a_character_cannot_be_kept() -> None:
     with pytest.raises(ValueError, match="surrogates"):
-        pack([Piece(0, "x", finish="stop", stop="\ud800")], key=KEY, made=1.0)
+        pack([ChoiceDelta(0, "x", finish="stop", stop="\ud800")], key=KEY, made=1.0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_half_a_character_cannot_be_kept() -> None:
         (said("x", finish="length"), 1, True),
         (said("x", finish="tool_calls"), 1, True),
         (said("x", finish="deadline"), 1, False),
-        ([Piece(0, "x")], 1, False),
+        ([ChoiceDelta(0, "x")], 1, False),
         ([], 1, False),
         ([*said("x"), *said("y", index=1)], 2, True),
         (said("x"), 2, False),
@@ -111,7 +111,9 @@ def test_half_a_character_cannot_be_kept() -> None:
         ([*said("x"), *said("y", index=1, finish="deadline")], 2, False),
     ],
 )
-def test_an_answer_is_whole_when_every_choice_has_its_own_end(answer: list[Piece], choices: int, whole: bool) -> None:
+def test_an_answer_is_whole_when_every_choice_has_its_own_end(
+    answer: list[ChoiceDelta], choices: int, whole: bool
+) -> None:
     assert is_complete(answer, choices) is whole
 
 
@@ -120,6 +122,6 @@ def test_answers_say_the_same_however_they_are_cut() -> None:
     assert is_same_answer(one, said("Hello"))
     assert not is_same_answer(one, said("Hello!"))
     assert not is_same_answer(one, said("Hello", finish="length"))
-    calls = [[Piece(0, calls=[CallDelta(0, name, "f", "{}")]), *said()] for name in ("call_1", "call_2")]
+    calls = [[ChoiceDelta(0, calls=[ToolCallDelta(0, name, "f", "{}")]), *said()] for name in ("call_1", "call_2")]
     assert is_same_answer(*calls)
-    assert not is_same_answer(calls[0], [Piece(0, calls=[CallDelta(0, "call_1", "f", "[]")]), *said()])
+    assert not is_same_answer(calls[0], [ChoiceDelta(0, calls=[ToolCallDelta(0, "call_1", "f", "[]")]), *said()])

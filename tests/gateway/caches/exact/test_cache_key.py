@@ -11,7 +11,7 @@ from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
-from headrace.gateway.requests.text_request import Asked, Source, Tool
+from headrace.gateway.requests.text_request import Asked, SourceText, Tool
 from tests.support.exact_caches import asked, served
 
 PROMPT = [(1, 2, 3)]
@@ -57,7 +57,7 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "priority": 3,
     "cache": "off",
     "seeded": True,
-    "sources": (Source("mill", "The mill is old."),),
+    "sources": (SourceText("mill", "The mill is old."),),
     "overflow": "drop",
     "degrade": "off",
     "user": "somebody",

@@ -21,7 +21,14 @@ from headrace.gateway.caches.exact.exact_cache import OUTCOMES, Options, seconds
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.flow.shared_generation import Shared
-from headrace.gateway.requests.text_request import CallDelta, Piece, Restart, TokenLogprob, Tool, Usage
+from headrace.gateway.requests.text_request import (
+    ChoiceDelta,
+    RestartDelta,
+    TokenLogprob,
+    TokenUsage,
+    Tool,
+    ToolCallDelta,
+)
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.engine_answering import EngineAnswering, prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
@@ -46,7 +53,7 @@ from tests.support.exact_caches import (
 from tests.support.running_server import FakeEngine, asynchronous, say
 
 NO_TERMS = JoinTerms()
-LATE = Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16)  # as of USAGE, without its times
+LATE = TokenUsage(prompt_tokens=20, output_tokens=3, cached_tokens=16)  # as of USAGE, without its times
 
 
 # Hits
@@ -84,7 +91,7 @@ async def test_what_another_than_the_keys_own_variant_said_is_shared_and_not_kep
     caching, mouth = Caching(), saying("from the spare")
     mouth.own = False
     assert text_of(await caching.ask(wanted(), mouth)) == "from the spare"
-    restarted = Mouth(Piece(0, "half "), Restart(0, variant="mini@spare", why="gone"), *said("whole"))
+    restarted = Mouth(ChoiceDelta(0, "half "), RestartDelta(0, variant="mini@spare", why="gone"), *said("whole"))
     restarted.end()
     assert text_of(await caching.ask(wanted(), restarted)) == "half whole"
     assert [caching.counted(each) for each in ("stood_in", "unfinished", "stored")] == [1, 1, 0]
@@ -96,9 +103,9 @@ async def test_a_hit_is_read_at_its_clients_pace_and_can_be_left() -> None:
     await caching.ask(wanted(), saying(*"abcdef"))
     hit = (await caching.look(wanted())).hit
     assert hit is not None
-    pieces: list[Piece] = []
+    pieces: list[ChoiceDelta] = []
 
-    def take(piece: Piece) -> bool:
+    def take(piece: ChoiceDelta) -> bool:
         pieces.append(piece)
         return len(pieces) % 2 == 1
 
@@ -125,16 +132,16 @@ def chunks_of(stream: bytes) -> list[Any]:
     return events
 
 
-ANSWERS: dict[str, list[Piece]] = {
+ANSWERS: dict[str, list[ChoiceDelta]] = {
     "text": said("Hel", "lo", "", " 🌊"),
-    "reasoning": [Piece(0, reasoning="Hm. "), Piece(0, reasoning="Yes."), *said("Yes.")],
+    "reasoning": [ChoiceDelta(0, reasoning="Hm. "), ChoiceDelta(0, reasoning="Yes."), *said("Yes.")],
     "calls": [
         *called(0, "weather", '{"place": ', '"Bergen"}'),
         *called(1, "weather", "{}"),
         *said(finish="tool_calls"),
     ],
     "logprobs": [
-        Piece(
+        ChoiceDelta(
             0,
             "ä",
             logprobs=[
@@ -144,7 +151,7 @@ ANSWERS: dict[str, list[Piece]] = {
         ),
         *said(),
     ],
-    "choices": [Piece(1, "b"), Piece(0, "a"), Piece(1, finish="length", usage=USAGE), *said(".")],
+    "choices": [ChoiceDelta(1, "b"), ChoiceDelta(0, "a"), ChoiceDelta(1, finish="length", usage=USAGE), *said(".")],
     "stop": [*said("x", stop="\n")],
 }
 
@@ -189,7 +196,7 @@ async def test_what_one_endpoint_stored_another_one_can_tell() -> None:
     [
         saying("cut", finish="deadline"),
         saying("a part", index=1),
-        Mouth(Piece(0, "a part")),
+        Mouth(ChoiceDelta(0, "a part")),
     ],
 )
 def test_an_answer_that_did_not_come_to_its_own_end_is_not_kept(mouth: Mouth) -> None:
@@ -207,12 +214,12 @@ def test_an_answer_that_did_not_come_to_its_own_end_is_not_kept(mouth: Mouth) ->
 @asynchronous
 async def test_an_answer_that_failed_or_that_everybody_left_is_not_kept() -> None:
     caching = Caching()
-    failing = Mouth(Piece(0, "a part"))
+    failing = Mouth(ChoiceDelta(0, "a part"))
     failing.end(ApiError("it broke", kind="server_error"))
     with pytest.raises(ApiError):
         await caching.ask(wanted(), failing)
     await turns()
-    mouth = Mouth(Piece(0, "a part"))
+    mouth = Mouth(ChoiceDelta(0, "a part"))
     answer = caching.cache.generate(await caching.look(wanted()), NO_TERMS, lambda: mouth)
     await answer.run(lambda piece: False)
     answer.cancel()
@@ -382,7 +389,7 @@ async def test_entries_go_by_tag_tenant_key_and_event() -> None:
 async def test_what_was_begun_before_an_invalidation_is_neither_stored_nor_joined_after_it() -> None:
     caching = Caching()
     one, other = wanted(tags=["pricing"]), wanted(tags=["docs"])
-    mouths = [Mouth(Piece(0, "old ")) for _ in range(2)]
+    mouths = [Mouth(ChoiceDelta(0, "old ")) for _ in range(2)]
     answers = [
         caching.cache.generate(await caching.look(each), NO_TERMS, lambda mouth=mouth: mouth)
         for each, mouth in zip((one, other), mouths, strict=True)
@@ -427,7 +434,7 @@ async def test_an_invalidation_while_the_store_is_asked_makes_it_a_miss() -> Non
 @asynchronous
 async def test_identical_requests_under_way_share_one_generation_and_fill_one_entry() -> None:
     caching = Caching()
-    mouth = Mouth(Piece(0, "Hel"))
+    mouth = Mouth(ChoiceDelta(0, "Hel"))
     answers = [caching.cache.generate(await caching.look(wanted()), NO_TERMS, lambda: mouth) for _ in range(5)]
     assert [answer.role for answer in answers] == ["leader", *["joiner"] * 4]
     mouth.say(*said("lo"))
@@ -453,7 +460,7 @@ async def test_sharing_can_be_left_out() -> None:
 @asynchronous
 async def test_tenants_share_nothing() -> None:
     caching = Caching()
-    mouth = Mouth(Piece(0, "of a"))
+    mouth = Mouth(ChoiceDelta(0, "of a"))
     first = caching.cache.generate(await caching.look(wanted()), NO_TERMS, lambda: mouth)
     other = caching.cache.generate(await caching.look(wanted(tenant="b")), NO_TERMS, lambda: saying("of b"))
     assert (first.role, other.role) == ("leader", "leader")
@@ -537,7 +544,7 @@ def test_a_store_that_dies_costs_hits_and_never_an_answer(call: str, how: str) -
 async def test_a_store_that_dies_between_a_look_and_its_answer_costs_nothing() -> None:
     store = Broken()
     caching = Caching(store=store)
-    mouth = Mouth(Piece(0, "Hel"))
+    mouth = Mouth(ChoiceDelta(0, "Hel"))
     answers = [caching.cache.generate(await caching.look(wanted()), NO_TERMS, lambda: mouth) for _ in range(3)]
     store.failing = {"get", "put", "size", "sweep", "close"}
     mouth.say(*said("lo"))
@@ -671,11 +678,11 @@ def _cut(stream: Stream) -> None:
 async def test_tool_calls_come_again_with_the_same_ids() -> None:
     caching = Caching()
     one = wanted(tools=(Tool("weather"),))
-    mouth = Mouth(Piece(0, calls=[CallDelta(0, "call_x", "weather", "{}")]), *said(finish="tool_calls"))
+    mouth = Mouth(ChoiceDelta(0, calls=[ToolCallDelta(0, "call_x", "weather", "{}")]), *said(finish="tool_calls"))
     mouth.end()
     await caching.ask(one, mouth)
     pieces = await caching.ask(one)
-    assert pieces[0].calls == [CallDelta(0, "call_x", "weather", "{}")]
+    assert pieces[0].calls == [ToolCallDelta(0, "call_x", "weather", "{}")]
     assert pieces[-1].finish == "tool_calls"
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.in_flight import Flight, FlightReader, Flights, JoinTerms
-from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from tests.support.exact_caches import USAGE, Mouth, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
 
@@ -38,11 +38,11 @@ class Listener:
 
     def __init__(self, reader: FlightReader, *, at_once: int = 1_000_000) -> None:
         self.reader = reader
-        self.pieces: list[Piece] = []
+        self.pieces: list[ChoiceDelta] = []
         self._at_once = at_once
         self._left = at_once
 
-    def __call__(self, piece: Piece) -> bool:
+    def __call__(self, piece: ChoiceDelta) -> bool:
         self.pieces.append(piece)
         self._left -= 1
         return self._left > 0
@@ -66,10 +66,10 @@ async def test_a_late_joiner_gets_what_is_there_at_once_and_then_what_comes_as_i
     joining = asyncio.create_task(late.listen())
     await turns()
     assert (first.text, late.text) == ("One two ", "One two ")
-    mouth.say(Piece(0, "three."))
+    mouth.say(ChoiceDelta(0, "three."))
     await turns()
     assert (first.text, late.text) == ("One two three.", "One two three.")
-    mouth.say(Piece(0, finish="stop", usage=USAGE))
+    mouth.say(ChoiceDelta(0, finish="stop", usage=USAGE))
     mouth.end()
     assert await leading
     assert await joining
@@ -77,10 +77,10 @@ async def test_a_late_joiner_gets_what_is_there_at_once_and_then_what_comes_as_i
     assert [each.usage for each in first.pieces if each.usage] == [USAGE]
     # Who joined waited for no engine, and its tokens were computed for somebody else.
     (usage,) = [each.usage for each in late.pieces if each.usage]
-    assert usage == Usage(prompt_tokens=20, output_tokens=3, cached_tokens=16)
+    assert usage == TokenUsage(prompt_tokens=20, output_tokens=3, cached_tokens=16)
     for listener in (first, late):
         listener.reader.cancel()
-    assert (first.reader.facts().pays, first.reader.facts().saved) == (True, Usage())
+    assert (first.reader.facts().pays, first.reader.facts().saved) == (True, TokenUsage())
     assert (late.reader.facts().pays, late.reader.facts().saved) == (False, replace(USAGE, queue_s=0.0))
 
 
@@ -90,8 +90,8 @@ async def test_a_slow_reader_holds_up_nobody_and_hears_everything_in_the_end() -
     slow, quick = Listener(lead(flights, mouth), at_once=1), Listener(join(flights))
     listening = asyncio.create_task(quick.listen())
     for number in range(50):
-        mouth.say(Piece(0, f"{number} "))
-    mouth.say(Piece(0, finish="stop", usage=USAGE))
+        mouth.say(ChoiceDelta(0, f"{number} "))
+    mouth.say(ChoiceDelta(0, finish="stop", usage=USAGE))
     mouth.end()
     assert await listening
     assert slow.text == ""
@@ -103,7 +103,7 @@ async def test_a_slow_reader_holds_up_nobody_and_hears_everything_in_the_end() -
 
 @asynchronous
 async def test_who_is_far_behind_lets_others_have_a_turn() -> None:
-    flights, mouth = Flights(), Mouth(*[Piece(0, "x")] * 1000)
+    flights, mouth = Flights(), Mouth(*[ChoiceDelta(0, "x")] * 1000)
     lead(flights, mouth)
     await turns()
     late = Listener(join(flights))
@@ -112,7 +112,7 @@ async def test_who_is_far_behind_lets_others_have_a_turn() -> None:
     assert 0 < len(late.pieces) < 1000
     await turns(20)
     assert len(late.pieces) == 1000
-    mouth.say(Piece(0, "y"))
+    mouth.say(ChoiceDelta(0, "y"))
     await turns()
     assert late.text[-1] == "y"
     late.reader.cancel()
@@ -121,7 +121,7 @@ async def test_who_is_far_behind_lets_others_have_a_turn() -> None:
 
 @asynchronous
 async def test_the_generation_is_cancelled_when_the_last_reader_leaves_and_not_before() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     leader = Listener(lead(flights, mouth))
     joiner = Listener(join(flights))
     runs = [asyncio.create_task(each.listen()) for each in (leader, joiner)]
@@ -130,7 +130,7 @@ async def test_the_generation_is_cancelled_when_the_last_reader_leaves_and_not_b
     leader.reader.cancel()  # twice is once
     assert await runs[0]
     assert not mouth.cancelled
-    mouth.say(Piece(0, "two "))
+    mouth.say(ChoiceDelta(0, "two "))
     await turns()
     assert (leader.text, joiner.text) == ("One ", "One two ")
     third = Listener(join(flights))
@@ -148,7 +148,7 @@ async def test_the_generation_is_cancelled_when_the_last_reader_leaves_and_not_b
 
 @asynchronous
 async def test_who_pays_is_always_one_and_a_leader_that_leaves_hands_over() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     readers = [lead(flights, mouth), join(flights), join(flights)]
     await turns()
     readers[0].cancel()
@@ -165,7 +165,7 @@ async def test_who_pays_is_always_one_and_a_leader_that_leaves_hands_over() -> N
 
 @asynchronous
 async def test_whoever_leaves_last_pays_for_what_was_computed() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     readers = [lead(flights, mouth), join(flights)]
     await turns()
     for reader in readers:
@@ -176,7 +176,7 @@ async def test_whoever_leaves_last_pays_for_what_was_computed() -> None:
 
 @asynchronous
 async def test_an_error_reaches_all_after_what_came_before_it() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     listeners = [Listener(lead(flights, mouth)), Listener(join(flights)), Listener(join(flights), at_once=1)]
     runs = [asyncio.create_task(each.listen()) for each in listeners]
     await turns()
@@ -199,7 +199,7 @@ async def test_a_client_that_breaks_breaks_for_itself_alone() -> None:
     flights, mouth = Flights(), saying("One ", "two.")
     broken, sound = lead(flights, mouth), join(flights)
 
-    def take(piece: Piece) -> bool:
+    def take(piece: ChoiceDelta) -> bool:
         raise RuntimeError("this client broke")
 
     breaking = asyncio.create_task(broken.run(take))
@@ -210,7 +210,7 @@ async def test_a_client_that_breaks_breaks_for_itself_alone() -> None:
 
 @asynchronous
 async def test_a_request_that_is_cancelled_while_it_reads_can_leave() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     leader, joiner = lead(flights, mouth), join(flights)
     reading = asyncio.create_task(leader.run(lambda piece: True))
     await turns()
@@ -239,7 +239,7 @@ async def test_two_hundred_joiners_that_leave_at_random_share_one_generation() -
 
         left: set[int] = set()
         for word in words:
-            mouth.say(Piece(0, word))
+            mouth.say(ChoiceDelta(0, word))
             for _ in range(random_.randrange(8)):
                 if len(listeners) <= 200:
                     listeners.append(Listener(join(flights), at_once=random_.choice([1, 3, 10_000])))
@@ -249,7 +249,7 @@ async def test_two_hundred_joiners_that_leave_at_random_share_one_generation() -
             if random_.random() < 0.7 and len(left) < len(listeners) - 1:
                 left.add(leaving)
                 listeners[leaving].reader.cancel()
-        mouth.say(Piece(0, finish="stop", usage=USAGE))
+        mouth.say(ChoiceDelta(0, finish="stop", usage=USAGE))
         mouth.end()
         assert all(await asyncio.gather(*runs))
         whole = "".join(words)
@@ -278,7 +278,7 @@ async def test_an_answer_that_is_too_long_is_dropped_as_it_is_read_and_joined_by
     listening = asyncio.create_task(quick.listen())
     most = 0
     for _ in range(20):
-        mouth.say(*[Piece(0, "x" * 100) for _ in range(100)])
+        mouth.say(*[ChoiceDelta(0, "x" * 100) for _ in range(100)])
         await turns()
         await slow.listen()
         flight = flights.find(KEY, TERMS)
@@ -371,7 +371,7 @@ async def test_there_is_a_bound_on_generations_and_on_readers() -> None:
 
 @asynchronous
 async def test_when_the_server_ends_all_are_told() -> None:
-    flights, mouth = Flights(), Mouth(Piece(0, "One "))
+    flights, mouth = Flights(), Mouth(ChoiceDelta(0, "One "))
     listeners = [Listener(lead(flights, mouth)), Listener(join(flights))]
     runs = [asyncio.create_task(each.listen()) for each in listeners]
     await turns()
@@ -386,7 +386,7 @@ async def test_when_the_server_ends_all_are_told() -> None:
 @asynchronous
 async def test_a_source_that_ends_at_once_is_over_at_once() -> None:
     class Empty:
-        async def run(self, take: Callable[[Piece], bool]) -> bool:
+        async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
             return True
 
         def cancel(self) -> None:

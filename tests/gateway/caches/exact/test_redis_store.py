@@ -23,7 +23,7 @@ from headrace.gateway.caches.exact.entry_store import GuardedStore, Invalidation
 from headrace.gateway.caches.exact.exact_cache import Options
 from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.redis import RedisStore, connect
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from tests.support.clock import Clock
 from tests.support.exact_caches import Caching, Mouth, heard, said, saying, text_of, turns, wanted
 from tests.support.running_server import asynchronous
@@ -272,7 +272,7 @@ async def test_two_gateways_share_answers_and_invalidations() -> None:
     fake = Fake()
     here, there = (Caching(store=RedisStore(fake)) for _ in range(2))
     one = wanted(tags=["pricing"])
-    mouth = Mouth(Piece(0, ""))
+    mouth = Mouth(ChoiceDelta(0, ""))
     slow = here.cache.generate(await here.look(one), JoinTerms(), lambda: mouth)
     await turns()
     assert await there.cache.invalidate(tag="pricing") is None

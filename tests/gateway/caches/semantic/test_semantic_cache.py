@@ -25,7 +25,7 @@ from headrace.gateway.caches.semantic.semantic_entry import (
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Asked, Call, Choice, Tool
+from headrace.gateway.requests.text_request import Asked, Choice, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.clock import Clock
@@ -251,7 +251,7 @@ def test_only_a_whole_answer_is_kept() -> None:
     assert storable_answer([Choice(0, content="Yes", finish="length")]) is None
     assert storable_answer([Choice(0, content="Yes", finish="deadline")]) is None
     assert storable_answer([Choice(0, content=" ")]) is None
-    assert storable_answer([Choice(0, content="Yes", calls=[Call("1", "search", "{}")])]) is None
+    assert storable_answer([Choice(0, content="Yes", calls=[ToolCall("1", "search", "{}")])]) is None
     assert storable_answer([Choice(0, content="Yes"), Choice(1, content="No")]) is None
 
 

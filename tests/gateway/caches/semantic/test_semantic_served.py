@@ -15,7 +15,7 @@ from headrace.config.cache_section import ExactConfig, SemanticConfig
 from headrace.config.limit_section import LimitSet
 from headrace.engine.interface.request import Finish
 from headrace.engine.process.output_stream import Stream
-from headrace.gateway.output.tool_formats import tool_format_named
+from headrace.gateway.output.tool_formats import tool_format_by_name
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, Caching, caching, question
@@ -187,7 +187,7 @@ async def test_only_answers_that_ended_by_themselves_are_kept(tmp_path: Path) ->
     async with remembering(tmp_path, tools=True) as (running, _):
         await ready(running)
         mini = running.fleet.served["mini"]
-        mini.tools = tool_format_named("hermes", tokenizer())
+        mini.tools = tool_format_by_name("hermes", tokenizer())
         cache = running.server.parts.semantic
         assert cache is not None
 

@@ -18,12 +18,16 @@ from headrace.gateway.degradation.ladder.extractive_answer import (
 )
 from headrace.gateway.degradation.ladder.question_terms import parse_questions, stem
 from headrace.gateway.degradation.ladder.sentences import split_sentences
-from headrace.gateway.requests.text_request import Source, Usage
+from headrace.gateway.requests.text_request import SourceText, TokenUsage
 
 OFFICES = [
-    Source("a", "The Porto office opens at 9:30. It is run by Maria Silva. The Porto office has room for 34 people."),
-    Source("b", "The Lisbon office is at 12 Mill Road. It opens at 8:15. Its phone number is +351 21 555 0142."),
-    Source("c", "The travel policy is valid from 3 March. Under the travel policy a night costs 120 euros at most."),
+    SourceText(
+        "a", "The Porto office opens at 9:30. It is run by Maria Silva. The Porto office has room for 34 people."
+    ),
+    SourceText("b", "The Lisbon office is at 12 Mill Road. It opens at 8:15. Its phone number is +351 21 555 0142."),
+    SourceText(
+        "c", "The travel policy is valid from 3 March. Under the travel policy a night costs 120 euros at most."
+    ),
 ]
 ONE = ExtractOptions(quotes=1)
 
@@ -90,15 +94,16 @@ def test_a_short_question_takes_the_rest_from_the_one_before() -> None:
 )
 def test_other_languages_are_read_too(question: str, texts: list[str], answer: str) -> None:
     assert (
-        extract_answer(question, [Source(str(at), text) for at, text in enumerate(texts)], options=ONE).text == answer
+        extract_answer(question, [SourceText(str(at), text) for at, text in enumerate(texts)], options=ONE).text
+        == answer
     )
 
 
 def test_a_further_sentence_says_something_else_or_is_left_out() -> None:
     sources = [
-        Source("a", "Refunds are paid within 14 days."),
-        Source("b", "Refunds are paid within 14 days!"),
-        Source("c", "Refunds over 500 euros are paid by bank transfer."),
+        SourceText("a", "Refunds are paid within 14 days."),
+        SourceText("b", "Refunds are paid within 14 days!"),
+        SourceText("c", "Refunds over 500 euros are paid by bank transfer."),
     ]
     found = extract_answer("What about refunds?", sources, options=ExtractOptions(quotes=3, margin=2.0))
     assert [quote.number for quote in found.quotes] == [1, 3]
@@ -114,7 +119,7 @@ def test_quotes_are_always_verbatim_and_the_same(seed: int) -> None:
     draw = random.Random(seed)
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(0, 40))) for _ in range(draw.randint(0, 6))]
     question = " ".join(draw.choices(WORDS, k=draw.randint(0, 12)))
-    sources = [Source(str(place), text) for place, text in enumerate(texts)]
+    sources = [SourceText(str(place), text) for place, text in enumerate(texts)]
     found = extract_answer(question, sources)
     assert found == extract_answer(question, sources)
     assert 0.0 <= found.confidence <= 1.0
@@ -191,8 +196,8 @@ def test_the_question_and_the_sources_are_found_in_messages() -> None:
     )
     assert (question, before, [each.id for each in sources]) == ("Which is first?", ["Hi"], ["1", "2"])
     tagged = [{"role": "user", "content": '<source id="x">Alpha is first.</source>Which?'}]
-    assert question_and_sources(tagged) == ("Which?", [], (Source("x", "Alpha is first."),))
-    given_ones = [Source("f", "Gamma.")]
+    assert question_and_sources(tagged) == ("Which?", [], (SourceText("x", "Alpha is first."),))
+    given_ones = [SourceText("f", "Gamma.")]
     assert question_and_sources([{"role": "user", "content": "Which?"}], given_ones) == (
         "Which?",
         [],
@@ -202,15 +207,18 @@ def test_the_question_and_the_sources_are_found_in_messages() -> None:
 
 def test_large_and_hostile_sources_are_bounded() -> None:
     rng = random.Random(1)
-    sources = [Source(str(place), "".join(rng.choices("a. \nB1", k=30_000))) for place in range(200)]
+    sources = [SourceText(str(place), "".join(rng.choices("a. \nB1", k=30_000))) for place in range(200)]
     assert extract_answer("When does a B1 open? " * 2000, sources).confidence <= 1.0
-    assert extract_answer("When does it open?", [Source("x", "9" * 200_000), Source("y", " " * 200_000)]).quotes == ()
+    assert (
+        extract_answer("When does it open?", [SourceText("x", "9" * 200_000), SourceText("y", " " * 200_000)]).quotes
+        == ()
+    )
 
 
 def test_an_extract_is_an_answer_that_took_no_tokens() -> None:
     found = extract_answer("Who runs the Porto office?", OFFICES, options=ONE)
     piece = answer_piece(found)
-    assert (piece.content, piece.finish, piece.usage) == (found.text, "stop", Usage())
+    assert (piece.content, piece.finish, piece.usage) == (found.text, "stop", TokenUsage())
     said = extraction_report(found)
     assert said["extracted"] is True
     assert said["citations"] == [{"number": 1, "id": "a", "source_start": 32, "source_end": 57}]

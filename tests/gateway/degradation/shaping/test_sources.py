@@ -22,7 +22,7 @@ from headrace.gateway.degradation.shaping.sources import (
     plain_brackets,
     select_sources,
 )
-from headrace.gateway.requests.text_request import Source
+from headrace.gateway.requests.text_request import SourceText
 
 WORDS = "river mill stone wheel water flour grain road town bridge".split()
 seeds = st.integers(0, 2**32)
@@ -45,8 +45,8 @@ def tokens(text: str) -> int:
     return len(text.split())
 
 
-def numbered(*given: str) -> list[Source]:
-    return [Source(f"id-{place}", text) for place, text in enumerate(given)]
+def numbered(*given: str) -> list[SourceText]:
+    return [SourceText(f"id-{place}", text) for place, text in enumerate(given)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -54,7 +54,7 @@ def numbered(*given: str) -> list[Source]:
 def test_caps_hold_repeats_go_and_numbers_find_their_sources(seed: int, chunk: int, total: int, most: int) -> None:
     scores = Random(seed)
     sources = [
-        Source(f"id-{place}", text, scores.choice((None, scores.random())))
+        SourceText(f"id-{place}", text, scores.choice((None, scores.random())))
         for place, text in enumerate(drawn(seed, 12))
     ]
     options = SourceOptions(most=most, chunk_tokens=chunk, total_tokens=total, least_tokens=3)
@@ -115,7 +115,12 @@ def test_sources_are_told_of_what_was_done_to_them() -> None:
 
 
 def test_scores_come_before_the_order_given() -> None:
-    sources = [Source("a", "alpha"), Source("b", "beta", 0.2), Source("c", "gamma", 0.9), Source("d", "delta", 0.2)]
+    sources = [
+        SourceText("a", "alpha"),
+        SourceText("b", "beta", 0.2),
+        SourceText("c", "gamma", 0.9),
+        SourceText("d", "delta", 0.2),
+    ]
     assert [each.id for each in select_sources(sources, SourceOptions(), tokens).sources] == ["c", "b", "d", "a"]
 
 
@@ -161,7 +166,11 @@ def test_tagged_blocks_are_lifted_out_of_messages() -> None:
     )
     rest, sources = extract_tagged_sources([{"role": "system", "content": "S"}, {"role": "user", "content": content}])
     assert rest == [{"role": "system", "content": "S"}, {"role": "user", "content": "Look:  and \nWhich is first?"}]
-    assert sources == (Source("a", "Alpha is first.", 0.5), Source("source", "no id"), Source("a-2", "same id"))
+    assert sources == (
+        SourceText("a", "Alpha is first.", 0.5),
+        SourceText("source", "no id"),
+        SourceText("a-2", "same id"),
+    )
 
 
 def test_named_messages_are_sources() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from headrace.config.upstream_section import HealthConfig, Timeouts
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Piece
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from tests.support.fake_upstream import (
     Line,
     chunk,
@@ -39,7 +39,7 @@ from tests.support.running_server import asynchronous, until
 @asynchronous
 async def test_a_client_that_leaves_ends_the_upstreams_work(handler: Any) -> None:
     async with faking(handler) as fake, upstream_of(fake) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
         running = asyncio.create_task(answering.run(lambda piece: True))
         await until(lambda: bool(fake.heard))
@@ -48,7 +48,7 @@ async def test_a_client_that_leaves_ends_the_upstreams_work(handler: Any) -> Non
         assert await soon(running, 5.0) is True
         answering.settle()
         answering.settle()
-        assert upstream.places.taken == 0
+        assert upstream.slots.taken == 0
         assert upstream.breaker.counts()[0] <= 1
         await until(lambda: not fake.tasks)  # it was told
         assert answering.gone
@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_ends_the_upstreams_work(handler: Any) -> Non
 @asynchronous
 async def test_one_that_left_before_it_began_asks_for_nothing() -> None:
     async with faking(streams()) as fake, upstream_of(fake) as upstream:
-        answering = UpstreamAnswering(exchange(), upstream)
+        answering = UpstreamGeneration(exchange(), upstream)
         await answering.begin()
         answering.cancel()
         assert [choice.content for choice in await collect_choices(answering)] == [""]
@@ -69,16 +69,16 @@ async def test_one_that_left_before_it_began_asks_for_nothing() -> None:
 @asynchronous
 async def test_who_leaves_the_queue_leaves_no_trace() -> None:
     async with faking(hangs) as fake, upstream_of(fake, connections=1) as upstream:
-        first, second = (UpstreamAnswering(exchange(), upstream) for _ in range(2))
+        first, second = (UpstreamGeneration(exchange(), upstream) for _ in range(2))
         running: list[asyncio.Task[bool]] = []
         for answering in (first, second):
             await answering.begin()
             running.append(asyncio.create_task(answering.run(lambda piece: True)))
-        await until(lambda: upstream.places.waiting == 1)
+        await until(lambda: upstream.slots.waiting == 1)
         second.cancel()
         assert await soon(running[1])
         second.settle()
-        assert upstream.places.waiting == 0
+        assert upstream.slots.waiting == 0
         first.cancel()
         assert await soon(running[0])
         first.settle()
@@ -89,18 +89,18 @@ async def test_who_leaves_the_queue_leaves_no_trace() -> None:
 async def test_who_leaves_just_when_a_place_is_given_gives_it_back() -> None:
     async with faking(hangs) as fake, upstream_of(fake, connections=1) as upstream:
         for turns in range(6):
-            await upstream.places.take(0, 1.0)
-            answering = UpstreamAnswering(exchange(), upstream)
+            await upstream.slots.acquire(0, 1.0)
+            answering = UpstreamGeneration(exchange(), upstream)
             await answering.begin()
             running = asyncio.create_task(answering.run(lambda piece: True))
-            await until(lambda: upstream.places.waiting == 1)
-            upstream.places.give()
+            await until(lambda: upstream.slots.waiting == 1)
+            upstream.slots.release()
             for _ in range(turns):
                 await asyncio.sleep(0)
             answering.cancel()
             assert await soon(running)
             answering.settle()
-            assert upstream.places.taken == upstream.places.waiting == 0
+            assert upstream.slots.taken == upstream.slots.waiting == 0
 
 
 @asynchronous
@@ -113,7 +113,7 @@ async def test_a_task_that_is_cancelled_leaves_nothing_behind() -> None:
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            assert upstream.places.taken == 0
+            assert upstream.slots.taken == 0
 
 
 @asynchronous
@@ -143,7 +143,7 @@ async def test_a_client_that_reads_slowly_stops_the_reading() -> None:
             sent[0] += len(block)
 
     async with faking(floods) as fake, upstream_of(fake, buffer_bytes=64 * 1024) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
         assert await soon(answering.run(lambda piece: False)) is False
         before = -1
@@ -151,9 +151,9 @@ async def test_a_client_that_reads_slowly_stops_the_reading() -> None:
             before = sent[0]
             await asyncio.sleep(0.1)
         assert sent[0] < 16 * 1024 * 1024
-        taken: list[Piece] = []
+        taken: list[ChoiceDelta] = []
 
-        def some(piece: Piece) -> bool:
+        def some(piece: ChoiceDelta) -> bool:
             taken.append(piece)
             return len(taken) % 1000 != 0
 
@@ -174,11 +174,11 @@ async def test_time_that_the_client_takes_is_not_the_upstreams() -> None:
 
     timeouts = Timeouts(first_s=20.0, chunk_s=0.4, total_s=60.0)
     async with faking(later) as fake, upstream_of(fake, timeouts=timeouts) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
 
-        def take(piece: Piece) -> bool:
+        def take(piece: ChoiceDelta) -> bool:
             found.append(piece)
             return len(found) > 1
 
@@ -230,7 +230,7 @@ async def test_one_that_cannot_be_reached_is_not_well() -> None:
 @asynchronous
 async def test_what_is_asked_of_it_is_refused_before_it_is_sent() -> None:
     async with faking(streams()) as fake, upstream_of(fake) as upstream:
-        answering = UpstreamAnswering(exchange(template={"tone": "dry"}), upstream)
+        answering = UpstreamGeneration(exchange(template={"tone": "dry"}), upstream)
         with pytest.raises(ApiError) as error:
             await answering.begin()
         assert error.value.parameter == "chat_template_kwargs"

@@ -14,9 +14,9 @@ import pytest
 
 from headrace.config.breaker_section import UpstreamBreakerConfig
 from headrace.config.upstream_section import Retries, Timeouts
-from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from tests.support.fake_upstream import (
     ANSWER,
     Fake,
@@ -124,7 +124,7 @@ async def test_one_that_is_not_there_is_told_apart() -> None:
 @asynchronous
 async def test_one_that_stops_within_its_answer_is_left_in_time(handler: Any) -> None:
     async with faking(handler) as fake, upstream_of(fake, **failing()) as upstream:
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
         with pytest.raises(BrokenStreamError) as error:
             await soon(pieces_of(upstream, found))
         assert text_of(found) == "Hel"
@@ -183,10 +183,10 @@ async def test_a_timer_that_rings_a_little_early_is_the_deadline_too(handler: An
 @asynchronous
 async def test_a_place_that_does_not_come_until_the_deadline_is_the_deadline_too() -> None:
     async with faking(hangs) as fake, upstream_of(fake, clock=slow_clock(), connections=1) as upstream:
-        await upstream.places.take(0, 1.0)
+        await upstream.slots.acquire(0, 1.0)
         (piece,) = await soon(pieces_of(upstream, deadline_s=0.2))
         assert (piece.content, piece.finish) == ("", "deadline")
-        upstream.places.give()
+        upstream.slots.release()
 
 
 @asynchronous
@@ -204,7 +204,7 @@ async def test_at_the_deadline_an_answer_is_cut_with_what_there_is() -> None:
 @asynchronous
 async def test_a_stream_that_breaks_says_what_was_delivered() -> None:
     async with faking(breaks) as fake, upstream_of(fake) as upstream:
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
         with pytest.raises(BrokenStreamError) as error:
             await soon(pieces_of(upstream, found))
         assert len(fake.heard) == 1  # something was with the client already
@@ -271,7 +271,7 @@ async def test_a_role_alone_is_no_word_yet() -> None:
 @asynchronous
 async def test_nonsense_within_an_answer_breaks_it_off(data: bytes, reason: str) -> None:
     async with faking(says(sse(chunk("Hel"), done=False) + data)) as fake, upstream_of(fake) as upstream:
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
         with pytest.raises(BrokenStreamError) as error:
             await soon(pieces_of(upstream, found))
         assert text_of(found) == "Hel"
@@ -457,11 +457,11 @@ async def test_a_storm_opens_the_breaker_and_one_attempt_closes_it() -> None:
         upstream_of(fake, breaker=breaker, retries=ONCE, clock=lambda: now[0]) as upstream,
     ):
 
-        async def ask() -> list[Piece]:
+        async def ask() -> list[ChoiceDelta]:
             asked = exchange(stream=True)
             asked.arrival = now[0]
-            answering = UpstreamAnswering(asked, upstream)
-            found: list[Piece] = []
+            answering = UpstreamGeneration(asked, upstream)
+            found: list[ChoiceDelta] = []
             try:
                 await answering.begin()
                 await answering.run(lambda piece: found.append(piece) is None)

@@ -16,9 +16,9 @@ from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Sampling
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.errors import RequestError
-from headrace.gateway.requests.text_request import Piece
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.models.model_folder import BUNDLED
 from tests.support.fake_upstream import answered, exchange, pieces_of, relayed, soon, text_of, upstream_of
 from tests.support.running_server import Running, asynchronous, fails, say, serving, until, words
@@ -114,7 +114,7 @@ async def test_errors_of_headrace_come_through() -> None:
             await soon(pieces_of(upstream))
         assert (invalid.value.status, invalid.value.parameter) == (400, "top_k")
         running.engine.answer = fails(RequestError("gone"), "one ", "two ")
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
         with pytest.raises(BrokenStreamError) as broken:
             await soon(pieces_of(upstream, found))
         assert text_of(found) == broken.value.delivered[0].content == "one two "
@@ -123,11 +123,11 @@ async def test_errors_of_headrace_come_through() -> None:
 @asynchronous
 async def test_a_client_that_leaves_frees_the_slot_behind_two_servers() -> None:
     async with serving() as running, headrace(running) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
-        found: list[Piece] = []
+        found: list[ChoiceDelta] = []
 
-        def first(piece: Piece) -> bool:
+        def first(piece: ChoiceDelta) -> bool:
             found.append(piece)
             return False
 

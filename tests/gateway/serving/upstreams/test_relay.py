@@ -10,9 +10,9 @@ import pytest
 from headrace.config.upstream_section import Retries, Takes, Timeouts
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.requests.text_request import Tool
-from headrace.gateway.serving.upstreams.relay import Renamed
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.serving.upstreams.relay import ChunkRenamer
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import (
     ANSWER,
@@ -68,7 +68,7 @@ async def test_the_usage_is_noted_and_told_to_a_client_that_asks() -> None:
     async with faking(streams()) as fake, upstream_of(fake) as upstream:
         for asks in (False, True):
             asked = exchange(stream=True, include_usage=asks)
-            answering = UpstreamAnswering(asked, upstream)
+            answering = UpstreamGeneration(asked, upstream)
             await answering.begin()
             found: list[bytes] = []
             assert await soon(answering.relay(lambda data, found=found: found.append(data) is None, ChatStream))
@@ -119,9 +119,9 @@ async def test_completions_are_handed_on_too() -> None:
 async def test_what_is_changed_here_is_not_handed_on(asked: dict[str, Any], takes: Takes) -> None:
     async with faking(streams()) as fake, upstream_of(fake, takes=takes) as upstream:
         fields: dict[str, Any] = {"stream": True, **asked}
-        answering = UpstreamAnswering(exchange(**fields), upstream)
+        answering = UpstreamGeneration(exchange(**fields), upstream)
         await answering.begin()
-        assert not answering.relayable()
+        assert not answering.can_relay()
         answering.settle()
 
 
@@ -240,7 +240,7 @@ async def test_one_that_hangs_is_left() -> None:
 @asynchronous
 async def test_nothing_is_read_while_the_client_does_not_read() -> None:
     async with faking(streams()) as fake, upstream_of(fake) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
         found: list[bytes] = []
         stops = 0
@@ -265,7 +265,7 @@ async def test_pieces_and_bytes_say_the_same() -> None:
 
 
 def renamed(*chunks: bytes) -> list[bytes]:
-    names = Renamed("ours", "mini")
+    names = ChunkRenamer("ours", "mini")
     return [names.take(each) for each in chunks]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.serving.upstreams.sse import EventReader, Failure, TooLongError
+from headrace.gateway.serving.upstreams.sse import ErrorEvent, EventReader, EventTooLongError
 
 
 def read(*parts: bytes, most: int = 1024) -> list[bytes]:
@@ -35,14 +35,14 @@ def test_comments_pings_ids_and_empty_events_say_nothing() -> None:
 @pytest.mark.parametrize("said", [b"event: error\ndata: {}\n\n", b"data: {}\r\nevent:error\r\n\r\n", b"error: {}\n\n"])
 def test_events_that_are_named_errors_are_failures(said: bytes) -> None:
     (event,) = read(said)
-    assert isinstance(event, Failure)
+    assert isinstance(event, ErrorEvent)
     assert event == b"{}"
 
 
 def test_other_names_say_nothing() -> None:
     (event,) = read(b"event: message\ndata: x\n\n")
     assert event == b"x"
-    assert not isinstance(event, Failure)
+    assert not isinstance(event, ErrorEvent)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_event() -> None:
@@ -75,12 +75,12 @@ def test_an_event_beyond_the_bound_is_refused_before_it_is_whole(end: bytes) -> 
     reader.feed(b"data: a" + end + end)
     for _ in range(100):
         reader.feed(b"x")
-    with pytest.raises(TooLongError):
+    with pytest.raises(EventTooLongError):
         reader.feed(b"x")
 
 
 def test_an_event_beyond_the_bound_is_refused_when_it_comes_at_once() -> None:
-    with pytest.raises(TooLongError):
+    with pytest.raises(EventTooLongError):
         EventReader(100).feed(b"data: " + b"x" * 200 + b"\n\n")
 
 

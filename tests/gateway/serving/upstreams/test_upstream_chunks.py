@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headrace.config.upstream_section import UpstreamConfig, takes_of
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.answer_normaliser import AnswerReader
 from headrace.gateway.serving.upstreams.relay import RelayReader
-from headrace.gateway.serving.upstreams.request_body import wanted_of
-from headrace.gateway.serving.upstreams.upstream_chunks import Form, joined, read_chunk
+from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
+from headrace.gateway.serving.upstreams.upstream_chunks import ChunkTemplate, join_texts, read_chunk
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.serving.upstreams.upstream_request import build_upstream_request
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import chunk, exchange
 
@@ -24,8 +24,8 @@ def data(text: str, **fields: Any) -> bytes:
     return json.dumps(chunk(text, **fields), separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def learned(text: str = "x", **fields: Any) -> Form:
-    form = Form()
+def learned(text: str = "x", **fields: Any) -> ChunkTemplate:
+    form = ChunkTemplate()
     form.learn(data(text, **fields), text)
     assert form.version == 1
     return form
@@ -58,7 +58,7 @@ def test_everything_else_is_not_and_what_has_no_text_either(other: bytes) -> Non
 
 
 def test_a_text_that_stands_in_two_places_teaches_nothing() -> None:
-    form = Form()
+    form = ChunkTemplate()
     twice = b'{"choices":[{"index":0,"delta":{"content":"x"},"text":"x"}]}'
     form.learn(twice, "x")
     form.learn(data("y"), "x")
@@ -67,25 +67,25 @@ def test_a_text_that_stands_in_two_places_teaches_nothing() -> None:
 
 
 def test_where_every_chunk_is_another_no_form_is_looked_for_each_time() -> None:
-    form = Form()
+    form = ChunkTemplate()
     for place in range(100):
         form.learn(data("x", number=place), "x")
     assert form.version <= 20 + 1
 
 
 def test_halves_of_a_character_that_follow_each_other_are_whole() -> None:
-    assert joined(["a", b"\\ud83d", b"\\ude00", "b", b"\\n"]) == "a\U0001f600b\n"
-    assert joined([b"\\ud83d"]) == "\\ud83d"  # half of one is left as it came
-    assert joined([b"\xff"]) == "\ufffd"
+    assert join_texts(["a", b"\\ud83d", b"\\ude00", "b", b"\\n"]) == "a\U0001f600b\n"
+    assert join_texts([b"\\ud83d"]) == "\\ud83d"  # half of one is left as it came
+    assert join_texts([b"\xff"]) == "\ufffd"
 
 
-def readers() -> tuple[AnswerReader, RelayReader]:
+def readers() -> tuple[UpstreamAnswerReader, RelayReader]:
     config = UpstreamConfig(url="http://upstream/v1")
     asked = exchange(stream=True)
-    wanted = wanted_of(asked, config, takes_of(config), model="theirs")
+    wanted = build_upstream_request(asked, config, takes_of(config), model="theirs")
 
-    def inner() -> AnswerReader:
-        return AnswerReader(wanted, name="mini", n=1, prompt_tokens=3, prompt_bytes=10)
+    def inner() -> UpstreamAnswerReader:
+        return UpstreamAnswerReader(wanted, name="mini", n=1, prompt_tokens=3, prompt_bytes=10)
 
     return inner(), RelayReader(asked, wanted, inner(), ChatStream(asked), rename=True)
 
@@ -104,7 +104,7 @@ def test_texts_come_through_whatever_is_in_them(texts: list[str], plain: bool) -
     assert {value["id"] for value in values} == {"chatcmpl-ours"}
     for reader in (pieces, relay):
         assert reader.delivered()[0][0].content == "".join(texts)
-        assert isinstance(reader.counted, usage.Counted)
+        assert isinstance(reader.counted, usage.AnswerUsage)
 
 
 @pytest.mark.parametrize("broken", [b"", b"{", b"3", b'{"choices":3}', b'{"choices":[{"text":NaN}]}', b"\xff"])

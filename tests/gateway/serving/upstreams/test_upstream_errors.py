@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.serving.upstreams.upstream_errors import (
-    Told,
-    error_of,
-    event_error,
-    read_told,
-    retry_after_of,
-    shown_words,
+    ReportedError,
+    error_for_event,
+    error_for_status,
+    parse_error_body,
+    parse_retry_after,
+    redact,
 )
 
 SECRETS = ("sk-verysecret", "http://gpu7.internal:8000/v1", "gpu7.internal")
@@ -23,7 +23,7 @@ SECRETS = ("sk-verysecret", "http://gpu7.internal:8000/v1", "gpu7.internal")
 
 def told(status: int, body: Any, **more: Any) -> Any:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return error_of(status, data, name="mini@far", hidden=SECRETS, **more)
+    return error_for_status(status, data, name="mini@far", hidden=SECRETS, **more)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def told(status: int, body: Any, **more: Any) -> Any:
 )
 def test_every_shape_is_read(body: Any, message: str, kind: str, parameter: str | None, code: str) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert read_told(data) == Told(message, kind, parameter, code)
+    assert parse_error_body(data) == ReportedError(message, kind, parameter, code)
 
 
 @pytest.mark.parametrize(
@@ -164,23 +164,23 @@ def test_retry_after_is_taken_over_and_has_a_default_where_a_client_needs_one() 
     ],
 )
 def test_retry_after_in_every_form(headers: dict[str, str], seconds: float | None) -> None:
-    assert retry_after_of(headers, 60.0) == seconds
+    assert parse_retry_after(headers, 60.0) == seconds
 
 
 @pytest.mark.parametrize(
     ("told", "code", "reason"),
     [
-        (Told("m", "", None, "503"), "upstream_overloaded", "overloaded"),
-        (Told("m", "overloaded_error"), "upstream_overloaded", "overloaded"),
-        (Told("m", "rate_limit_error"), "upstream_rate_limit", "rate_limit"),
-        (Told("m", "BadRequestError"), "upstream_refused", "invalid"),
-        (Told("m", "InternalServerError"), "upstream_failed", "failed"),
-        (Told("m"), "upstream_failed", "failed"),
-        (Told("m", "", None, "content_filter"), "content_filter", "filtered"),
+        (ReportedError("m", "", None, "503"), "upstream_overloaded", "overloaded"),
+        (ReportedError("m", "overloaded_error"), "upstream_overloaded", "overloaded"),
+        (ReportedError("m", "rate_limit_error"), "upstream_rate_limit", "rate_limit"),
+        (ReportedError("m", "BadRequestError"), "upstream_refused", "invalid"),
+        (ReportedError("m", "InternalServerError"), "upstream_failed", "failed"),
+        (ReportedError("m"), "upstream_failed", "failed"),
+        (ReportedError("m", "", None, "content_filter"), "content_filter", "filtered"),
     ],
 )
-def test_errors_within_an_answer_have_a_status_by_their_words(told: Told, code: str, reason: str) -> None:
-    error = event_error(told, name="mini")
+def test_errors_within_an_answer_have_a_status_by_their_words(told: ReportedError, code: str, reason: str) -> None:
+    error = error_for_event(told, name="mini")
     assert (error.code, error.reason) == (code, reason)
 
 
@@ -201,7 +201,7 @@ def test_errors_within_an_answer_have_a_status_by_their_words(told: Told, code: 
     ],
 )
 def test_no_place_and_no_secret_is_shown(text: str) -> None:
-    shown = shown_words(text, SECRETS)
+    shown = redact(text, SECRETS)
     assert "(hidden)" in shown
     for secret in ("gpu7", "verysecret", "abc.def", "10.0.0.7", "fe80", "5432", "models", "9000", "abcdefgh"):
         assert secret not in shown
@@ -216,23 +216,23 @@ def test_no_place_and_no_secret_is_shown(text: str) -> None:
     ],
 )
 def test_stack_traces_and_pages_are_not_shown(text: str) -> None:
-    assert shown_words(text, ()) == ""
+    assert redact(text, ()) == ""
     assert str(told(400, {"error": {"message": text}})) == "the server behind 'mini@far' refuses the request"
 
 
 def test_ordinary_words_are_shown_as_they_are() -> None:
     text = "temperature must be <= 2.0, and/or top_p in (0, 1]; use n=1 with stream (e.g. 0.5/0.7)"
-    assert shown_words(text, SECRETS) == text
+    assert redact(text, SECRETS) == text
 
 
 def test_words_are_short_and_on_one_line() -> None:
-    assert shown_words("a\n b\r\x00\x1b[31mc", ()) == "a b [31mc"
-    assert len(shown_words("word " * 500, ())) == 303
+    assert redact("a\n b\r\x00\x1b[31mc", ()) == "a b [31mc"
+    assert len(redact("word " * 500, ())) == 303
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200), st.integers(100, 599))
 def test_no_body_breaks_the_reading(body: bytes, status: int) -> None:
-    error = error_of(status, body, name="mini")
+    error = error_for_status(status, body, name="mini")
     assert 400 <= error.status <= 599
     assert error.message

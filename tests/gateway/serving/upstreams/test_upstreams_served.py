@@ -64,7 +64,7 @@ async def through(
                 await running.settled()
                 upstream = server.fleet.served["mini"].upstream
                 assert upstream is not None
-                assert upstream.places.taken == upstream.places.waiting == 0
+                assert upstream.slots.taken == upstream.slots.waiting == 0
             finally:
                 for client in running.clients:
                     client.leave()

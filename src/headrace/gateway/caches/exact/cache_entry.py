@@ -20,7 +20,15 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.requests.text_request import CallDelta, Choice, Finish, Piece, Restart, TokenLogprob, Usage
+from headrace.gateway.requests.text_request import (
+    Choice,
+    ChoiceDelta,
+    FinishReason,
+    RestartDelta,
+    TokenLogprob,
+    TokenUsage,
+    ToolCallDelta,
+)
 
 _MAGIC: Final = b"mx1"
 _SEAL: Final = 16  # bytes
@@ -63,7 +71,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     reasoning: str
     calls: list[_Call]
     logprobs: list[_Token] | None
-    finish: Finish | None
+    finish: FinishReason | None
     stop: str | None
     usage: _Usage | None
 
@@ -77,7 +85,7 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
 
 class ExactEntry(msgspec.Struct, frozen=True):
     made: float  # seconds since 1970
-    pieces: list[Piece]
+    pieces: list[ChoiceDelta]
     machine_s: float = 0.0  # that it took to make
 
 
@@ -85,7 +93,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_Body)
 
 
-def pack(pieces: Sequence[Piece], *, key: bytes, made: float, secret: bytes = b"") -> bytes:
+def pack(pieces: Sequence[ChoiceDelta], *, key: bytes, made: float, secret: bytes = b"") -> bytes:
     """ValueError for a text that is none, such as half a character."""
     usages = [piece.usage for piece in pieces if piece.usage is not None]
     prefill = max((usage.prefill_s for usage in usages), default=0.0)
@@ -107,7 +115,7 @@ def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> ExactEntry | None
     # The empty list is given because the field's own default takes longer than all the rest of a piece.
     return ExactEntry(
         found.made,
-        [Piece(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in found.pieces],
+        [ChoiceDelta(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in found.pieces],
         found.machine_s,
     )
 
@@ -117,7 +125,7 @@ def _seal(body: bytes, key: bytes, secret: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_SEAL, key=with_secret[:64]).digest()
 
 
-def _packed(piece: Piece) -> str | _Piece:
+def _packed(piece: ChoiceDelta) -> str | _Piece:
     bare = piece.logprobs is None and piece.finish is None and not piece.reasoning and not piece.calls
     if bare and piece.index == 0 and piece.stop is None and piece.usage is None:
         return piece.content
@@ -136,19 +144,19 @@ def _packed(piece: Piece) -> str | _Piece:
     )
 
 
-def _unpacked(piece: _Piece) -> Piece:
+def _unpacked(piece: _Piece) -> ChoiceDelta:
     usage = piece.usage
-    return Piece(
+    return ChoiceDelta(
         piece.index,
         piece.content,
         piece.reasoning,
-        [CallDelta(call.index, call.id, call.name, call.arguments) for call in piece.calls],
+        [ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in piece.calls],
         None if piece.logprobs is None else [_unpacked_token(each) for each in piece.logprobs],
         piece.finish,
         piece.stop,
         None
         if usage is None
-        else Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens),
+        else TokenUsage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens),
     )
 
 
@@ -168,12 +176,12 @@ def _said(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def is_complete(pieces: Sequence[Piece], choices: int) -> bool:
+def is_complete(pieces: Sequence[ChoiceDelta], choices: int) -> bool:
     """Whether every choice has come to an end of its own. What a deadline cut, failed or was cancelled has not, and
     what began anew says something else than its pieces do."""
     ended: set[int] = set()
     for piece in pieces:
-        if isinstance(piece, Restart):
+        if isinstance(piece, RestartDelta):
             return False
         if piece.finish is not None:
             if piece.finish not in _KEEPING or piece.index in ended:
@@ -182,12 +190,12 @@ def is_complete(pieces: Sequence[Piece], choices: int) -> bool:
     return ended == set(range(choices))
 
 
-def is_same_answer(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
+def is_same_answer(one: Sequence[ChoiceDelta], other: Sequence[ChoiceDelta]) -> bool:
     """Whether two answers do, however they are cut into pieces. The ids of calls are random."""
     return _said_by(one) == _said_by(other)
 
 
-def _said_by(pieces: Sequence[Piece]) -> dict[int, tuple[object, ...]]:
+def _said_by(pieces: Sequence[ChoiceDelta]) -> dict[int, tuple[object, ...]]:
     choices: dict[int, Choice] = {}
     for piece in pieces:
         choices.setdefault(piece.index, Choice(piece.index)).add(piece)

@@ -40,7 +40,7 @@ from headrace.gateway.caches.exact.in_flight import (
     total_usage,
 )
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
-from headrace.gateway.requests.text_request import Piece, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 
 # What is counted, each with the tenant that it is about.
 ExactOutcome = Literal[
@@ -116,7 +116,7 @@ class UncachedAnswer:
         self.source.cancel()
 
     def facts(self) -> AnswerFacts:
-        return AnswerFacts("alone", True, Usage())
+        return AnswerFacts("alone", True, TokenUsage())
 
 
 class CacheHit:
@@ -126,7 +126,7 @@ class CacheHit:
     source: None = None
 
     def __init__(
-        self, pieces: Sequence[Piece], *, n: int, age_s: float = 0.0, stale: bool = False, machine_s: float = 0.0
+        self, pieces: Sequence[ChoiceDelta], *, n: int, age_s: float = 0.0, stale: bool = False, machine_s: float = 0.0
     ) -> None:
         """`machine_s`: that it took to make."""
         self.age_s = age_s
@@ -147,7 +147,7 @@ class CacheHit:
         return self._pieces[-1].finish or ""
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Of all choices together, as they were made; no times."""
         usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
         return total_usage(usages, self._n)

@@ -20,14 +20,14 @@ from typing import Final, Literal, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from headrace.gateway.requests.text_request import Piece, Usage, total
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, combine_usages
 
 log: Final = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 128  # pieces that one reader takes before others have a turn
 _TRIMMED: Final = 256  # pieces that everybody has read, before they are dropped from a list that is too long
 
-Take = Callable[[Piece], bool]
+Take = Callable[[ChoiceDelta], bool]
 Role = Literal["leader", "joiner", "hit", "alone"]
 
 
@@ -56,7 +56,7 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
     role: Role
     pays: bool  # for the generation; of those that share one, exactly one does
-    saved: Usage  # what need not be computed for this one
+    saved: TokenUsage  # what need not be computed for this one
     age_s: float = 0.0  # of a hit
 
 
@@ -161,7 +161,9 @@ class FlightReader:
     def facts(self) -> AnswerFacts:
         flight, pays = self._flight, self.pays
         heard = flight.over and self._at >= flight.end
-        return AnswerFacts(self.role, pays, total_usage(flight.usages, flight.n) if heard and not pays else Usage())
+        return AnswerFacts(
+            self.role, pays, total_usage(flight.usages, flight.n) if heard and not pays else TokenUsage()
+        )
 
 
 class Flight:
@@ -171,8 +173,8 @@ class Flight:
         self.terms = terms
         self.n = n  # choices of each prompt
         self.mark = 0  # the caller's own, of when it began
-        self.pieces: list[Piece] = []
-        self.usages: dict[int, Usage] = {}  # of the choices that have ended
+        self.pieces: list[ChoiceDelta] = []
+        self.usages: dict[int, TokenUsage] = {}  # of the choices that have ended
         self.whole = True  # nothing of it was dropped, so that it can be read from its beginning
         self.over = False
         self.error: Exception | None = None
@@ -192,7 +194,7 @@ class Flight:
         """Everybody left before its end."""
         return not self.readers and not self.over
 
-    def piece(self, place: int) -> Piece:
+    def piece(self, place: int) -> ChoiceDelta:
         return self.pieces[place - self._dropped]
 
     def join(self, role: Role) -> FlightReader:
@@ -227,7 +229,7 @@ class Flight:
             self.source.cancel()
             self._tell()
 
-    def _append(self, piece: Piece) -> bool:
+    def _append(self, piece: ChoiceDelta) -> bool:
         self.pieces.append(piece)
         if piece.usage is not None:
             self.usages[piece.index] = piece.usage
@@ -326,16 +328,16 @@ class Flights:
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
 
 
-def total_usage(usages: Mapping[int, Usage], n: int) -> Usage:
+def total_usage(usages: Mapping[int, TokenUsage], n: int) -> TokenUsage:
     """What all choices together took: tokens, and the machine's time. A prompt counts once, however many choices it
     has."""
-    found = total([usages[index] for index in sorted(usages)], n)
+    found = combine_usages([usages[index] for index in sorted(usages)], n)
     found.drafted = found.accepted = 0
     found.queue_s = 0.0
     return found
 
 
-def _without_times(piece: Piece, usage: Usage) -> Piece:
+def _without_times(piece: ChoiceDelta, usage: TokenUsage) -> ChoiceDelta:
     """For who waited for no engine. The tokens are the answer's own."""
     return replace(
         piece,
@@ -343,7 +345,7 @@ def _without_times(piece: Piece, usage: Usage) -> Piece:
     )
 
 
-def _bytes_of(piece: Piece) -> int:
+def _bytes_of(piece: ChoiceDelta) -> int:
     """About what it takes in memory."""
     size = 160 + len(piece.content) + len(piece.reasoning)
     for call in piece.calls:

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.thresholds import Evidence
-from headrace.gateway.requests.text_request import Asked, Choice, Piece, Usage
+from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenUsage
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
@@ -28,10 +28,13 @@ class StoredAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_tokens: int = 0  # of these
     machine_s: float = 0.0  # that it took to make
 
-    def pieces(self, *, prompt_tokens: int = 0) -> list[Piece]:
+    def pieces(self, *, prompt_tokens: int = 0) -> list[ChoiceDelta]:
         """As one choice of an answer. `prompt_tokens`: of the request that gets it."""
-        usage = Usage(prompt_tokens, self.output_tokens, reasoning_tokens=self.reasoning_tokens)
-        return [Piece(0, content=self.content, reasoning=self.reasoning), Piece(0, finish="stop", usage=usage)]
+        usage = TokenUsage(prompt_tokens, self.output_tokens, reasoning_tokens=self.reasoning_tokens)
+        return [
+            ChoiceDelta(0, content=self.content, reasoning=self.reasoning),
+            ChoiceDelta(0, finish="stop", usage=usage),
+        ]
 
 
 class SemanticEntry(msgspec.Struct):

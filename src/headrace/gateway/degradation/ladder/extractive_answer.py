@@ -32,7 +32,7 @@ from headrace.gateway.degradation.ladder.sentences import TextSpan, split_senten
 from headrace.gateway.degradation.shaping.conversation import Message
 from headrace.gateway.degradation.shaping.folded_words import ANY_WORD, folded, raw_words, words
 from headrace.gateway.degradation.shaping.sources import extract_numbered_passages, extract_tagged_sources
-from headrace.gateway.requests.text_request import Piece, Source, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TokenUsage
 
 NOT_THERE: Final = "That is not in the sources."
 _K1: Final = 1.2
@@ -112,8 +112,8 @@ class ScoredSentence(msgspec.Struct):
 
 
 def question_and_sources(
-    messages: Sequence[Message], given: Sequence[Source] = ()
-) -> tuple[str, list[str], tuple[Source, ...]]:
+    messages: Sequence[Message], given: Sequence[SourceText] = ()
+) -> tuple[str, list[str], tuple[SourceText, ...]]:
     """The question, the user's earlier turns, and the sources: those given as a field, else those that messages have.
 
     Tags come before passages that an application has numbered itself.
@@ -131,7 +131,7 @@ def question_and_sources(
 
 
 def extract_answer(
-    question: str, sources: Sequence[Source], *, before: Sequence[str] = (), options: ExtractOptions | None = None
+    question: str, sources: Sequence[SourceText], *, before: Sequence[str] = (), options: ExtractOptions | None = None
 ) -> ExtractedAnswer:
     """`before`: the user's earlier turns, oldest first."""
     options = options or ExtractOptions()
@@ -150,7 +150,7 @@ def extract_answer(
 
 
 def score_sentences(
-    question: str, sources: Sequence[Source], *, before: Sequence[str] = (), options: ExtractOptions
+    question: str, sources: Sequence[SourceText], *, before: Sequence[str] = (), options: ExtractOptions
 ) -> list[list[ScoredSentence]]:
     """For each question that is asked, its sentences, likeliest first."""
     sources = _bounded(sources, options)
@@ -167,12 +167,12 @@ def score_sentences(
     return [_weigh_one(each, split, texts, options.weights) for each in asked]
 
 
-def _bounded(sources: Sequence[Source], options: ExtractOptions) -> list[Source]:
+def _bounded(sources: Sequence[SourceText], options: ExtractOptions) -> list[SourceText]:
     """As many as may be looked at, the last one cut."""
-    found: list[Source] = []
+    found: list[SourceText] = []
     left = options.most_characters
     for source in sources[: options.most_sources]:
-        found.append(Source(source.id, source.text[:left]))
+        found.append(SourceText(source.id, source.text[:left]))
         left -= len(source.text)
         if left <= 0:
             break
@@ -348,7 +348,7 @@ def score(features: Sequence[float], weights: SentenceWeights) -> float:
 
 
 def _chosen(
-    candidates: Sequence[ScoredSentence], sources: Sequence[Source], options: ExtractOptions
+    candidates: Sequence[ScoredSentence], sources: Sequence[SourceText], options: ExtractOptions
 ) -> list[ScoredSentence]:
     """The best, and such as are nearly as good and say something else; in the order of the sources."""
     if not candidates or candidates[0].confidence < options.least:
@@ -368,12 +368,12 @@ def _chosen(
     return sorted(taken, key=lambda one: (one.sentence.source, one.sentence.start))
 
 
-def _said(each: ScoredSentence, sources: Sequence[Source]) -> set[str]:
+def _said(each: ScoredSentence, sources: Sequence[SourceText]) -> set[str]:
     sentence = each.sentence
     return set(words(sources[sentence.source].text[sentence.start : sentence.end]))
 
 
-def _quote(each: ScoredSentence, sources: Sequence[Source]) -> Quote:
+def _quote(each: ScoredSentence, sources: Sequence[SourceText]) -> Quote:
     sentence = each.sentence
     source = sources[sentence.source]
     text = source.text[sentence.start : sentence.end]
@@ -383,9 +383,9 @@ def _quote(each: ScoredSentence, sources: Sequence[Source]) -> Quote:
 # Handing over
 
 
-def answer_piece(found: ExtractedAnswer) -> Piece:
+def answer_piece(found: ExtractedAnswer) -> ChoiceDelta:
     """The whole answer at once; nothing of it was generated, so it took no tokens."""
-    return Piece(0, content=found.text, finish="stop", usage=Usage())
+    return ChoiceDelta(0, content=found.text, finish="stop", usage=TokenUsage())
 
 
 def extraction_report(found: ExtractedAnswer) -> dict[str, Any]:

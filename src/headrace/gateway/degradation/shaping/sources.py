@@ -21,7 +21,7 @@ from headrace.gateway.api_errors import invalid
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.conversation import Message, find_turn_problem
 from headrace.gateway.degradation.shaping.near_duplicates import find_repeats
-from headrace.gateway.requests.text_request import Source
+from headrace.gateway.requests.text_request import SourceText
 
 Place = Literal["user", "system"]
 
@@ -61,7 +61,7 @@ class SourceOptions(msgspec.Struct, frozen=True, kw_only=True):
 class SelectedSources(msgspec.Struct, frozen=True):
     """Sources by their numbers: the first is [1]."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SourceText, ...]
     shaped: tuple[ShapingChange, ...] = ()
     tokens: int = 0  # of all of them in the prompt, about
 
@@ -81,7 +81,7 @@ class Citation(msgspec.Struct, frozen=True):
 # Reading
 
 
-def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "sources") -> tuple[Source, ...]:
+def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "sources") -> tuple[SourceText, ...]:
     """The sources of a request's field; ApiError for too many, an id that comes twice, or a score that is no number."""
     if len(given) > most:
         raise invalid(f"'{parameter}' may have {most} sources at most, not {len(given)}", parameter)
@@ -92,23 +92,25 @@ def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "
         if each.score is not None and not math.isfinite(each.score):
             raise invalid(f"'{parameter}': a score must be finite", f"{parameter}[{place}].score")
         seen.add(each.id)
-    return tuple(Source(each.id, each.text, each.score) for each in given)
+    return tuple(SourceText(each.id, each.text, each.score) for each in given)
 
 
-def extract_tagged_sources(messages: Sequence[Message], *, most: int = 256) -> tuple[list[Message], tuple[Source, ...]]:
+def extract_tagged_sources(
+    messages: Sequence[Message], *, most: int = 256
+) -> tuple[list[Message], tuple[SourceText, ...]]:
     """The tagged sources of the system's and users' messages, and the conversation without them.
 
     The messages come back as they are where there are none, where nothing of the last user's turn would be left, or
     where roles would no longer take turns.
     """
-    found: list[Source] = []
+    found: list[SourceText] = []
     rest: list[Message] = []
     names: set[str] = set()
     last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for place, message in enumerate(messages):
         content, blocks = _tagged(message)
         for id, score, block in blocks:
-            found.append(Source(_unused(id or "source", names), block, score))
+            found.append(SourceText(_unused(id or "source", names), block, score))
         if not blocks:
             rest.append(message)
         elif content:
@@ -168,7 +170,7 @@ def _unused(id: str, names: set[str]) -> str:
     return found
 
 
-def extract_numbered_passages(text: str) -> tuple[tuple[Source, ...], str]:
+def extract_numbered_passages(text: str) -> tuple[tuple[SourceText, ...], str]:
     """Passages that an application has numbered itself, a line that begins with [1] and so on, and the text beside
     them.
 
@@ -179,13 +181,13 @@ def extract_numbered_passages(text: str) -> tuple[tuple[Source, ...], str]:
     marks = [mark for place, mark in enumerate(marks, start=1) if mark[1] == str(place)]
     if len(marks) < 2:
         return (), text
-    found: list[Source] = []
+    found: list[SourceText] = []
     outside = [text[: marks[0].start()]]
     for place, mark in enumerate(marks):
         until = marks[place + 1].start() if place + 1 < len(marks) else len(text)
         empty = _EMPTY_LINE.search(text, mark.end(), until)
         end = empty.start() if empty is not None else until
-        found.append(Source(mark[1], text[mark.end() : end].strip()))
+        found.append(SourceText(mark[1], text[mark.end() : end].strip()))
         outside.append(text[end:until])
     return tuple(found), _LABEL.sub("", "\n".join(outside)).strip()
 
@@ -193,7 +195,9 @@ def extract_numbered_passages(text: str) -> tuple[tuple[Source, ...], str]:
 # Choosing
 
 
-def select_sources(sources: Sequence[Source], options: SourceOptions, count: Callable[[str], int]) -> SelectedSources:
+def select_sources(
+    sources: Sequence[SourceText], options: SourceOptions, count: Callable[[str], int]
+) -> SelectedSources:
     """The best of them within the caps, none twice, each with its number. `count`: tokens of a text."""
     shaped: list[ShapingChange] = []
     size = cache(count)
@@ -207,7 +211,7 @@ def select_sources(sources: Sequence[Source], options: SourceOptions, count: Cal
     distinct = [each for each, original in zip(whole, originals, strict=True) if original is None]
     if len(distinct) < len(whole):
         shaped.append(ShapingChange("repeats", len(whole), len(distinct)))
-    kept: list[Source] = []
+    kept: list[SourceText] = []
     left = options.total_tokens
     for each in distinct[: options.most]:
         if size(each.text) > left:
@@ -222,15 +226,15 @@ def select_sources(sources: Sequence[Source], options: SourceOptions, count: Cal
     return SelectedSources(tuple(kept), tuple(shaped), options.total_tokens - left + _AROUND * (len(kept) + 1))
 
 
-def _rank(source: Source) -> float:
+def _rank(source: SourceText) -> float:
     return math.inf if source.score is None else -source.score
 
 
-def _tokens(sources: Sequence[Source], count: Callable[[str], int]) -> int:
+def _tokens(sources: Sequence[SourceText], count: Callable[[str], int]) -> int:
     return sum(count(each.text) for each in sources)
 
 
-def _cut(source: Source, most: int, count: Callable[[str], int]) -> Source:
+def _cut(source: SourceText, most: int, count: Callable[[str], int]) -> SourceText:
     """The beginning of it, at most so many tokens, ending where a word ends."""
     size = count(source.text)
     if size <= most:
@@ -245,9 +249,9 @@ def _cut(source: Source, most: int, count: Callable[[str], int]) -> Source:
             text = text[:space].rstrip()
         size = count(text)
         if size <= most:
-            return Source(source.id, text, source.score)
+            return SourceText(source.id, text, source.score)
         length = len(text)
-    return Source(source.id, "", source.score)
+    return SourceText(source.id, "", source.score)
 
 
 # Writing and citing

@@ -19,19 +19,19 @@ from headrace.gateway.circuit_breaker import CallPermit
 from headrace.gateway.requests.text_request import Choice
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.request_body import Wanted
-from headrace.gateway.serving.upstreams.sse import EventReader, TooLongError
+from headrace.gateway.serving.upstreams.sse import EventReader, EventTooLongError
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
+from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.upstreams.upstream_connection import Reply
+    from headrace.gateway.serving.upstreams.upstream_client import UpstreamReply
 
 Item = TypeVar("Item")
-Again = Callable[[UpstreamError], Sequence[Item]]
+BuildRestart = Callable[[UpstreamError], Sequence[Item]]
 
 
-class Reader(Protocol[Item]):
+class AttemptReader(Protocol[Item]):
     """Reads one attempt's answer. UpstreamError for what cannot be read."""
 
     @property
@@ -50,7 +50,7 @@ class Reader(Protocol[Item]):
         ...
 
     @property
-    def counted(self) -> usage.Counted | None: ...
+    def counted(self) -> usage.AnswerUsage | None: ...
 
     @property
     def output_tokens(self) -> int:
@@ -71,15 +71,15 @@ class Reader(Protocol[Item]):
 
     def delivered(self) -> tuple[list[Choice], list[int]]: ...
 
-    def spent(self) -> usage.Counted: ...
+    def spent(self) -> usage.AnswerUsage: ...
 
 
 class Attempts(Generic[Item]):
     def __init__(
         self,
         upstream: Upstream,
-        wanted: Wanted,
-        reader: Callable[[], Reader[Item]],
+        request: UpstreamRequest,
+        reader: Callable[[], AttemptReader[Item]],
         *,
         arrival: float,
         deadline: float | None,
@@ -95,14 +95,14 @@ class Attempts(Generic[Item]):
         self.sent: float | None = None  # when the last attempt was
         self._upstream = upstream
         self._clock = upstream.clock
-        self._wanted = wanted
+        self._request = request
         self._make_reader = reader
         self._deadline = deadline
         self._last = arrival + timeouts.total_s  # nothing is waited for after it
         self._priority = priority
         self._placed = False
         self._permit: CallPermit | None = None
-        self._reply: Reply | None = None
+        self._reply: UpstreamReply | None = None
         self._events = EventReader(upstream.config.event_bytes)
         self._whole: bool | None = None  # whether the answer is one body; None until something of it came
         self._body = bytearray()  # and this is it
@@ -113,7 +113,7 @@ class Attempts(Generic[Item]):
         self._over = False
         self._waiting: asyncio.Task[Any] | None = None
 
-    async def run(self, take: Callable[[Item], bool], *, again: Again[Item] | None = None) -> bool:
+    async def run(self, take: Callable[[Item], bool], *, again: BuildRestart[Item] | None = None) -> bool:
         """Hands on what comes. True at the end; False as soon as `take` wants no more for now. While nobody runs this,
         nothing is read.
 
@@ -153,7 +153,7 @@ class Attempts(Generic[Item]):
         self._leave()
         if self._placed:
             self._placed = False
-            self._upstream.places.give()
+            self._upstream.slots.release()
 
     def _leave(self) -> None:
         if self._reply is not None:
@@ -190,7 +190,7 @@ class Attempts(Generic[Item]):
         upstream = self._upstream
         if not self._placed:
             upstream.count("requests")
-            upstream.budget.earn()
+            upstream.retry_budget.record_request()
             try:
                 upstream.refuse_where_shut()
                 if not await self._unless_gone(self._place()):
@@ -214,9 +214,9 @@ class Attempts(Generic[Item]):
         upstream = self._upstream
         began = self._clock()
         due = min(began + upstream.config.queue_s, self._end())
-        refuses = upstream.places.full
+        refuses = upstream.slots.full
         try:
-            await upstream.places.take(self._priority, due - began)
+            await upstream.slots.acquire(self._priority, due - began)
         except UpstreamError:
             if not refuses and self._past_deadline(due):
                 raise TimeoutError from None
@@ -231,7 +231,7 @@ class Attempts(Generic[Item]):
         began = self._clock()
         due = min(self._end(), began + timeouts.first_s) if streamed else self._end()
         try:
-            self._reply = await upstream.wires.post(self._wanted.path, self._wanted.body, due)
+            self._reply = await upstream.client.post(self._request.path, self._request.body, due)
         except UpstreamError as error:
             if error.reason == "timeout" and self._past_deadline(due):
                 raise TimeoutError from None
@@ -261,8 +261,8 @@ class Attempts(Generic[Item]):
         before = reader.started
         try:
             events = self._events.feed(data) if data else self._events.finish()
-        except TooLongError:
-            raise faults.garbled(self._upstream.name, "sent an event that is too long", again=False) from None
+        except EventTooLongError:
+            raise faults.invalid_answer(self._upstream.name, "sent an event that is too long", again=False) from None
         if events:
             self._heard = self._clock()
         found: list[Item] = []
@@ -285,7 +285,7 @@ class Attempts(Generic[Item]):
             self._heard = self._clock()
             self._body += data
             if len(self._body) > self._upstream.config.answer_bytes:
-                raise faults.garbled(self._upstream.name, "sent an answer that is too long", again=False)
+                raise faults.invalid_answer(self._upstream.name, "sent an answer that is too long", again=False)
             return
         self._ready.extend(self.reader.body(bytes(self._body)))
         self._began()
@@ -356,7 +356,7 @@ class Attempts(Generic[Item]):
             self._permit = None
         self._leave()
 
-    async def _tries_again(self, error: UpstreamError, again: Again[Item] | None) -> bool:
+    async def _tries_again(self, error: UpstreamError, again: BuildRestart[Item] | None) -> bool:
         """Whether another attempt is made; then its wait is over."""
         if not error.again or (self._handed and again is None):
             return False
@@ -364,7 +364,7 @@ class Attempts(Generic[Item]):
         wait = min(config.base_s * 2.0 ** (self.made - 1), config.longest_s) * self._upstream.chance()
         wait += error.wait or 0.0
         late = wait > config.longest_s or self._clock() + wait >= self._end()
-        if self.made > config.most or late or not self._upstream.ready or not self._upstream.budget.spend():
+        if self.made > config.most or late or not self._upstream.ready or not self._upstream.retry_budget.try_spend():
             self._upstream.count("retries_denied")
             error.again = False  # it is decided
             return False

@@ -14,18 +14,18 @@ import msgspec
 
 from headrace.config.upstream_section import Takes
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Choice, Piece
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.answer_normaliser import AnswerReader
-from headrace.gateway.serving.upstreams.request_body import Wanted
 from headrace.gateway.serving.upstreams.sse import DONE
+from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
+from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
 
 
-def relayable(exchange: Exchange, wanted: Wanted, takes: Takes) -> bool:
+def can_relay(exchange: Exchange, request: UpstreamRequest, takes: Takes) -> bool:
     """Whether nothing of the answer would be changed here. The caller knows whether the client speaks the same dialect,
     and whether anybody else wants to read along."""
-    return bool(exchange.asked.stream and takes.stream and wanted.plain)
+    return bool(exchange.asked.stream and takes.stream and request.plain)
 
 
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')  # in a text the quotes would be escaped
@@ -37,7 +37,13 @@ class RelayReader:
     client finds them as with any other answer."""
 
     def __init__(
-        self, exchange: Exchange, wanted: Wanted, inner: AnswerReader, own: EventWriter, *, rename: bool
+        self,
+        exchange: Exchange,
+        request: UpstreamRequest,
+        inner: UpstreamAnswerReader,
+        own: EventWriter,
+        *,
+        rename: bool,
     ) -> None:
         """`own` writes what the upstream does not: the end, the usage, and what is cut."""
         self._inner = inner
@@ -47,8 +53,8 @@ class RelayReader:
         self._before = self._after = b""
         self._renamed = None
         if rename:
-            prefix = "chatcmpl" if wanted.chat else "cmpl"
-            self._renamed = Renamed(f"{prefix}-{exchange.id}", exchange.model)
+            prefix = "chatcmpl" if request.chat else "cmpl"
+            self._renamed = ChunkRenamer(f"{prefix}-{exchange.id}", exchange.model)
 
     @property
     def started(self) -> bool:
@@ -117,7 +123,7 @@ class RelayReader:
         missing = [end for piece, end in zip(pieces, ends, strict=True) if piece.index not in whole]
         return [b"".join([begin, *missing, self._own.end()])]
 
-    def _end(self, pieces: list[Piece]) -> bytes:
+    def _end(self, pieces: list[ChoiceDelta]) -> bytes:
         """The usage where it is asked for, and the mark of the end. That the choices ended was said already."""
         for piece in pieces:
             if piece.finish is not None:
@@ -125,7 +131,7 @@ class RelayReader:
         return self._own.end()
 
     @property
-    def counted(self) -> usage.Counted | None:
+    def counted(self) -> usage.AnswerUsage | None:
         return self._inner.counted
 
     @property
@@ -139,20 +145,20 @@ class RelayReader:
     def delivered(self) -> tuple[list[Choice], list[int]]:
         return self._inner.delivered()
 
-    def spent(self) -> usage.Counted:
+    def spent(self) -> usage.AnswerUsage:
         return self._inner.spent()
 
 
-class Head(msgspec.Struct):
+class _ChunkHead(msgspec.Struct):
     id: str | None = None
     model: str | None = None
 
 
-_heads: Final = msgspec.json.Decoder(Head)
+_heads: Final = msgspec.json.Decoder(_ChunkHead)
 _FIELD: Final = re.compile(rb'"(id|model)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
-class Renamed:
+class ChunkRenamer:
     """Chunks with our id and our model's name. Nearly all have the same bytes in these places as the one before, and
     no text of an answer can have them: within a text, quotes are escaped."""
 

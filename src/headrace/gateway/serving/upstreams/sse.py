@@ -16,11 +16,11 @@ _END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")  # of an event:
 _BOM: Final = b"\xef\xbb\xbf"
 
 
-class Failure(bytes):
+class ErrorEvent(bytes):
     """The data of an event that is named `error`. Other names say nothing that the data does not."""
 
 
-class TooLongError(Exception):
+class EventTooLongError(Exception):
     """An event that is longer than the bound."""
 
 
@@ -46,7 +46,7 @@ class EventReader:
             self._carriages = True
         found = self._any(data) if self._carriages else self._plain(data)
         if len(self._rest) > self._most:
-            raise TooLongError
+            raise EventTooLongError
         return found
 
     def finish(self) -> list[bytes]:
@@ -60,7 +60,7 @@ class EventReader:
         rest = self._rest
         if not rest and data.startswith(b"data: ") and 6 < data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
             if len(data) > self._most:
-                raise TooLongError
+                raise EventTooLongError
             return [data[6:-2]]  # one event in one packet, as tokens come
         if rest:
             # Only what is new is searched, so that an event in many small parts is not looked at again with each.
@@ -75,7 +75,7 @@ class EventReader:
         found: list[bytes] = []
         for block in blocks:
             if len(block) > self._most:
-                raise TooLongError
+                raise EventTooLongError
             if block.startswith(b"data: ") and b"\n" not in block:
                 found.append(block[6:])
             elif (event := _event(block.split(b"\n"))) is not None:
@@ -96,7 +96,7 @@ class EventReader:
                 break  # its line feed may be still to come
             block, at = data[at : end.start()], end.end()
             if len(block) > self._most:
-                raise TooLongError
+                raise EventTooLongError
             if (event := _event(_LINE.split(block))) is not None:
                 found.append(event)
         del rest[:at]
@@ -120,4 +120,4 @@ def _event(lines: list[bytes]) -> bytes | None:
     if not texts:
         return None
     data = b"\n".join(texts)
-    return Failure(data) if failed else data
+    return ErrorEvent(data) if failed else data

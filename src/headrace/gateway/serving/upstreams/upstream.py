@@ -17,7 +17,7 @@ from headrace.config.upstream_section import UpstreamConfig, health_path, takes_
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.serving.upstreams import upstream_errors as faults
-from headrace.gateway.serving.upstreams.concurrency import Budget, Places
+from headrace.gateway.serving.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model
@@ -26,7 +26,7 @@ from headrace.models.text.tokenizer import Tokenizer
 log: Final = logging.getLogger(__name__)
 
 # What is counted of each upstream, since the start.
-Count = Literal[
+UpstreamCounter = Literal[
     "requests",
     "attempts",
     "retries",
@@ -38,7 +38,7 @@ Count = Literal[
     "usage_estimated",  # and without a tokenizer
     "usage_wrong",  # answers whose usage cannot be, and was not used
 ]
-COUNTS: Final[tuple[Count, ...]] = (
+UPSTREAM_COUNTERS: Final[tuple[UpstreamCounter, ...]] = (
     "requests",
     "attempts",
     "retries",
@@ -67,7 +67,9 @@ class Upstream:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """`name`: of the variant, as clients know it. `chance`: from 0 to 1, for the waits between attempts."""
-        from headrace.gateway.serving.upstreams.upstream_connection import Wires  # what it needs takes long to import
+        from headrace.gateway.serving.upstreams.upstream_client import (
+            UpstreamClient,
+        )  # what it needs takes long to import
 
         self.name = name
         self.config = config
@@ -75,13 +77,13 @@ class Upstream:
         self.tokenizer = tokenizer
         self.clock = clock
         self.chance = chance
-        self.places = Places(name, config.connections, config.queue)
+        self.slots = RequestSlots(name, config.connections, config.queue)
         self.breaker = CircuitBreaker(config.breaker, clock=clock)
-        self.budget = Budget(config.retries)
-        self.wires = Wires(name, config, key, clock)
+        self.retry_budget = RetryBudget(config.retries)
+        self.client = UpstreamClient(name, config, key, clock)
         self.secret = key or name  # that tenants' salts are made with
         self.healthy: bool | None = None  # by the health check; None where nothing was asked yet
-        self._counts: dict[Count, int] = dict.fromkeys(COUNTS, 0)
+        self._counts: dict[UpstreamCounter, int] = dict.fromkeys(UPSTREAM_COUNTERS, 0)
         self._reasons: dict[str, int] = {}  # failed attempts
         self._ttft: float | None = None  # seconds, a moving average
         self._unwell = 0  # health checks that failed in a row
@@ -111,7 +113,7 @@ class Upstream:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self.wires.close()
+        await self.client.close()
 
     async def _watch(self) -> None:
         while True:
@@ -122,7 +124,7 @@ class Upstream:
         """Asks once how it is."""
         config = self.config.health
         try:
-            status = await self.wires.get(health_path(self.config), self.clock() + config.timeout_s)
+            status = await self.client.get(health_path(self.config), self.clock() + config.timeout_s)
         except faults.UpstreamError:
             status = 0
         if 200 <= status < 300:
@@ -140,7 +142,7 @@ class Upstream:
     @property
     def available(self) -> bool:
         """Whether a request would be let through now; for routing."""
-        return self.ready and not self.places.full
+        return self.ready and not self.slots.full
 
     @property
     def ready(self) -> bool:
@@ -150,14 +152,14 @@ class Upstream:
     @property
     def idle(self) -> bool:
         """Whether there is room to spare, as far as it can be known here: half of the places at least are free."""
-        return self.ready and self.places.taken * 2 <= self.config.connections
+        return self.ready and self.slots.taken * 2 <= self.config.connections
 
     def refuse_where_shut(self) -> None:
         """UpstreamError where nothing is sent at the moment."""
         if self.healthy is False:
-            raise faults.shut(self.name, "unhealthy", self.config.health.interval_s)
+            raise faults.unavailable(self.name, "unhealthy", self.config.health.interval_s)
         if not self.breaker.ready:
-            raise faults.shut(self.name, "open", max(1.0, self.breaker.retry_after()))
+            raise faults.unavailable(self.name, "open", max(1.0, self.breaker.retry_after()))
 
     def enter(self) -> CallPermit:
         """For one attempt. UpstreamError where nothing is sent at the moment."""
@@ -184,7 +186,7 @@ class Upstream:
         if self.breaker.opened > opened:
             log.warning("nothing is sent to the upstream of %s for a while: %s", self.name, error.reason)
 
-    def count(self, what: Count) -> None:
+    def count(self, what: UpstreamCounter) -> None:
         self._counts[what] += 1
 
     def state(self) -> dict[str, Any]:
@@ -197,9 +199,9 @@ class Upstream:
             "opened": self.breaker.opened,
             "window_bad": bad,
             "window_attempts": attempts,
-            "running": self.places.taken,
-            "waiting": self.places.waiting,
-            "retry_budget": round(self.budget.left, 3),
+            "running": self.slots.taken,
+            "waiting": self.slots.waiting,
+            "retry_budget": round(self.retry_budget.left, 3),
             "ttft_s": self._ttft,
             **self._counts,
             "reasons": dict(self._reasons),

@@ -20,33 +20,33 @@ from headrace.gateway.serving.upstreams import upstream_errors as faults
 _NONE: Final = Raw()  # what is not there; what is null is told from it by `present`
 
 
-class FunctionDelta(Struct):
+class FunctionFragment(Struct):
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
 
 
-class CallPart(Struct):
+class ToolCallFragment(Struct):
     index: int | None = None
     id: str | None = None
-    function: FunctionDelta | None = None
+    function: FunctionFragment | None = None
 
 
-class Delta(Struct):
+class UpstreamDelta(Struct):
     """Of a stream's `delta`, or of a whole answer's `message`."""
 
     content: str | list[Any] | None = None  # a list of parts, with some
     reasoning_content: str | None = None
     reasoning: Any = None  # the same by another name; with some an object that is none of ours
     refusal: str | None = None
-    tool_calls: list[CallPart] | None = None
+    tool_calls: list[ToolCallFragment] | None = None
 
 
-class Part(Struct):
+class UpstreamChoice(Struct):
     """One choice's part of a chunk, or a choice of a whole answer."""
 
     index: int | None = None  # 0 where it is not told
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: UpstreamDelta | None = None
+    message: UpstreamDelta | None = None
     text: str | None = None  # of a completion
     finish_reason: str | None = None
     logprobs: Raw = _NONE
@@ -54,45 +54,45 @@ class Part(Struct):
     matched_stop: Any = None  # SGLang's name for it
 
 
-class Chunk(Struct):
-    choices: list[Part] | None = None
+class UpstreamChunk(Struct):
+    choices: list[UpstreamChoice] | None = None
     usage: Raw = _NONE
     error: Raw = _NONE
     object: str | None = None
     message: str | None = None  # of an error in vLLM's older shape
 
 
-class Details(Struct):
+class UsageDetails(Struct):
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
 
 
-class ToldUsage(Struct):
+class ReportedUsage(Struct):
     """A usage, as told."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: Details | None = None
-    completion_tokens_details: Details | None = None
+    prompt_tokens_details: UsageDetails | None = None
+    completion_tokens_details: UsageDetails | None = None
     prompt_cache_hit_tokens: int | None = None  # DeepSeek's name for the cached ones
 
 
-_chunks: Final = msgspec.json.Decoder(Chunk)
-_usages: Final = msgspec.json.Decoder(ToldUsage)
+_chunks: Final = msgspec.json.Decoder(UpstreamChunk)
+_usages: Final = msgspec.json.Decoder(ReportedUsage)
 
 
-def read_chunk(data: bytes, name: str) -> Chunk:
+def read_chunk(data: bytes, name: str) -> UpstreamChunk:
     """UpstreamError for what is none."""
     try:
         return _chunks.decode(data)
     except msgspec.ValidationError:
-        raise faults.garbled(name, "sent something else than an answer") from None
+        raise faults.invalid_answer(name, "sent something else than an answer") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
         return _chunks.decode(_mended(data))
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise faults.garbled(name, "sent something that is not JSON") from None
+        raise faults.invalid_answer(name, "sent something that is not JSON") from None
 
 
 def _mended(data: bytes) -> bytes:
@@ -103,9 +103,9 @@ def _mended(data: bytes) -> bytes:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def read_usage(raw: Raw) -> ToldUsage | None:
+def read_usage(raw: Raw) -> ReportedUsage | None:
     """None where there is none, or one that cannot be read."""
-    if not present(raw):
+    if not is_present(raw):
         return None
     try:
         return _usages.decode(raw)
@@ -113,7 +113,7 @@ def read_usage(raw: Raw) -> ToldUsage | None:
         return None
 
 
-def present(raw: Raw) -> bool:
+def is_present(raw: Raw) -> bool:
     return bytes(raw) not in (b"", b"null")
 
 
@@ -121,7 +121,7 @@ _TEXT: Final = re.compile(rb'"(?:content|text)"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _USES: Final = 4  # of a form, before another one is looked for: where every chunk is another, none is looked for
 
 
-class Form:
+class ChunkTemplate:
     """What a stream's chunks have in common, around the text of its one choice.
 
     Two chunks with the same bytes before and after their texts say the same but for these. Nearly all chunks of nearly
@@ -152,7 +152,7 @@ class Form:
         if self._uses < _USES:
             self._uses += 1
             return
-        found = [match for match in _TEXT.finditer(data) if text_of(match[1]) == text]
+        found = [match for match in _TEXT.finditer(data) if decode_text(match[1]) == text]
         if len(found) != 1:
             return
         self.before, self.after = data[: found[0].start(1)], data[found[0].end(1) :]
@@ -164,7 +164,7 @@ class Form:
 _texts: Final = msgspec.json.Decoder(str)
 
 
-def text_of(raw: bytes) -> str | None:
+def decode_text(raw: bytes) -> str | None:
     """Of a text as JSON has it between quotes; None for what is none."""
     try:
         return _texts.decode(b'"%b"' % raw) if b"\\" in raw else raw.decode()
@@ -172,14 +172,14 @@ def text_of(raw: bytes) -> str | None:
         return None
 
 
-def joined(parts: Sequence[str | bytes]) -> str:
+def join_texts(parts: Sequence[str | bytes]) -> str:
     """Of texts, and of texts as JSON has them between quotes: those that follow each other are one, because what is
     half a character in the first may be whole with the second."""
     found: list[str] = []
     for raw, group in itertools.groupby(parts, lambda part: isinstance(part, bytes)):
         if raw:
             data = b"".join(part for part in group if isinstance(part, bytes))
-            text = text_of(data)
+            text = decode_text(data)
             found.append(data.decode("utf-8", "replace") if text is None else text)
         else:
             found += [part for part in group if isinstance(part, str)]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.requests.text_request import Usage
+from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
 from headrace.gateway.serving.upstreams.upstream import Upstream
@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct):
 _answers: Final = msgspec.json.Decoder(_Answer)
 
 
-async def text_tokens(upstream: Upstream, texts: Mapping[str, str | Sequence[int]]) -> int:
+async def count_embedding_tokens(upstream: Upstream, texts: Mapping[str, str | Sequence[int]]) -> int:
     """Of all texts together, each with its name for errors: counted where the upstream's configuration names a
     tokenizer, else estimated. ApiError for what the upstream has no such thing for, does not take, or has no room for.
     """
@@ -67,7 +67,7 @@ async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> in
     tokenizer = upstream.tokenizer
     try:
         if tokenizer is None:
-            return usage.estimated_prompt(len(text.encode()), 0)
+            return usage.estimate_prompt_tokens(len(text.encode()), 0)
         long = len(text) > usage.LONG_TEXT
         return len(await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text))
     except UnicodeEncodeError:
@@ -76,21 +76,21 @@ async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> in
         raise invalid(f"'{name}': {error}", name) from None
 
 
-async def embedded(
+async def embed_texts(
     upstream: Upstream, texts: Sequence[str | Sequence[int]], *, tokens: int, due: float, priority: int = 0
-) -> tuple[NDArray[np.float32], Usage]:
+) -> tuple[NDArray[np.float32], TokenUsage]:
     """A row for each text. `tokens`: of all of them, as `text_tokens` has it, which also says what cannot be asked.
     `due`: on the upstream's clock. ApiError where the upstream fails."""
     inputs: list[Any] = [text if isinstance(text, str) else list(text) for text in texts]
     body = msgspec.json.encode({"model": upstream.config.model or upstream.name, "input": inputs})
     upstream.count("requests")
-    upstream.budget.earn()
+    upstream.retry_budget.record_request()
     upstream.refuse_where_shut()
-    await upstream.places.take(priority, min(upstream.config.queue_s, due - upstream.clock()))
+    await upstream.slots.acquire(priority, min(upstream.config.queue_s, due - upstream.clock()))
     try:
         answer = await _asked(upstream, body, due)
     finally:
-        upstream.places.give()
+        upstream.slots.release()
     return _checked(answer, upstream.name, len(inputs)), _usage(upstream, answer, inputs, tokens)
 
 
@@ -107,7 +107,7 @@ async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
             late = wait > retries.longest_s or upstream.clock() + wait >= due
             if not error.again or attempt == retries.most or late or not upstream.ready:
                 raise
-            if not upstream.budget.spend():
+            if not upstream.retry_budget.try_spend():
                 upstream.count("retries_denied")
                 raise
             upstream.count("retries")
@@ -121,13 +121,13 @@ async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
 
 
 async def _once(upstream: Upstream, body: bytes, due: float) -> _Answer:
-    reply = await upstream.wires.post("/embeddings", body, due)
+    reply = await upstream.client.post("/embeddings", body, due)
     parts = bytearray()
     try:
         while part := await reply.read(due):
             parts += part
             if len(parts) > upstream.config.answer_bytes:
-                raise faults.garbled(upstream.name, "sent an answer that is too long", again=False)
+                raise faults.invalid_answer(upstream.name, "sent an answer that is too long", again=False)
     except TimeoutError:
         raise faults.too_slow(upstream.name, "for its whole answer") from None
     finally:
@@ -135,7 +135,7 @@ async def _once(upstream: Upstream, body: bytes, due: float) -> _Answer:
     try:
         return _answers.decode(parts)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise faults.garbled(upstream.name, "sent no embeddings") from None
+        raise faults.invalid_answer(upstream.name, "sent no embeddings") from None
 
 
 def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
@@ -146,17 +146,17 @@ def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
             rows[index] = vector.embedding
     found = [row for row in rows if row]
     if len(found) < count or len({len(row) for row in found}) > 1:
-        raise faults.garbled(name, "sent other embeddings than it was asked for", again=False)
+        raise faults.invalid_answer(name, "sent other embeddings than it was asked for", again=False)
     return np.array(found, dtype=np.float32)
 
 
-def _usage(upstream: Upstream, answer: _Answer, inputs: Sequence[str | list[int]], tokens: int) -> Usage:
+def _usage(upstream: Upstream, answer: _Answer, inputs: Sequence[str | list[int]], tokens: int) -> TokenUsage:
     told = read_usage(answer.usage)
-    length = sum(len(text.encode()) if isinstance(text, str) else usage.bytes_of(text) for text in inputs)
+    length = sum(len(text.encode()) if isinstance(text, str) else usage.bytes_of_tokens(text) for text in inputs)
     if told is not None and told.prompt_tokens is not None:
-        if usage.prompt_can_be(told.prompt_tokens, length):
-            return Usage(prompt_tokens=told.prompt_tokens)
+        if usage.is_plausible_prompt(told.prompt_tokens, length):
+            return TokenUsage(prompt_tokens=told.prompt_tokens)
         upstream.count("usage_wrong")
     else:
         upstream.count("usage_estimated" if upstream.tokenizer is None else "usage_counted")
-    return Usage(prompt_tokens=tokens)
+    return TokenUsage(prompt_tokens=tokens)

@@ -17,7 +17,7 @@ import msgspec
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice
 
-Reason = Literal[
+FailureReason = Literal[
     "connect",  # no connection came about
     "reset",  # it broke off
     "timeout",
@@ -35,9 +35,11 @@ Reason = Literal[
     "filtered",  # its content filter ended the answer
 ]
 # Where another attempt may do better.
-_AGAIN: Final = frozenset[Reason]({"connect", "reset", "timeout", "garbled", "rate_limit", "overloaded", "failed"})
+_AGAIN: Final = frozenset[FailureReason](
+    {"connect", "reset", "timeout", "garbled", "rate_limit", "overloaded", "failed"}
+)
 # What says nothing about the upstream's health.
-_NO_FAULT: Final = frozenset[Reason]({"invalid", "filtered", "busy", "open", "unhealthy"})
+_NO_FAULT: Final = frozenset[FailureReason]({"invalid", "filtered", "busy", "open", "unhealthy"})
 
 _LONGEST: Final = 300  # characters of an upstream's own words
 
@@ -49,7 +51,7 @@ class UpstreamError(ApiError):
         self,
         message: str,
         *,
-        reason: Reason,
+        reason: FailureReason,
         again: bool | None = None,  # whether another attempt makes sense; as the reason has it by default
         wait: float | None = None,  # seconds that the upstream wants us to wait before that
         kind: str = "server_error",
@@ -59,7 +61,7 @@ class UpstreamError(ApiError):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message, kind=kind, parameter=parameter, code=code, status=status, retry_after=retry_after)
-        self.reason: Reason = reason
+        self.reason: FailureReason = reason
         self.again = reason in _AGAIN if again is None else again
         self.wait = wait
 
@@ -97,7 +99,7 @@ def unreachable(name: str) -> UpstreamError:
     )
 
 
-def broke_off(name: str) -> UpstreamError:
+def connection_lost(name: str) -> UpstreamError:
     return UpstreamError(
         f"the server behind '{name}' broke off the connection", reason="reset", status=502, code="upstream_broke_off"
     )
@@ -113,7 +115,7 @@ def too_slow(name: str, what: str, *, again: bool = True) -> UpstreamError:
     )
 
 
-def garbled(name: str, what: str, *, again: bool = True) -> UpstreamError:
+def invalid_answer(name: str, what: str, *, again: bool = True) -> UpstreamError:
     return UpstreamError(
         f"the server behind '{name}' {what}", reason="garbled", again=again, status=502, code="upstream_garbled"
     )
@@ -125,7 +127,7 @@ def busy(name: str, what: str, retry_after: float) -> UpstreamError:
     )
 
 
-def shut(name: str, reason: Reason, retry_after: float) -> UpstreamError:
+def unavailable(name: str, reason: FailureReason, retry_after: float) -> UpstreamError:
     return UpstreamError(
         f"the server behind '{name}' does not work at the moment",
         reason=reason,
@@ -144,7 +146,7 @@ def filtered(name: str) -> UpstreamError:
     )
 
 
-class Told(msgspec.Struct):
+class ReportedError(msgspec.Struct):
     """What an error's body says, whatever its shape."""
 
     message: str = ""
@@ -153,16 +155,16 @@ class Told(msgspec.Struct):
     code: str = ""  # numbers as texts
 
 
-def read_told(body: bytes) -> Told:
+def parse_error_body(body: bytes) -> ReportedError:
     """Of a reply's body, or of an event's data."""
     try:
         found: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return Told(message=body[:4096].decode("utf-8", "replace"))
-    return told_of(found)
+        return ReportedError(message=body[:4096].decode("utf-8", "replace"))
+    return parse_error(found)
 
 
-def told_of(found: object) -> Told:
+def parse_error(found: object) -> ReportedError:
     """
     OpenAI, llama.cpp      {"error": {"message", "type", "param", "code"}}
     vLLM (older)           {"object": "error", "message", "type", "param", "code"}
@@ -171,30 +173,30 @@ def told_of(found: object) -> Told:
     FastAPI                {"detail": "..."} or {"detail": [{"loc", "msg", "type"}]}
     """
     if isinstance(found, str):
-        return Told(message=found)
+        return ReportedError(message=found)
     if not isinstance(found, dict):
-        return Told()
+        return ReportedError()
     table = cast("dict[str, Any]", found)
     inner = table.get("error")
     if isinstance(inner, dict):
         return _told(cast("dict[str, Any]", inner))
     if isinstance(inner, str):
-        return Told(message=inner, kind=_text(table.get("error_type")), code=_text(table.get("code")))
+        return ReportedError(message=inner, kind=_text(table.get("error_type")), code=_text(table.get("code")))
     detail = table.get("detail")
     if isinstance(detail, str):
-        return Told(message=detail)
+        return ReportedError(message=detail)
     if isinstance(detail, list) and detail and isinstance(detail[0], dict):
         first = cast("dict[str, Any]", detail[0])
         place: object = first.get("loc")
         names = cast("list[object]", place) if isinstance(place, list) else []
         path = ".".join(str(name) for name in names if name != "body")
-        return Told(message=_text(first.get("msg")), kind="invalid_request_error", parameter=path or None)
+        return ReportedError(message=_text(first.get("msg")), kind="invalid_request_error", parameter=path or None)
     return _told(table)
 
 
-def _told(table: Mapping[str, Any]) -> Told:
+def _told(table: Mapping[str, Any]) -> ReportedError:
     parameter = table.get("param")
-    return Told(
+    return ReportedError(
         message=_text(table.get("message")),
         kind=_text(table.get("type")),
         parameter=parameter if isinstance(parameter, str) and parameter else None,
@@ -217,16 +219,16 @@ _FILTERED: Final = re.compile(r"content_filter|content_policy|ResponsibleAI", re
 _INVALID: Final = re.compile(r"invalid_request|BadRequest|validation|exceed_context_size|NotSupported", re.IGNORECASE)
 
 
-def error_of(
+def error_for_status(
     status: int,
-    body: bytes | Told,
+    body: bytes | ReportedError,
     *,
     name: str,
     hidden: Sequence[str] = (),
     retry_after: float | None = None,
 ) -> UpstreamError:
     """The error that an upstream's answer stands for. `hidden`: texts that must not be told, such as its address."""
-    told = body if isinstance(body, Told) else read_told(body)
+    told = body if isinstance(body, ReportedError) else parse_error_body(body)
     said = f"{told.kind} {told.code} {told.message}"
     match status:
         case 401 | 403 if not _FILTERED.search(said):
@@ -267,7 +269,7 @@ def error_of(
             return _failed(name, retry_after)
 
 
-def event_error(told: Told, *, name: str, hidden: Sequence[str] = ()) -> UpstreamError:
+def error_for_event(told: ReportedError, *, name: str, hidden: Sequence[str] = ()) -> UpstreamError:
     """The error that came as an event within an answer, where there is no status but perhaps one in the words."""
     status = int(told.code) if told.code.isascii() and told.code.isdigit() and len(told.code) == 3 else 0
     said = f"{told.kind} {told.code}"
@@ -280,7 +282,7 @@ def event_error(told: Told, *, name: str, hidden: Sequence[str] = ()) -> Upstrea
             status = 400
         else:
             status = 500
-    return error_of(status, told, name=name, hidden=hidden)
+    return error_for_status(status, told, name=name, hidden=hidden)
 
 
 def _failed(name: str, retry_after: float | None = None) -> UpstreamError:
@@ -323,15 +325,15 @@ def _overloaded(name: str, retry_after: float | None) -> UpstreamError:
     )
 
 
-def _invalid(told: Told, said: str, name: str, hidden: Sequence[str]) -> UpstreamError:
-    words = shown_words(told.message, hidden)
+def _invalid(told: ReportedError, said: str, name: str, hidden: Sequence[str]) -> UpstreamError:
+    words = redact(told.message, hidden)
     if _FILTERED.search(said):
         code = "content_filter"
     elif _TOO_LONG.search(said):
         code = "context_length_exceeded"
     else:
         code = "upstream_refused"
-    parameter = None if told.parameter is None else shown_words(told.parameter, hidden)[:100] or None
+    parameter = None if told.parameter is None else redact(told.parameter, hidden)[:100] or None
     message = f"the server behind '{name}' refuses the request"
     return UpstreamError(
         f"{message}: {words}" if words else message,
@@ -358,7 +360,7 @@ _PLACES: Final = re.compile(
 )
 
 
-def shown_words(text: str, hidden: Sequence[str]) -> str:
+def redact(text: str, hidden: Sequence[str]) -> str:
     """An upstream's words as far as they are fit to show: short, on one line, with no place and no secret in them."""
     if _PAGE.search(text) or _TRACE.search(text):
         return ""
@@ -369,7 +371,7 @@ def shown_words(text: str, hidden: Sequence[str]) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def retry_after_of(headers: Mapping[str, str], most: float) -> float | None:
+def parse_retry_after(headers: Mapping[str, str], most: float) -> float | None:
     """Seconds from now, as the upstream asks; `most` at most. Of a date, from the upstream's own date."""
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:

@@ -12,11 +12,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.gateway.requests.text_request import Asked, Usage
-from headrace.gateway.serving.upstreams.upstream_chunks import ToldUsage
+from headrace.gateway.requests.text_request import Asked, TokenUsage
+from headrace.gateway.serving.upstreams.upstream_chunks import ReportedUsage
 from headrace.models.text.tokenizer import Tokenizer
 
-Source = Literal["told", "counted", "estimated"]
+UsageSource = Literal["told", "counted", "estimated"]
 
 LONG_TEXT: Final = 16 * 1024  # bytes that take a thread of their own to be cut into tokens
 BYTES_PER_TOKEN: Final = 4  # of text, about; English and code in today's vocabularies
@@ -29,7 +29,7 @@ _MOST_PER_BYTE: Final = 2
 _PROMPT_SLACK: Final = 2048  # tokens of a template and of tools, as a server may render them
 
 
-class Came(msgspec.Struct, frozen=True):
+class ReceivedOutput(msgspec.Struct, frozen=True):
     """What came of one choice."""
 
     chunks: int  # with some output in them; most servers put one token into each
@@ -42,30 +42,30 @@ class Came(msgspec.Struct, frozen=True):
         return len(self.text.encode(errors="replace"))
 
 
-class Counted(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     """Of a whole answer."""
 
-    usages: list[Usage]  # of the choices, in order
-    source: Source
+    usages: list[TokenUsage]  # of the choices, in order
+    source: UsageSource
     wrong: bool  # something was told that cannot be
 
 
-def counted(
-    came: Sequence[Came],
-    told: ToldUsage | None,
+def measure_answer(
+    came: Sequence[ReceivedOutput],
+    told: ReportedUsage | None,
     *,
     n: int,
     prompt_tokens: int,
     prompt_bytes: int,
     tokenizer: Tokenizer | None,
     echoed: bool = False,
-) -> Counted:
+) -> AnswerUsage:
     """`prompt_tokens`: as counted or estimated before. `n`: choices of each prompt. `echoed`: what came has the prompts
     in it."""
     before = prompt_tokens * n // max(len(came), 1) if echoed else 0  # of each choice
     outputs = [max(0, _output(each, tokenizer) - before) for each in came]
-    here: Source = "estimated" if tokenizer is None else "counted"
-    source: Source = here
+    here: UsageSource = "estimated" if tokenizer is None else "counted"
+    source: UsageSource = here
     wrong = False
     total = sum(outputs)
     prompt, cached, reasoning = prompt_tokens, 0, 0
@@ -78,7 +78,7 @@ def counted(
         else:
             wrong, reasoning = True, 0
     if told is not None and told.prompt_tokens is not None:
-        if prompt_can_be(told.prompt_tokens, prompt_bytes):
+        if is_plausible_prompt(told.prompt_tokens, prompt_bytes):
             prompt = told.prompt_tokens
             cached = _within(_cached(told), prompt)
         else:
@@ -86,7 +86,7 @@ def counted(
     shares = _shared(total, outputs)
     reasonings = _shared(reasoning, shares) if reasoning else [0] * len(came)
     usages = [
-        Usage(
+        TokenUsage(
             # The first prompt's choices have all of it: nobody tells how long each of several was.
             prompt_tokens=prompt if place < n else 0,
             cached_tokens=cached if place < n else 0,
@@ -95,18 +95,18 @@ def counted(
         )
         for place, (share, thought) in enumerate(zip(shares, reasonings, strict=True))
     ]
-    return Counted(usages, source, wrong)
+    return AnswerUsage(usages, source, wrong)
 
 
-def _output(came: Came, tokenizer: Tokenizer | None) -> int:
+def _output(came: ReceivedOutput, tokenizer: Tokenizer | None) -> int:
     if came.tokens:
         return came.tokens
     if tokenizer is None:
         return max(came.chunks, -(-came.bytes // BYTES_PER_TOKEN))
-    return counted_text(came.text, tokenizer) or came.chunks
+    return count_text_tokens(came.text, tokenizer) or came.chunks
 
 
-def counted_text(text: str, tokenizer: Tokenizer) -> int:
+def count_text_tokens(text: str, tokenizer: Tokenizer) -> int:
     """0 where the tokenizer cannot say."""
     try:
         return len(tokenizer.encode(text, False))
@@ -114,7 +114,7 @@ def counted_text(text: str, tokenizer: Tokenizer) -> int:
         return 0
 
 
-def _output_can_be(told: int, came: Sequence[Came], here: int, *, exact: bool) -> bool:
+def _output_can_be(told: int, came: Sequence[ReceivedOutput], here: int, *, exact: bool) -> bool:
     """Whether so many tokens can have been what came."""
     if exact:
         return _LEAST_SHARE * here - _SLACK <= told <= here / _LEAST_SHARE + 4 * _SLACK
@@ -122,7 +122,7 @@ def _output_can_be(told: int, came: Sequence[Came], here: int, *, exact: bool) -
     return _LEAST_SHARE * chunks - _SLACK <= told <= _MOST_PER_BYTE * (length + chunks) + 4 * _SLACK
 
 
-def prompt_can_be(told: int, length: int) -> bool:
+def is_plausible_prompt(told: int, length: int) -> bool:
     """Whether so many tokens can be a prompt of so many bytes: they are rarely shorter than a byte, and it has one at
     least."""
     return (told > 0 or length == 0) and told <= _MOST_PER_BYTE * length + _PROMPT_SLACK
@@ -132,12 +132,12 @@ def _within(value: int | None, most: int) -> int:
     return max(0, min(value or 0, most))
 
 
-def _reasoning(told: ToldUsage) -> int | None:
+def _reasoning(told: ReportedUsage) -> int | None:
     details = told.completion_tokens_details
     return None if details is None else details.reasoning_tokens
 
 
-def _cached(told: ToldUsage) -> int | None:
+def _cached(told: ReportedUsage) -> int | None:
     details = told.prompt_tokens_details
     if details is not None and details.cached_tokens is not None:
         return details.cached_tokens
@@ -173,27 +173,27 @@ def prompt_text(asked: Asked) -> str:
 
 def prompt_bytes(asked: Asked) -> int:
     """Of all prompts together; token ids count as so many as a token has on average."""
-    ids = sum(bytes_of(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
+    ids = sum(bytes_of_tokens(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
     return len(prompt_text(asked).encode(errors="replace")) + ids
 
 
-def bytes_of(tokens: Sequence[int]) -> int:
+def bytes_of_tokens(tokens: Sequence[int]) -> int:
     """About."""
     return len(tokens) * BYTES_PER_TOKEN
 
 
-def estimated_prompt(length: int, messages: int) -> int:
+def estimate_prompt_tokens(length: int, messages: int) -> int:
     """Tokens of so many bytes, about."""
     return max(1, -(-length // BYTES_PER_TOKEN) + _MESSAGE_TOKENS * messages)
 
 
-def counted_prompts(asked: Asked, tokenizer: Tokenizer) -> list[int]:
+def count_prompts(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each prompt. HeadraceError where the tokenizer cannot say."""
     if asked.messages is None:
         prompts = asked.prompts or ()
         return [len(tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
     if tokenizer.template is None:
-        return [estimated_prompt(prompt_bytes(asked), len(asked.messages))]
+        return [estimate_prompt_tokens(prompt_bytes(asked), len(asked.messages))]
     tools: list[Mapping[str, Any]] | None = None
     if asked.tools and asked.choosing != "none":
         tools = [

@@ -14,25 +14,25 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Piece, Restart, Usage, total
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage, combine_usages
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.answer_normaliser import AnswerReader
-from headrace.gateway.serving.upstreams.attempts import Attempts, Reader
-from headrace.gateway.serving.upstreams.relay import RelayReader, relayable
-from headrace.gateway.serving.upstreams.request_body import Wanted, wanted_of
+from headrace.gateway.serving.upstreams.attempts import AttemptReader, Attempts
+from headrace.gateway.serving.upstreams.relay import RelayReader, can_relay
 from headrace.gateway.serving.upstreams.upstream import Upstream
+from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest, build_upstream_request
 
 
-async def prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
+async def count_prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
     """Of each prompt: counted where the upstream's configuration names a tokenizer, else estimated as one sum.
     ApiError for a prompt that the context has no room for."""
     asked = exchange.asked
     length = usage.prompt_bytes(asked)
     if upstream.tokenizer is None:
-        return [usage.estimated_prompt(length, len(asked.messages or ()))]
-    count = partial(usage.counted_prompts, asked, upstream.tokenizer)
+        return [usage.estimate_prompt_tokens(length, len(asked.messages or ()))]
+    count = partial(usage.count_prompts, asked, upstream.tokenizer)
     try:
         found = await asyncio.to_thread(count) if length > usage.LONG_TEXT else count()
     except HeadraceError as error:
@@ -48,7 +48,7 @@ async def prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
     return found
 
 
-class UpstreamAnswering:
+class UpstreamGeneration:
     """An exchange under way. All of it belongs to one event loop."""
 
     def __init__(self, exchange: Exchange, upstream: Upstream, *, anew: bool = False) -> None:
@@ -57,12 +57,12 @@ class UpstreamAnswering:
         self._anew = anew
         self.upstream = upstream
         self.gone = False  # the client has left
-        self.counted: usage.Counted | None = None  # the usage with its source, once it is known
-        self._wanted: Wanted | None = None
+        self.counted: usage.AnswerUsage | None = None  # the usage with its source, once it is known
+        self._request: UpstreamRequest | None = None
         self._bytes = 0  # of the prompts
-        self._pieces: Attempts[Piece] | None = None
+        self._pieces: Attempts[ChoiceDelta] | None = None
         self._relayed: Attempts[bytes] | None = None
-        self._usages: dict[int, Usage] = {}  # by the choice
+        self._usages: dict[int, TokenUsage] = {}  # by the choice
         self._settled = False
 
     @property
@@ -73,9 +73,9 @@ class UpstreamAnswering:
     async def begin(self) -> None:
         """Everything that can be refused before the upstream knows of it; ApiError where it is."""
         exchange, upstream = self.exchange, self.upstream
-        counts = await prompt_tokens(exchange, upstream)
+        counts = await count_prompt_tokens(exchange, upstream)
         self._bytes = usage.prompt_bytes(exchange.asked)
-        self._wanted = wanted_of(
+        self._request = build_upstream_request(
             exchange,
             upstream.config,
             upstream.takes,
@@ -88,7 +88,7 @@ class UpstreamAnswering:
 
     # Pieces
 
-    async def run(self, take: Callable[[Piece], bool]) -> bool:
+    async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
         """Hands every piece to `take` as it comes.
 
         True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
@@ -99,33 +99,33 @@ class UpstreamAnswering:
             self._pieces = self._attempts(self._reader)
         return await self._pieces.run(partial(self._hand, take), again=self._again if self._anew else None)
 
-    def _again(self, error: UpstreamError) -> list[Piece]:
+    def _again(self, error: UpstreamError) -> list[ChoiceDelta]:
         """What was handed on does not count."""
         self._usages.clear()
         name, why = self.exchange.served.name, error.code or error.kind
-        return [Restart(index, variant=name, why=why) for index in range(self._asked().choices)]
+        return [RestartDelta(index, variant=name, why=why) for index in range(self._built_request().choices)]
 
-    def _hand(self, take: Callable[[Piece], bool], piece: Piece) -> bool:
-        if isinstance(piece, Restart):
+    def _hand(self, take: Callable[[ChoiceDelta], bool], piece: ChoiceDelta) -> bool:
+        if isinstance(piece, RestartDelta):
             return take(piece)
         self._note_time()
         if piece.finish is not None:
             exchange = self.exchange
-            self._usages[piece.index] = piece.usage = self._timed(piece.usage or Usage())
-            exchange.usage = total([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+            self._usages[piece.index] = piece.usage = self._timed(piece.usage or TokenUsage())
+            exchange.usage = combine_usages([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
             exchange.finish = piece.finish
         return take(piece)
 
-    def _reader(self) -> AnswerReader:
+    def _reader(self) -> UpstreamAnswerReader:
         exchange, upstream = self.exchange, self.upstream
-        return AnswerReader(
-            self._asked(),
+        return UpstreamAnswerReader(
+            self._built_request(),
             name=exchange.served.name,
             n=exchange.asked.n,
             prompt_tokens=exchange.prompt_tokens,
             prompt_bytes=self._bytes,
             tokenizer=upstream.tokenizer,
-            hidden=upstream.wires.hidden,
+            hidden=upstream.client.hidden,
         )
 
     @property
@@ -136,10 +136,10 @@ class UpstreamAnswering:
 
     # Bytes
 
-    def relayable(self) -> bool:
+    def can_relay(self) -> bool:
         """Whether the upstream's own bytes can be handed on; for a caller whose client speaks the same dialect, and who
         wants to see no piece."""
-        return self._pieces is None and relayable(self.exchange, self._asked(), self.upstream.takes)
+        return self._pieces is None and can_relay(self.exchange, self._built_request(), self.upstream.takes)
 
     async def relay(
         self, write: Callable[[bytes], bool], own: Callable[[Exchange], EventWriter], *, rename: bool = True
@@ -148,9 +148,9 @@ class UpstreamAnswering:
         the id become ours."""
         if self._relayed is None:
 
-            def reader() -> Reader[bytes]:
+            def reader() -> AttemptReader[bytes]:
                 exchange = self.exchange
-                return RelayReader(exchange, self._asked(), self._reader(), own(exchange), rename=rename)
+                return RelayReader(exchange, self._built_request(), self._reader(), own(exchange), rename=rename)
 
             self._relayed = self._attempts(reader)
 
@@ -163,7 +163,7 @@ class UpstreamAnswering:
         if over and counted is not None:
             exchange = self.exchange
             self._usages = {place: self._timed(used) for place, used in enumerate(counted.usages)}
-            exchange.usage = total(list(self._usages.values()), exchange.asked.n)
+            exchange.usage = combine_usages(list(self._usages.values()), exchange.asked.n)
             exchange.finish = self._relayed.reader.delivered()[0][0].finish
         return over
 
@@ -188,7 +188,7 @@ class UpstreamAnswering:
         self.counted = attempts.reader.counted
         if not attempts.reader.over and attempts.reader.started:
             self.counted = attempts.reader.spent()
-            exchange.usage = total(self.counted.usages, exchange.asked.n)
+            exchange.usage = combine_usages(self.counted.usages, exchange.asked.n)
         if self.counted is not None:
             self._count(self.counted)
         exchange.log_fields |= self.noted()
@@ -203,7 +203,7 @@ class UpstreamAnswering:
                 found["usage_wrong"] = True
         return found
 
-    def _count(self, counted: usage.Counted) -> None:
+    def _count(self, counted: usage.AnswerUsage) -> None:
         if counted.wrong:
             self.upstream.count("usage_wrong")
         elif counted.source == "counted":
@@ -213,22 +213,22 @@ class UpstreamAnswering:
 
     # What they have in common
 
-    def _asked(self) -> Wanted:
-        if self._wanted is None:
+    def _built_request(self) -> UpstreamRequest:
+        if self._request is None:
             raise RuntimeError("the answer was not begun")
-        return self._wanted
+        return self._request
 
-    def _running(self) -> Attempts[Piece] | Attempts[bytes] | None:
+    def _running(self) -> Attempts[ChoiceDelta] | Attempts[bytes] | None:
         return self._relayed if self._pieces is None else self._pieces
 
-    def _attempts(self, reader: Callable[[], Reader[Any]]) -> Attempts[Any]:
+    def _attempts(self, reader: Callable[[], AttemptReader[Any]]) -> Attempts[Any]:
         exchange, upstream = self.exchange, self.upstream
         asked, served = exchange.asked, exchange.served
         surface = asked.surface or exchange.caller.surface or served.surface
         seconds = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(surface)
         attempts: Attempts[Any] = Attempts(
             upstream,
-            self._asked(),
+            self._built_request(),
             reader,
             arrival=exchange.arrival,
             deadline=None if seconds is None else exchange.arrival + seconds,
@@ -244,7 +244,7 @@ class UpstreamAnswering:
         if not exchange.first_at:
             exchange.first_at = exchange.last_at
 
-    def _timed(self, used: Usage) -> Usage:
+    def _timed(self, used: TokenUsage) -> TokenUsage:
         """With the times as they look from here: the upstream's own queue is a part of its prefill."""
         exchange, attempts = self.exchange, self._running()
         if attempts is not None and attempts.sent is not None and exchange.first_at:

@@ -12,17 +12,17 @@ from headrace.config.upstream_section import KINDS, Kind, Takes, UpstreamConfig,
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, Source, Tool
-from headrace.gateway.serving.upstreams.request_body import FATES, Wanted, wanted_of
+from headrace.gateway.requests.text_request import Asked, SourceText, Tool
+from headrace.gateway.serving.upstreams.upstream_request import FIELD_HANDLING, UpstreamRequest, build_upstream_request
 from tests.support.fake_upstream import exchange
 
 TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}}, strict=True)
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}}}'
 
 
-def wanted(kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> Wanted:
+def wanted(kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> UpstreamRequest:
     config = UpstreamConfig(url="http://upstream/v1", kind=kind, takes=takes or Takes(), context=4096)
-    return wanted_of(exchange(**asked), config, takes_of(config), model="theirs", secret="s")
+    return build_upstream_request(exchange(**asked), config, takes_of(config), model="theirs", secret="s")
 
 
 def body(kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "cache": ({"cache": "off"}, "cache"),
     "user": ({"user": "somebody"}, None),
     "metadata": ({"metadata": {"a": "b"}}, None),
-    "sources": ({"sources": (Source("a", "A text"),)}, None),
+    "sources": ({"sources": (SourceText("a", "A text"),)}, None),
     "overflow": ({"overflow": "drop"}, None),
     "seeded": ({"seeded": True}, None),
     "degrade": ({"degrade": "off"}, None),
@@ -94,7 +94,7 @@ NOTHING: Final = Takes(**(_SWITCHES | _LEAST))
 
 
 def test_every_field_has_a_fate_and_a_trial() -> None:
-    assert set(FATES) == set(FIELDS) == set(ASKING)
+    assert set(FIELD_HANDLING) == set(FIELDS) == set(ASKING)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -104,7 +104,7 @@ def test_no_field_is_dropped_by_an_upstream_that_takes_little(field: str) -> Non
         assert f"'{parameter}'" in refused(parameter, takes=NOTHING, **asked)
     else:
         wanted(takes=NOTHING, **asked)
-        assert FATES[field].startswith(("done here", "wish", "each")) or field in (
+        assert FIELD_HANDLING[field].startswith(("done here", "wish", "each")) or field in (
             "model",
             "messages",
             "max_tokens",
@@ -122,7 +122,7 @@ def test_what_an_upstream_takes_changes_the_body(field: str) -> None:
     asked, _ = ASKING[field]
     plain = wanted("vllm", everything)
     told = wanted("vllm", everything, **asked)
-    if FATES[field].startswith("done here: ") or field == "model":
+    if FIELD_HANDLING[field].startswith("done here: ") or field == "model":
         return
     if field == "messages":
         assert json.loads(told.body)["messages"] == asked["messages"]
@@ -274,7 +274,9 @@ def test_log_probabilities() -> None:
 def test_lengths_are_held_to_the_context_where_the_prompt_is_known() -> None:
     config = UpstreamConfig(url="http://upstream/v1", context=100)
     for most, known, told in ((50, 90, 10), (50, 20, 50), (50, None, 50), (5, 200, 1)):
-        made = wanted_of(exchange(max_tokens=most), config, takes_of(config), model="x", prompt_tokens=known)
+        made = build_upstream_request(
+            exchange(max_tokens=most), config, takes_of(config), model="x", prompt_tokens=known
+        )
         assert json.loads(made.body)["max_tokens"] == told
 
 

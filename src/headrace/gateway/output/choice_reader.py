@@ -15,22 +15,22 @@ from headrace.engine.interface.outputs import Ending, Output
 from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Chosen
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.output.reasoning import Splitter
-from headrace.gateway.output.tool_formats import CallParser
+from headrace.gateway.output.reasoning import ReasoningSplitter
+from headrace.gateway.output.tool_formats import ToolCallParser
 from headrace.gateway.requests import text_request as asked
-from headrace.gateway.requests.text_request import Piece, TokenLogprob, Usage
+from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.models.text.detokenizer import Detokenizer
 from headrace.models.text.tokenizer import Tokenizer
 
 _LEAST: Final = -9999.0  # JSON has no minus infinity; the service's own floor is this
-_FINISH: dict[Finish, asked.Finish] = {
+_FINISH: dict[Finish, asked.FinishReason] = {
     Finish.STOP: "stop",
     Finish.LENGTH: "length",
     Finish.DEADLINE: "deadline",
 }
 
 
-class Reader:
+class ChoiceReader:
     """One choice. `calls`: where the answer may call tools; `named`: it had to call just this one."""
 
     def __init__(
@@ -38,8 +38,8 @@ class Reader:
         index: int,
         tokenizer: Tokenizer,
         *,
-        splitter: Splitter | None = None,
-        calls: CallParser | None = None,
+        splitter: ReasoningSplitter | None = None,
+        calls: ToolCallParser | None = None,
         named: bool = False,
         logprobs: bool = False,
         echo: Sequence[int] | None = None,
@@ -52,7 +52,7 @@ class Reader:
         self._splitter = splitter
         self._calls = calls
         self._named = named
-        self._shown = _Shown(tokenizer) if logprobs else None
+        self._shown = _TokenTexts(tokenizer) if logprobs else None
         self._whole = echo is not None  # every token is reported, those without a text too: this is for measuring
         self._called = False
         self._reasoning_tokens = 0
@@ -61,11 +61,11 @@ class Reader:
         # The prompt's tokens from the second on, where they are to be echoed.
         self._measured: list[Chosen] = [] if measured is None else measured
 
-    def read(self, output: Output) -> Piece:
+    def read(self, output: Output) -> ChoiceDelta:
         if self._plain and output.ending is None:
             # Nearly every token of nearly every answer.
-            return Piece(self.index, output.text, tokens=len(output.tokens))
-        piece = Piece(self.index, tokens=len(output.tokens))
+            return ChoiceDelta(self.index, output.text, tokens=len(output.tokens))
+        piece = ChoiceDelta(self.index, tokens=len(output.tokens))
         text = output.text
         if self._echo is not None:
             self._measured += output.prompt or ()
@@ -82,7 +82,7 @@ class Reader:
             self._end(piece, output.ending)
         return piece
 
-    def _begin(self, piece: Piece, prompt: Sequence[int]) -> None:
+    def _begin(self, piece: ChoiceDelta, prompt: Sequence[int]) -> None:
         piece.content = self._tokenizer.decode(prompt)
         if self._shown is not None:
             stream = Detokenizer(self._tokenizer)
@@ -95,7 +95,7 @@ class Reader:
             ]
         self._echo = None
 
-    def _measure(self, piece: Piece, shown: _Shown, output: Output) -> None:
+    def _measure(self, piece: ChoiceDelta, shown: _TokenTexts, output: Output) -> None:
         ending = output.ending
         found = shown.push(output.chosen or (), output.text, last=ending is not None)
         whole = self._whole and (ending is None or ending.stop is None)
@@ -107,7 +107,7 @@ class Reader:
         if said or ending is not None:
             piece.logprobs = [*(piece.logprobs or ()), *said]
 
-    def _take(self, piece: Piece, text: str) -> None:
+    def _take(self, piece: ChoiceDelta, text: str) -> None:
         if self._calls is None:
             piece.content += text
             return
@@ -116,7 +116,7 @@ class Reader:
         piece.calls += calls
         self._called = self._called or bool(calls)
 
-    def _end(self, piece: Piece, ending: Ending) -> None:
+    def _end(self, piece: ChoiceDelta, ending: Ending) -> None:
         if ending.finish is Finish.FAILED or ending.finish is Finish.CANCELLED:
             raise ApiError(ending.why or "the request was cancelled", kind="server_error", code="generation_failed")
         if self._splitter is not None:
@@ -133,7 +133,7 @@ class Reader:
             piece.finish = "tool_calls"
         piece.stop = ending.stop
         used = ending.usage
-        piece.usage = Usage(
+        piece.usage = TokenUsage(
             prompt_tokens=used.prompt_tokens,
             output_tokens=used.output_tokens,
             cached_tokens=used.cached_tokens,
@@ -146,7 +146,7 @@ class Reader:
         )
 
 
-class _Shown:
+class _TokenTexts:
     """Which token showed which part of a text, where the text may come later than its tokens.
 
     Hidden are special tokens, the one that ended the answer, and what a stop text cut off.

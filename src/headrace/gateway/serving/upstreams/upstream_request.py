@@ -22,7 +22,7 @@ from headrace.gateway.serving.exchange import Exchange
 
 # What becomes of each field. "sent": in the body, where the server takes it, and else refused; "done here": by this
 # server, whatever the other can; "wish": sent where it can be said, and else left to the model, as a template does.
-FATES: Final[Mapping[str, str]] = {
+FIELD_HANDLING: Final[Mapping[str, str]] = {
     "model": "sent, by its name there",
     "messages": "sent; reasoning of earlier answers where the server takes it, as most templates leave it out",
     "prompts": "sent; token ids where the server takes them",
@@ -71,7 +71,7 @@ FATES: Final[Mapping[str, str]] = {
 _MOST_BIAS: Final = 100.0  # as the parameter has it; what is beyond means always, or never
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class UpstreamRequest(msgspec.Struct, frozen=True):
     """What is asked of an upstream, and what is to be done here with its answer."""
 
     path: str
@@ -92,7 +92,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return not (self.hide_reasoning or self.one_call or self.echo)
 
 
-def wanted_of(
+def build_upstream_request(
     exchange: Exchange,
     config: UpstreamConfig,
     takes: Takes,
@@ -100,7 +100,7 @@ def wanted_of(
     model: str,
     prompt_tokens: int | None = None,
     secret: str = "",
-) -> Wanted:
+) -> UpstreamRequest:
     """ApiError for what the upstream cannot do. `prompt_tokens`: of the longest prompt, where they are known.
     `secret`: that tenants' salts are made with."""
     asked = exchange.asked
@@ -130,7 +130,7 @@ def wanted_of(
         body["stream"] = True
         if takes.stream_options:
             body["stream_options"] = {"include_usage": True}
-    return Wanted(
+    return UpstreamRequest(
         path="/chat/completions" if chat else "/completions",
         body=_encoded(body),
         choices=asked.n * len(asked.prompts or ("",)),
@@ -323,14 +323,14 @@ def _add_sampling(body: dict[str, Any], asked: Asked, config: UpstreamConfig, ta
             str(token): max(-_MOST_BIAS, min(bias, _MOST_BIAS)) for token, bias in sampling.logit_bias.items()
         }
     if takes.seed:
-        body["seed"] = seed_for(sampling.seed)
+        body["seed"] = fold_seed(sampling.seed)
     if asked.n > 1:
         if not takes.n:
             raise _cannot("n")
         body["n"] = asked.n
 
 
-def seed_for(seed: int) -> int:
+def fold_seed(seed: int) -> int:
     """Not every server reads more than 31 bits, so larger seeds become other ones, always the same."""
     return seed if seed < 2**31 else seed % (2**31 - 1)
 

@@ -10,9 +10,9 @@ import pytest
 from headrace.config.upstream_section import Takes
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Call, Choice, Piece, Tool, Usage
-from headrace.gateway.serving.upstreams.upstream_answering import UpstreamAnswering
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TokenUsage, Tool, ToolCall
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import (
     ANSWER,
@@ -36,7 +36,7 @@ from tests.support.running_server import asynchronous
 LOOK = Tool("look")
 
 
-def counts(usage: Usage) -> tuple[int, int]:
+def counts(usage: TokenUsage) -> tuple[int, int]:
     return usage.prompt_tokens, usage.output_tokens
 
 
@@ -46,7 +46,7 @@ async def one(handler: Handler, *, takes: Takes | None = None, **asked: Any) -> 
         return choice
 
 
-async def pieces(handler: Handler, **asked: Any) -> list[Piece]:
+async def pieces(handler: Handler, **asked: Any) -> list[ChoiceDelta]:
     async with faking(handler) as fake, upstream_of(fake) as upstream:
         return await pieces_of(upstream, **asked)
 
@@ -100,7 +100,7 @@ async def test_an_answer_that_is_not_streamed_is_read_as_well() -> None:
     for takes in (Takes(stream=False), Takes()):  # whether it was asked for or not
         choice = await one(whole, takes=takes, tools=(LOOK,))
         assert (choice.content, choice.reasoning, choice.finish) == ("Hi", "hm", "tool_calls")
-        assert choice.calls == [Call("c1", "look", '{"a":1}')]
+        assert choice.calls == [ToolCall("c1", "look", '{"a":1}')]
         assert counts(choice.usage) == (12, 3)
 
 
@@ -128,7 +128,7 @@ async def test_several_choices_come_in_any_order_and_share_the_usage() -> None:
     assert [text_of(found, index) for index in (0, 1)] == ["b", "ac"]
     ends = {piece.index: piece for piece in found if piece.finish is not None}
     assert [ends[index].finish for index in (0, 1)] == ["length", "stop"]
-    usages = [ends[index].usage or Usage() for index in (0, 1)]
+    usages = [ends[index].usage or TokenUsage() for index in (0, 1)]
     assert sum(usage.output_tokens for usage in usages) == 3
     assert [usage.prompt_tokens for usage in usages] == [12, 12]
 
@@ -209,7 +209,7 @@ async def test_tool_calls_in_every_style_are_the_same(how: str) -> None:
     choice = Choice(0)
     for piece in found:
         choice.add(piece)
-    assert choice.calls == [Call("c1", "look", '{"a":1}'), Call("c2", "wait", "{}")]
+    assert choice.calls == [ToolCall("c1", "look", '{"a":1}'), ToolCall("c2", "wait", "{}")]
     assert choice.finish == "tool_calls"
 
 
@@ -355,7 +355,7 @@ async def test_an_answer_without_a_word_is_one() -> None:
 # Usage
 
 
-async def usage_of(handler: Handler, *, exact: bool = False, **asked: Any) -> tuple[Usage, dict[str, Any]]:
+async def usage_of(handler: Handler, *, exact: bool = False, **asked: Any) -> tuple[TokenUsage, dict[str, Any]]:
     async with faking(handler) as fake, upstream_of(fake, tokenizer=tokenizer() if exact else None) as upstream:
         (choice,) = await answered(upstream, **asked)
         return choice.usage, upstream.state()
@@ -435,7 +435,7 @@ async def test_a_usage_in_every_chunk_is_read_from_the_last() -> None:
 # Tokens of pieces
 
 
-def brought(found: list[Piece], index: int = 0) -> list[int]:
+def brought(found: list[ChoiceDelta], index: int = 0) -> list[int]:
     return [piece.tokens for piece in found if piece.index == index]
 
 
@@ -494,7 +494,7 @@ async def test_a_prompt_that_the_upstream_repeats_brings_no_tokens() -> None:
 @asynchronous
 async def test_how_far_an_answer_is_can_be_asked_while_its_bytes_are_relayed() -> None:
     async with faking(streams()) as fake, upstream_of(fake) as upstream:
-        answering = UpstreamAnswering(exchange(stream=True), upstream)
+        answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
         assert answering.output_tokens == 0
         while not await answering.relay(lambda data: False, ChatStream):

@@ -13,7 +13,7 @@ from headrace.config.upstream_section import Retries
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 
 
-class Places:
+class RequestSlots:
     """All of it belongs to one event loop. Higher priorities first, and among these who came first."""
 
     def __init__(self, name: str, most: int, waiting: int) -> None:
@@ -34,7 +34,7 @@ class Places:
         """Whether the next one would be refused."""
         return self.taken >= self._most and self._waiting >= self._most_waiting
 
-    async def take(self, priority: int, seconds: float) -> None:
+    async def acquire(self, priority: int, seconds: float) -> None:
         """A place, which is to be given back. UpstreamError where the queue is full, or it takes too long."""
         if self.taken < self._most:
             self.taken += 1
@@ -49,7 +49,7 @@ class Places:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self.give()  # it had become ours in the same turn of the loop
+                self.release()  # it had become ours in the same turn of the loop
             else:
                 self._forget(turn)
             if isinstance(error, TimeoutError):
@@ -58,7 +58,7 @@ class Places:
         finally:
             self._waiting -= 1
 
-    def give(self) -> None:
+    def release(self) -> None:
         while self._queue:
             _, _, turn = heapq.heappop(self._queue)
             if not turn.done():
@@ -72,7 +72,7 @@ class Places:
         heapq.heapify(self._queue)
 
 
-class Budget:
+class RetryBudget:
     """Further attempts: a share of the first ones, and a reserve for the beginning."""
 
     def __init__(self, config: Retries) -> None:
@@ -84,11 +84,11 @@ class Budget:
     def left(self) -> float:
         return self._left
 
-    def earn(self) -> None:
+    def record_request(self) -> None:
         """A first attempt was made."""
         self._left = min(self._left + self._share, max(self._most, 1.0))
 
-    def spend(self) -> bool:
+    def try_spend(self) -> bool:
         """Whether one more may be made; then it is counted."""
         if self._left < 1.0:
             return False

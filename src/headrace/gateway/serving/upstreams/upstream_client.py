@@ -28,7 +28,7 @@ _SHORT: Final = 5  # characters
 _TAIL_S: Final = 1.0  # that an answer's connection has to come to its end after the answer has, to be kept
 
 
-class Reply:
+class UpstreamReply:
     """An open answer. Nothing is read ahead beyond the buffer while nobody reads."""
 
     def __init__(self, response: aiohttp.ClientResponse, name: str, clock: Callable[[], float]) -> None:
@@ -58,8 +58,8 @@ class Reply:
             if self._late:
                 raise TimeoutError from None
             if isinstance(error, HttpProcessingError):
-                raise faults.garbled(self._name, "does not speak HTTP") from None
-            raise faults.broke_off(self._name) from None
+                raise faults.invalid_answer(self._name, "does not speak HTTP") from None
+            raise faults.connection_lost(self._name) from None
         finally:
             self._reading = False
 
@@ -109,7 +109,7 @@ class Reply:
             self._response.content.on_eof(closing.cancel)
 
 
-class Wires:
+class UpstreamClient:
     """The connections to one upstream."""
 
     def __init__(self, name: str, config: UpstreamConfig, key: str | None, clock: Callable[[], float]) -> None:
@@ -126,7 +126,7 @@ class Wires:
         known = (key or "", *config.headers.values(), self._base, host, host.partition(":")[0], model)
         self.hidden = tuple(text for text in known if len(text) > _SHORT)
 
-    async def post(self, path: str, body: bytes, due: float) -> Reply:
+    async def post(self, path: str, body: bytes, due: float) -> UpstreamReply:
         """The answer's beginning. UpstreamError where none comes by `due`, or it says that something is wrong."""
         reply = await self._request("POST", self._base + path, body, due)
         if reply.status == 200:
@@ -135,8 +135,8 @@ class Wires:
             said = await reply.rest(_MOST_ERROR, min(due, self._clock() + _ERROR_S))
         finally:
             reply.close()
-        after = faults.retry_after_of(reply.headers, self._config.retries.after_s)
-        raise faults.error_of(reply.status, said, name=self._name, hidden=self.hidden, retry_after=after)
+        after = faults.parse_retry_after(reply.headers, self._config.retries.after_s)
+        raise faults.error_for_status(reply.status, said, name=self._name, hidden=self.hidden, retry_after=after)
 
     async def get(self, path: str, due: float) -> int:
         """The status of a page of the server's, by its path from the root. UpstreamError where there is none."""
@@ -150,7 +150,7 @@ class Wires:
         if self._session is not None:
             await self._session.close()
 
-    async def _request(self, method: str, url: str, body: bytes | None, due: float) -> Reply:
+    async def _request(self, method: str, url: str, body: bytes | None, due: float) -> UpstreamReply:
         noted = SimpleNamespace(reused=False)
         try:
             return await self._once(method, url, body, due, noted)
@@ -160,7 +160,9 @@ class Wires:
                 raise
         return await self._once(method, url, body, due, noted)
 
-    async def _once(self, method: str, url: str, body: bytes | None, due: float, noted: SimpleNamespace) -> Reply:
+    async def _once(
+        self, method: str, url: str, body: bytes | None, due: float, noted: SimpleNamespace
+    ) -> UpstreamReply:
         name = self._name
         session = self._open()
         try:
@@ -175,10 +177,10 @@ class Wires:
         except aiohttp.ClientConnectorError:
             raise faults.unreachable(name) from None  # no address, no connection, or a certificate that is not right
         except (aiohttp.ClientConnectionError, OSError):
-            raise faults.broke_off(name) from None
+            raise faults.connection_lost(name) from None
         except (aiohttp.ClientError, ValueError):
-            raise faults.garbled(name, "does not speak HTTP") from None
-        return Reply(response, name, self._clock)
+            raise faults.invalid_answer(name, "does not speak HTTP") from None
+        return UpstreamReply(response, name, self._clock)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is not None:

@@ -17,7 +17,7 @@ from headrace.config.upstream_section import Takes, UpstreamConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_embeddings import embedded, text_tokens
+from headrace.gateway.serving.upstreams.upstream_embeddings import count_embedding_tokens, embed_texts
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
 from tests.support.fake_upstream import (
     ANSWER,
@@ -143,7 +143,7 @@ async def test_vectors_come_in_the_order_of_their_texts() -> None:
         faking(refuses(503), vectors([1.0, 2.0], [3.0, 4.0])) as fake,
         upstream_of(fake, takes=EMBEDS) as upstream,
     ):
-        found, usage = await soon(embedded(upstream, ["a", "b"], tokens=2, due=upstream.clock() + 10.0))
+        found, usage = await soon(embed_texts(upstream, ["a", "b"], tokens=2, due=upstream.clock() + 10.0))
         assert np.array_equal(found, np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
         assert usage.prompt_tokens == 5
         assert fake.heard[1].path == "/v1/embeddings"
@@ -164,7 +164,7 @@ async def test_vectors_come_in_the_order_of_their_texts() -> None:
 async def test_other_vectors_than_asked_for_are_an_error(handler: Handler) -> None:
     async with faking(handler) as fake, upstream_of(fake, takes=EMBEDS) as upstream:
         with pytest.raises(UpstreamError) as error:
-            await soon(embedded(upstream, ["a", "b"], tokens=2, due=upstream.clock() + 10.0))
+            await soon(embed_texts(upstream, ["a", "b"], tokens=2, due=upstream.clock() + 10.0))
         assert error.value.reason == "garbled"
 
 
@@ -176,7 +176,7 @@ async def test_vectors_have_their_time_and_their_place() -> None:
 
     async with faking(hangs) as fake, upstream_of(fake, takes=EMBEDS) as upstream:
         with pytest.raises(UpstreamError) as error:
-            await soon(embedded(upstream, ["a"], tokens=1, due=upstream.clock() + 0.1))
+            await soon(embed_texts(upstream, ["a"], tokens=1, due=upstream.clock() + 0.1))
         assert error.value.reason == "timeout"
 
 
@@ -185,7 +185,7 @@ async def test_a_usage_that_cannot_be_is_not_that_of_texts() -> None:
     for told, counted in (({}, 7), ({"prompt_tokens": 0}, 7), ({"prompt_tokens": 10**6}, 7), ({"prompt_tokens": 3}, 3)):
         handler = vectors([1.0], usage=told)
         async with faking(handler) as fake, upstream_of(fake, takes=EMBEDS) as upstream:
-            _, usage = await soon(embedded(upstream, ["abc"], tokens=7, due=upstream.clock() + 10.0))
+            _, usage = await soon(embed_texts(upstream, ["abc"], tokens=7, due=upstream.clock() + 10.0))
             assert usage.prompt_tokens == counted
             wrong = upstream.state()["usage_wrong"]
             assert wrong == (counted == 7 and "prompt_tokens" in told)
@@ -196,15 +196,15 @@ async def test_texts_are_counted_and_checked_before_anything_is_sent() -> None:
     texts = {"one": "Hello there", "two": [1, 2, 3]}
     takes = Takes(embeddings=True, token_prompts=True)
     async with faking(vectors()) as fake, upstream_of(fake, takes=takes) as upstream:
-        assert await text_tokens(upstream, texts) == 3 + 3
+        assert await count_embedding_tokens(upstream, texts) == 3 + 3
     async with faking(vectors()) as fake, upstream_of(fake, takes=takes, tokenizer=tokenizer()) as upstream:
-        assert await text_tokens(upstream, texts) == len(tokenizer().encode("Hello there")) + 3
+        assert await count_embedding_tokens(upstream, texts) == len(tokenizer().encode("Hello there")) + 3
     async with faking(vectors()) as fake, upstream_of(fake, takes=EMBEDS, tokenizer=tokenizer(), context=4) as upstream:
         wrong = {"model": {}, "two": texts, "long": {"long": "word " * 9}, "half": {"half": "\ud800"}}
         upstream.takes = Takes(chat=True)
         for parameter, each in wrong.items():
             with pytest.raises(ApiError) as error:
-                await text_tokens(upstream, each)
+                await count_embedding_tokens(upstream, each)
             assert (error.value.status, error.value.parameter) == (400, parameter)
             upstream.takes = EMBEDS
         assert fake.heard == []

@@ -14,30 +14,37 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import Raw
 
-from headrace.gateway.requests.text_request import Call, CallDelta, Choice, Finish, Piece, TokenLogprob
+from headrace.gateway.requests.text_request import (
+    Choice,
+    ChoiceDelta,
+    FinishReason,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.request_body import Wanted
-from headrace.gateway.serving.upstreams.sse import DONE, Failure
+from headrace.gateway.serving.upstreams.sse import DONE, ErrorEvent
 from headrace.gateway.serving.upstreams.upstream_chunks import (
-    CallPart,
-    Chunk,
-    Delta,
-    Form,
-    Part,
-    ToldUsage,
-    joined,
-    present,
+    ChunkTemplate,
+    ReportedUsage,
+    ToolCallFragment,
+    UpstreamChoice,
+    UpstreamChunk,
+    UpstreamDelta,
+    decode_text,
+    is_present,
+    join_texts,
     read_chunk,
     read_usage,
-    text_of,
 )
+from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
 from headrace.models.text.tokenizer import Tokenizer
 
 _LEAST: Final = -9999.0  # log-probability; JSON has no minus infinity
 _MOST_CALLS: Final = 128  # of one choice
 _SEVERAL: Final = 16  # bytes that are rarely one token
-_FINISH: Final[dict[str, Finish]] = {
+_FINISH: Final[dict[str, FinishReason]] = {
     "stop": "stop",
     "eos": "stop",
     "eos_token": "stop",
@@ -55,51 +62,51 @@ _FILTERED: Final = ("content_filter", "refusal", "safety")
 _BROKEN: Final = ("abort", "error", "insufficient_system_resource", "cancelled")
 
 
-class _Call(msgspec.Struct):
+class _ToolCallProgress(msgspec.Struct):
     index: int  # ours
     id: str
     name: str = ""  # once it is known
     arguments: list[str] = []
 
 
-class _Progress(msgspec.Struct):
+class _ChoiceProgress(msgspec.Struct):
     """How far one choice is."""
 
     content: list[str | bytes] = []  # bytes: as JSON has it between quotes
     reasoning: list[str] = []
-    calls: list[_Call] = []
-    places: dict[int, _Call] = {}  # calls by the upstream's index
+    calls: list[_ToolCallProgress] = []
+    places: dict[int, _ToolCallProgress] = {}  # calls by the upstream's index
     logprobs: list[TokenLogprob] = []
     chunks: int = 0  # with some output
     tokens: int = 0  # that came, about; below zero before the end of a prompt that the upstream repeats
     told: int = 0  # of them with pieces
     echo: str = ""  # the prompt, until it was put before the answer
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stop: str | None = None
 
-    def came(self) -> usage.Came:
+    def came(self) -> usage.ReceivedOutput:
         calls = [part for call in self.calls for part in (call.name, *call.arguments)]
-        text = "".join([*self.reasoning, joined(self.content), *calls])
-        return usage.Came(self.chunks, len(self.logprobs), text, bool(self.reasoning))
+        text = "".join([*self.reasoning, join_texts(self.content), *calls])
+        return usage.ReceivedOutput(self.chunks, len(self.logprobs), text, bool(self.reasoning))
 
-    def tell(self, piece: Piece) -> Piece:
+    def tell(self, piece: ChoiceDelta) -> ChoiceDelta:
         """With the tokens that came since the piece before."""
         piece.tokens = max(0, self.tokens - self.told)
         self.told += piece.tokens
         return piece
 
     def choice(self, index: int) -> Choice:
-        calls = [Call(call.id, call.name, "".join(call.arguments)) for call in self.calls if call.name]
+        calls = [ToolCall(call.id, call.name, "".join(call.arguments)) for call in self.calls if call.name]
         logprobs = self.logprobs or None
-        return Choice(index, joined(self.content), "".join(self.reasoning), calls, logprobs, self.finish or "stop")
+        return Choice(index, join_texts(self.content), "".join(self.reasoning), calls, logprobs, self.finish or "stop")
 
 
-class AnswerReader:
+class UpstreamAnswerReader:
     """One answer, with all its choices. UpstreamError for what cannot be read."""
 
     def __init__(
         self,
-        wanted: Wanted,
+        request: UpstreamRequest,
         *,
         name: str,
         n: int,
@@ -111,25 +118,25 @@ class AnswerReader:
         self.started = False  # some output came
         self.complete = False  # every choice has its end
         self.over = False  # nothing more is to come, the usage included
-        self.counted: usage.Counted | None = None  # once it is over
-        self._wanted = wanted
+        self.counted: usage.AnswerUsage | None = None  # once it is over
+        self._request = request
         self._name = name
         self._n = n
         self._prompt = (prompt_tokens, prompt_bytes)
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._told: ToldUsage | None = None
-        self._progress = [_Progress() for _ in range(wanted.choices)]
+        self._told: ReportedUsage | None = None
+        self._progress = [_ChoiceProgress() for _ in range(request.choices)]
         # A choice that has had its end says nothing more, and of several one would have to look whose a text is.
-        self._form = Form() if wanted.choices == 1 else None
+        self._form = ChunkTemplate() if request.choices == 1 else None
         for place, progress in enumerate(self._progress):
-            if wanted.echo:
-                progress.echo = wanted.echo[place // n]
-            if wanted.echoed:
+            if request.echo:
+                progress.echo = request.echo[place // n]
+            if request.echoed:
                 progress.tokens = -(prompt_tokens * n // len(self._progress))
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> ChunkTemplate | None:
         return self._form
 
     @property
@@ -141,10 +148,10 @@ class AnswerReader:
 
     # What came
 
-    def event(self, data: bytes) -> list[Piece]:
+    def event(self, data: bytes) -> list[ChoiceDelta]:
         if self._form is not None:
             raw = self._form.text(data)
-            if raw is not None and (text := text_of(raw)) is not None:
+            if raw is not None and (text := decode_text(raw)) is not None:
                 return [self._plain(text)]  # nearly every chunk of nearly every answer
         if data == DONE:
             return self.finish()
@@ -152,23 +159,23 @@ class AnswerReader:
         pieces = [piece for part in chunk.choices or () if (piece := self._piece(part, part.delta)) is not None]
         if self._form is not None and self._is_plain(chunk, pieces):
             self._form.learn(data, pieces[0].content)
-        if self.complete and self._told is not None and present(chunk.usage):
+        if self.complete and self._told is not None and is_present(chunk.usage):
             pieces += self.finish()
         return pieces
 
-    def _plain(self, text: str) -> Piece:
+    def _plain(self, text: str) -> ChoiceDelta:
         progress = self._progress[0]
         progress.content.append(text)
         progress.chunks += 1
         progress.tokens += self._estimated(text)
-        return progress.tell(Piece(0, text))
+        return progress.tell(ChoiceDelta(0, text))
 
-    def _is_plain(self, chunk: Chunk, pieces: list[Piece]) -> bool:
+    def _is_plain(self, chunk: UpstreamChunk, pieces: list[ChoiceDelta]) -> bool:
         """Whether a chunk has some text, and nothing else: then others of its form have nothing else either."""
-        if len(pieces) != 1 or self.complete or present(chunk.usage):
+        if len(pieces) != 1 or self.complete or is_present(chunk.usage):
             return False
         piece = pieces[0]
-        return bool(piece.content) and not (piece.reasoning or piece.calls or piece.logprobs or self._wanted.echo)
+        return bool(piece.content) and not (piece.reasoning or piece.calls or piece.logprobs or self._request.echo)
 
     def note(self, data: bytes) -> bytes | None:
         """A chunk that only has some text is noted, and its text handed back as it is there; None for every other."""
@@ -180,37 +187,37 @@ class AnswerReader:
         progress.tokens += len(raw) // usage.BYTES_PER_TOKEN or 1
         return raw
 
-    def body(self, body: bytes) -> list[Piece]:
+    def body(self, body: bytes) -> list[ChoiceDelta]:
         """An answer that came as a whole."""
         chunk = self._chunk(body)
         pieces = [piece for part in chunk.choices or () if (piece := self._piece(part, part.message)) is not None]
         return pieces + self.finish()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ChoiceDelta]:
         """The end of all that comes. UpstreamError where something is missing."""
         if self.over:
             return []
         if not self.complete:
             for progress in self._progress:
                 if progress.finish is None and not progress.chunks:
-                    raise faults.garbled(self._name, "ended its answer before it was complete")
+                    raise faults.invalid_answer(self._name, "ended its answer before it was complete")
                 if progress.finish is None:
                     progress.finish = self._finish(progress, "stop")  # it only forgot to say why it ended
         return list(self._ends())
 
-    def broken_off(self) -> list[Piece]:
+    def broken_off(self) -> list[ChoiceDelta]:
         """The connection is at its end, without a word that the answer is. UpstreamError where it is not."""
         if not self.complete:
-            raise faults.broke_off(self._name)
+            raise faults.connection_lost(self._name)
         return self.finish()
 
-    def cut(self) -> list[Piece]:
+    def cut(self) -> list[ChoiceDelta]:
         """The time is over: what there is, is the answer."""
         for progress in self._progress:
             progress.finish = progress.finish or "deadline"
         return list(self._ends())
 
-    def together(self, found: list[Piece]) -> list[Piece]:
+    def together(self, found: list[ChoiceDelta]) -> list[ChoiceDelta]:
         return found
 
     def delivered(self) -> tuple[list[Choice], list[int]]:
@@ -218,45 +225,45 @@ class AnswerReader:
         choices = [progress.choice(place) for place, progress in enumerate(self._progress)]
         return choices, [place for place, each in enumerate(self._progress) if each.finish is not None]
 
-    def spent(self) -> usage.Counted:
+    def spent(self) -> usage.AnswerUsage:
         """The tokens of what came so far."""
         tokens, length = self._prompt
-        return usage.counted(
+        return usage.measure_answer(
             [progress.came() for progress in self._progress],
             self._told,
             n=self._n,
             prompt_tokens=tokens,
             prompt_bytes=length,
             tokenizer=self._tokenizer,
-            echoed=self._wanted.echoed,
+            echoed=self._request.echoed,
         )
 
     # How it is read
 
-    def _chunk(self, data: bytes) -> Chunk:
-        if isinstance(data, Failure):
-            raise faults.event_error(faults.read_told(data), name=self._name, hidden=self._hidden)
+    def _chunk(self, data: bytes) -> UpstreamChunk:
+        if isinstance(data, ErrorEvent):
+            raise faults.error_for_event(faults.parse_error_body(data), name=self._name, hidden=self._hidden)
         chunk = read_chunk(data, self._name)
-        if present(chunk.error) or chunk.object == "error" or (chunk.choices is None and chunk.message is not None):
-            raise faults.event_error(faults.read_told(data), name=self._name, hidden=self._hidden)
+        if is_present(chunk.error) or chunk.object == "error" or (chunk.choices is None and chunk.message is not None):
+            raise faults.error_for_event(faults.parse_error_body(data), name=self._name, hidden=self._hidden)
         if (told := read_usage(chunk.usage)) is not None:
             self._told = told
         return chunk
 
-    def _piece(self, part: Part, delta: Delta | None) -> Piece | None:
+    def _piece(self, part: UpstreamChoice, delta: UpstreamDelta | None) -> ChoiceDelta | None:
         """None where there is nothing new for a client."""
         index = part.index or 0
         if not 0 <= index < len(self._progress):
-            raise faults.garbled(self._name, "sent an answer that nobody asked for")
+            raise faults.invalid_answer(self._name, "sent an answer that nobody asked for")
         progress = self._progress[index]
         if progress.finish is not None:
             return None  # it had its end
-        piece = Piece(index)
+        piece = ChoiceDelta(index)
         if delta is not None:
             self._take(piece, progress, delta)
         elif part.text:
             piece.content = part.text
-        if self._wanted.logprobs is not None and present(part.logprobs):
+        if self._request.logprobs is not None and is_present(part.logprobs):
             piece.logprobs = self._logprobs(part.logprobs)
             progress.logprobs += piece.logprobs or ()
         if piece.content or piece.reasoning or piece.calls or piece.logprobs:
@@ -267,7 +274,7 @@ class AnswerReader:
             progress.content.append(piece.content)
         if piece.reasoning:
             progress.reasoning.append(piece.reasoning)
-            if self._wanted.hide_reasoning:
+            if self._request.hide_reasoning:
                 piece.reasoning = ""
         new = bool(piece.content or piece.reasoning or piece.calls or piece.logprobs)
         if part.finish_reason is not None:
@@ -276,7 +283,7 @@ class AnswerReader:
             piece.content, progress.echo = progress.echo + piece.content, ""
         return progress.tell(piece) if new else None
 
-    def _tokens_of(self, piece: Piece) -> int:
+    def _tokens_of(self, piece: ChoiceDelta) -> int:
         """That a chunk brought, about. Upstreams tell the sum alone, at the end, and there it is put right."""
         if piece.logprobs:
             return len(piece.logprobs)
@@ -287,10 +294,10 @@ class AnswerReader:
         length = len(text) if text.isascii() else len(text.encode(errors="replace"))
         # Most servers put one token into each chunk. To count it again is only worth its time where there are several.
         if self._tokenizer is not None and length > _SEVERAL:
-            return usage.counted_text(text, self._tokenizer) or 1
+            return usage.count_text_tokens(text, self._tokenizer) or 1
         return length // usage.BYTES_PER_TOKEN or 1
 
-    def _take(self, piece: Piece, progress: _Progress, delta: Delta) -> None:
+    def _take(self, piece: ChoiceDelta, progress: _ChoiceProgress, delta: UpstreamDelta) -> None:
         piece.content = delta.content if isinstance(delta.content, str) else _texts(delta.content)
         if delta.refusal:
             piece.content += delta.refusal
@@ -301,7 +308,7 @@ class AnswerReader:
         for call in delta.tool_calls or ():
             self._call(piece, progress, call)
 
-    def _call(self, piece: Piece, progress: _Progress, part: CallPart) -> None:
+    def _call(self, piece: ChoiceDelta, progress: _ChoiceProgress, part: ToolCallFragment) -> None:
         """Indices may be missing, or the same for several calls; ids may be missing, or repeated; names may be late."""
         function = part.function
         name = (function.name if function is not None else None) or ""
@@ -313,53 +320,53 @@ class AnswerReader:
             call = progress.calls[-1]
         if call is None or (part.id and name and call.name and part.id != call.id):
             if len(progress.calls) >= _MOST_CALLS:
-                raise faults.garbled(self._name, "called too many tools", again=False)
-            call = _Call(len(progress.calls), part.id or f"call_{secrets.token_hex(12)}")
+                raise faults.invalid_answer(self._name, "called too many tools", again=False)
+            call = _ToolCallProgress(len(progress.calls), part.id or f"call_{secrets.token_hex(12)}")
             progress.calls.append(call)
             if part.index is not None:
                 progress.places[part.index] = call
         elif part.id and not call.name:
             call.id = part.id
         call.arguments.append(arguments)
-        if self._wanted.one_call and call.index > 0:
+        if self._request.one_call and call.index > 0:
             return
         if call.name:
             if arguments:
-                piece.calls.append(CallDelta(call.index, arguments=arguments))
+                piece.calls.append(ToolCallDelta(call.index, arguments=arguments))
         elif name:
             call.name = name
-            piece.calls.append(CallDelta(call.index, call.id, name, "".join(call.arguments)))
+            piece.calls.append(ToolCallDelta(call.index, call.id, name, "".join(call.arguments)))
 
-    def _end(self, progress: _Progress, part: Part) -> None:
+    def _end(self, progress: _ChoiceProgress, part: UpstreamChoice) -> None:
         reason = part.finish_reason or "stop"
         if reason in _FILTERED:
             raise faults.filtered(self._name)
         if reason in _BROKEN:
-            raise faults.error_of(500, faults.Told(), name=self._name)
+            raise faults.error_for_status(500, faults.ReportedError(), name=self._name)
         progress.finish = self._finish(progress, _FINISH.get(reason.lower(), "stop"))
         for told in (part.stop_reason, part.matched_stop):
-            if isinstance(told, str) and told in self._wanted.stop:
+            if isinstance(told, str) and told in self._request.stop:
                 progress.stop = told
         self.complete = all(each.finish is not None for each in self._progress)
         if self.complete:
             self._form = None
 
-    def _finish(self, progress: _Progress, finish: Finish) -> Finish:
+    def _finish(self, progress: _ChoiceProgress, finish: FinishReason) -> FinishReason:
         """Servers differ in what they call the end of an answer that calls tools. As the API has it, one that had to
         call a given tool just stops."""
         if finish in ("stop", "tool_calls"):
             called = any(call.name for call in progress.calls)
-            return "tool_calls" if called and not self._wanted.named else "stop"
+            return "tool_calls" if called and not self._request.named else "stop"
         return finish
 
-    def _ends(self) -> Iterator[Piece]:
+    def _ends(self) -> Iterator[ChoiceDelta]:
         self.complete = self.over = True
         self.counted = self.spent()
         for place, (progress, used) in enumerate(zip(self._progress, self.counted.usages, strict=True)):
-            piece = Piece(place, content=progress.echo, finish=progress.finish, stop=progress.stop, usage=used)
+            piece = ChoiceDelta(place, content=progress.echo, finish=progress.finish, stop=progress.stop, usage=used)
             piece.tokens = used.output_tokens - progress.told  # below zero where too many were told
             progress.told, progress.echo = used.output_tokens, ""
-            if self._wanted.logprobs is not None:
+            if self._request.logprobs is not None:
                 piece.logprobs = []
             yield piece
 
@@ -380,13 +387,13 @@ class AnswerReader:
             if isinstance(table.get("tokens"), list):
                 return list(self._of_completion(table))
         except (TypeError, KeyError, ValueError, AttributeError):
-            raise faults.garbled(self._name, "sent log-probabilities that cannot be read") from None
+            raise faults.invalid_answer(self._name, "sent log-probabilities that cannot be read") from None
         return None
 
     def _of_chat(self, each: dict[str, Any]) -> TokenLogprob:
         text: str = each["token"]
         top = [(other["token"], _raw(other), _bounded(other["logprob"])) for other in each.get("top_logprobs") or ()]
-        return TokenLogprob(text, _raw(each), _bounded(each["logprob"]), top[: self._wanted.logprobs], text)
+        return TokenLogprob(text, _raw(each), _bounded(each["logprob"]), top[: self._request.logprobs], text)
 
     def _of_completion(self, table: dict[str, Any]) -> Iterator[TokenLogprob]:
         tops: list[dict[str, float] | None] = table.get("top_logprobs") or []
