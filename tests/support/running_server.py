@@ -318,14 +318,18 @@ def ended(how: str, tenant: str = "-") -> float:
 def main() -> None:
     """A server in a process of its own, for tests with signals.
 
-    Its answers are a word each `pace` seconds; with `loading`, its models are never there. It prints its URL.
+    Its answers are a word each `pace` seconds; with `held`, the last word waits until the file `finish` is in the
+    folder; with `loading`, its models are never there. It prints its URL.
     """
     options = json.loads(sys.argv[1])
+    finish = Path(options["folder"]) / "finish"
     engine = FakeEngine()
 
     async def talk(stream: Stream) -> None:
         for number in range(options["words"]):
             await asyncio.sleep(options["pace"])
+            while options.get("held") and number == options["words"] - 1 and not finish.exists():
+                await asyncio.sleep(0.01)
             if stream.closed:
                 return
             say(stream, f"{number} ", end=number == options["words"] - 1)
