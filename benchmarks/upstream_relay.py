@@ -31,7 +31,7 @@ from typing import Any
 
 import uvloop
 
-from headrace.config.upstream_section import HealthConfig, UpstreamConfig
+from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig
 from headrace.gateway.requests.text_request import Asked, ChoiceDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
@@ -117,7 +117,9 @@ class Client:
 
 
 async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) -> dict[str, list[float]]:
-    config = UpstreamConfig(url=f"http://127.0.0.1:{port}/v1", model="served-there", health=HealthConfig(path=""))
+    config = UpstreamConfig(
+        url=f"http://127.0.0.1:{port}/v1", model="served-there", health=UpstreamHealthConfig(path="")
+    )
     upstream = Upstream("mini@far", config)
     tokenizer = open_model(BUNDLED / "mini").tokenizer
     served = ServedVariant(name="mini@far", engine=NoEngine(), tokenizer=tokenizer, context=8192)  # pyright: ignore

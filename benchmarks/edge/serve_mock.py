@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 from mock_engine import MockEngine
 
-from headrace.config import Config, Server, Storage
+from headrace.config import Config, ServerConfig, StorageConfig
 from headrace.gateway.output.reasoning import detect_reasoning_format
 from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
@@ -40,8 +40,8 @@ def main() -> None:
     fleet = _MockFleet(served, {}, "at-once")
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            server=Server(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
-            storage=Storage(folder=folder),
+            server=ServerConfig(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
+            storage=StorageConfig(folder=folder),
         )
 
         def ready(url: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import FAILED, REFUSED, app, main
-from headrace.config import Log
+from headrace.config import LogConfig
 from headrace.config.tenant_section import AdminConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
 from headrace.server.admin.admin_protocols import UsageFilters
@@ -55,7 +55,9 @@ class Terminal:
 def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
-    configure_log(Log(), io.StringIO())  # the server is in this process, and its log would be among what is printed
+    configure_log(
+        LogConfig(), io.StringIO()
+    )  # the server is in this process, and its log would be among what is printed
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)
     yield Terminal(capsys)
     root.handlers[:], level = before

@@ -35,7 +35,7 @@ from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
 from headrace.config.loader import OPTIONS
-from headrace.config.toml_text import shown, toml_value
+from headrace.config.toml_text import config_toml, toml_value
 from headrace.gateway.degradation.ladder.ladder_config import ladder_of
 from headrace.surfaces import SURFACES
 from headrace.variant import Variant
@@ -51,11 +51,11 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME]`": ModelConfig,
     "`[models.NAME.options]`": Variant,
     "`[models.NAME.upstream]`": UpstreamConfig,
-    "`[models.NAME.upstream.timeouts]`": upstreams.Timeouts,
-    "`[models.NAME.upstream.retries]`": upstreams.Retries,
+    "`[models.NAME.upstream.timeouts]`": upstreams.UpstreamTimeouts,
+    "`[models.NAME.upstream.retries]`": upstreams.UpstreamRetries,
     "`[models.NAME.upstream.breaker]`": breaker.UpstreamBreakerConfig,
-    "`[models.NAME.upstream.health]`": upstreams.HealthConfig,
-    "`[models.NAME.upstream.takes]`": upstreams.Takes,
+    "`[models.NAME.upstream.health]`": upstreams.UpstreamHealthConfig,
+    "`[models.NAME.upstream.takes]`": upstreams.UpstreamFeatures,
     "`[surfaces.NAME]`": SurfaceConfig,
     "`[surfaces.NAME.ladder]`": LadderConfig,
     "`[[surfaces.NAME.ladder.steps]]`": shaping.LadderStepConfig,
@@ -70,14 +70,14 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[cache.semantic]`": SemanticConfig,
     "`[routing]`": RoutingConfig,
     "`[[routing.rules]]`": routing.RuleConfig,
-    "`[routing.rules.when]`": routing.When,
+    "`[routing.rules.when]`": routing.RuleConditions,
     "`[routing.splits.NAME]`": routing.SplitConfig,
     "`[routing.cascades.NAME]`": routing.CascadeConfig,
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
     "`[routing.breaker]`": breaker.BreakerConfig,
-    "`[routing.health]`": routing.HealthConfig,
+    "`[routing.health]`": routing.VariantHealthConfig,
     "`[shaping]`": ShapingConfig,
     "`[fast]`": FastConfig,
     "`[admin]`": AdminConfig,
@@ -182,7 +182,7 @@ def test_the_whole_gateway_of_the_examples_is_fine() -> None:
         "chat": ["trim", "max_tokens", "variant", "stale", "extract", "refuse"],
         "voice": ["max_tokens", "variant", "refuse"],
     }
-    assert read(shown(config), **variables_of(EXAMPLE)) == config
+    assert read(config_toml(config), **variables_of(EXAMPLE)) == config
 
 
 def test_the_whole_gateway_names_its_variables_and_has_no_secret() -> None:

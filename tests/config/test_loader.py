@@ -15,9 +15,9 @@ from headrace.config import (
     Config,
     ConfigError,
     KeyConfig,
-    Log,
+    LogConfig,
     ModelConfig,
-    Server,
+    ServerConfig,
     SurfaceConfig,
     digest_of,
     variants_of,
@@ -25,7 +25,7 @@ from headrace.config import (
 from headrace.config.limit_section import LimitSet
 from headrace.config.loader import variable_of
 from headrace.config.tenant_section import BudgetConfig
-from headrace.config.toml_text import shown
+from headrace.config.toml_text import config_toml
 from headrace.server.config_checks import load_config
 from headrace.variant import Variant
 from tests.support.config_text import mistakes, read
@@ -48,7 +48,7 @@ def test_flags_go_before_the_environment_before_the_file_before_defaults() -> No
         HEADRACE_SERVER_PORT="20",
         HEADRACE_SERVER_CONNECTIONS="21",
     )
-    assert config.server == Server(port=10, connections=21, body_bytes=3)
+    assert config.server == ServerConfig(port=10, connections=21, body_bytes=3)
 
 
 def test_a_flag_replaces_a_whole_table_of_the_top_level() -> None:
@@ -77,10 +77,10 @@ def test_the_environment_sets_every_kind_of_key() -> None:
             "HEADRACE_LOG_FORMAT": "json",
         }
     )
-    assert config.server == Server(
+    assert config.server == ServerConfig(
         idle_s=2.5, header_s=3.0, docs=False, cors_origins=("https://a.example", "http://b.example:80")
     )
-    assert (config.limits.stop, config.storage.folder, config.log) == (4, "here", Log(format="json"))
+    assert (config.limits.stop, config.storage.folder, config.log) == (4, "here", LogConfig(format="json"))
 
 
 def test_every_plain_key_has_a_variable() -> None:
@@ -339,7 +339,7 @@ def test_no_secret_is_shown() -> None:
     config = read(
         f"keys = [{{name='a', key='sk-1'}}, {{name='b', key_sha256='{digest}'}}, {{name='c', key_env='C'}}]", C="sk-2"
     )
-    text = shown(config)
+    text = config_toml(config)
     assert "sk-1" not in text
     assert "sk-2" not in text
     assert digest not in text
@@ -358,7 +358,7 @@ def test_no_secret_of_an_upstream_is_shown_or_told() -> None:
         """,
         TOKEN="sk-3",
     )
-    text = shown(config)
+    text = config_toml(config)
     assert not any(secret in text for secret in ("sk-1", "org-2", "sk-3"))
     upstream = tomllib.loads(text)["models"]["a"]["upstream"]
     assert (upstream["key"], upstream["headers"]) == ("***", {"x-org": "***", "authorization": "***"})
@@ -415,8 +415,8 @@ def test_what_is_shown_reads_back_the_same() -> None:
         """,
         K="k",
     )
-    assert read(shown(config), K="k") == config
-    assert read(shown(Config())) == Config()
+    assert read(config_toml(config), K="k") == config
+    assert read(config_toml(Config())) == Config()
 
 
 def test_each_model_has_a_variant_for_its_options_and_one_for_each_name() -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.config import Config, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, ServerConfig, StorageConfig
 from headrace.engine.process.engine_client import Waits
 from headrace.engine.process.supervisor import StartError
 from headrace.llm import AsyncLLM
@@ -325,7 +324,7 @@ def test_the_url_names_a_host_that_a_client_can_use() -> None:
 
 @asynchronous
 async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_is_an_error(tmp_path: Path) -> None:
-    config = Config(server=ServerConfig(port=0, drain_s=5.0), storage=Storage(folder=str(tmp_path)))
+    config = Config(server=ServerConfig(port=0, drain_s=5.0), storage=StorageConfig(folder=str(tmp_path)))
     server = Server(config)
     (engine,) = server.fleet._runs.values()
     assert isinstance(engine, AsyncLLM)

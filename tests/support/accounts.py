@@ -10,38 +10,38 @@ from typing import Any
 
 from headrace.config import Config, ModelConfig
 from headrace.config.tenant_section import AdminConfig, FastConfig, KeyConfig, TenantConfig
-from headrace.gateway.accounts.account_store import Change, Changes, Committed, SqliteStore
-from headrace.gateway.accounts.admin_operations import Who
-from headrace.gateway.accounts.audit_log import Entry
-from headrace.gateway.database import Database, unavailable
+from headrace.gateway.accounts.account_store import AccountChange, AccountChanges, CommitResult, SqliteAccountStore
+from headrace.gateway.accounts.admin_operations import Actor
+from headrace.gateway.accounts.audit_log import AuditEntry
+from headrace.gateway.database import Database, storage_unavailable
 from headrace.server.admin.administration import Administration
 from tests.support.clock import Clock
 
-WHO = Who("ops", "req_1")
+WHO = Actor("ops", "req_1")
 CONFIG = Config(models={"mini": ModelConfig(variants={"int4": {}, "golden": {}}), "draft": ModelConfig()})
 
 
-class Faulty(SqliteStore):
+class Faulty(SqliteAccountStore):
     """May be gone."""
 
     gone = False
     asked = 0
 
-    async def changes(self, since: int) -> Changes:
+    async def changes(self, since: int) -> AccountChanges:
         self.asked += 1
         if self.gone:
-            raise unavailable("the server's storage cannot be used")
+            raise storage_unavailable("the server's storage cannot be used")
         return await super().changes(since)
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: AccountChange) -> CommitResult:
         if self.gone:
-            raise unavailable("the server's storage cannot be used")
+            raise storage_unavailable("the server's storage cannot be used")
         return await super().commit(change)
 
 
-def entry(what: str = "test", **fields: Any) -> Entry:
+def entry(what: str = "test", **fields: Any) -> AuditEntry:
     given: dict[str, Any] = {"at": 1_700_000_000, "who": "ops", "what": what, **fields}
-    return Entry(**given)
+    return AuditEntry(**given)
 
 
 class Gateways:

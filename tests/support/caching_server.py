@@ -11,8 +11,7 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from headrace.config import Config, KeyConfig, ModelConfig, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, KeyConfig, ModelConfig, ServerConfig, StorageConfig
 from headrace.config.cache_section import CacheConfig, ExactConfig, SemanticConfig
 from headrace.engine.process.output_stream import Stream
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
@@ -121,7 +120,7 @@ async def caching(
     """At the end nothing of it is left. The exact cache is on unless `exact` says otherwise."""
     config = Config(
         server=ServerConfig(port=0),
-        storage=Storage(folder=str(folder)),
+        storage=StorageConfig(folder=str(folder)),
         models=sections.pop("models", {"mini": ModelConfig()}),
         keys=sections.pop("keys", KEYS),
         cache=CacheConfig(exact=exact or ExactConfig(mode="on"), semantic=semantic or SemanticConfig()),

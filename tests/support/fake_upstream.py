@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.upstream_section import HealthConfig, Retries, Timeouts, UpstreamConfig
+from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig, UpstreamRetries, UpstreamTimeouts
 from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Caller, Exchange
@@ -258,9 +258,9 @@ def config(fake: Fake | str, **changes: Any) -> UpstreamConfig:
     base = UpstreamConfig(
         url=fake if isinstance(fake, str) else fake.url,
         model="theirs",
-        timeouts=Timeouts(connect_s=5.0, first_s=20.0, chunk_s=20.0, usage_s=0.2, total_s=60.0),
-        retries=Retries(base_s=0.001, longest_s=1.0),
-        health=HealthConfig(path=""),
+        timeouts=UpstreamTimeouts(connect_s=5.0, first_s=20.0, chunk_s=20.0, usage_s=0.2, total_s=60.0),
+        retries=UpstreamRetries(base_s=0.001, longest_s=1.0),
+        health=UpstreamHealthConfig(path=""),
     )
     return msgspec.structs.replace(base, **changes)
 

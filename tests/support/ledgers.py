@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.database import Database
-from headrace.gateway.ledger.budget_alerts import Courier
-from headrace.gateway.ledger.budgets import Account, Accounts, Budget
+from headrace.gateway.ledger.budget_alerts import AlertSender
+from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
 from headrace.gateway.ledger.ledger import Ledger
-from headrace.gateway.ledger.ledger_bounds import Bounds, Event
-from headrace.gateway.ledger.ledger_records import Entry, Scope, ScopeSums
-from headrace.gateway.ledger.ledger_store import Batch, Watch, Written
+from headrace.gateway.ledger.ledger_bounds import LedgerBounds, LedgerEvent
+from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ScopeSums
+from headrace.gateway.ledger.ledger_store import FindBudget, LedgerBatch, WriteResult
 from headrace.gateway.ledger.prices import Price, PriceBook
-from headrace.gateway.ledger.sqlite import SqliteLedger
+from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
 from tests.support.clock import Clock
 
@@ -37,20 +38,20 @@ PRICES = PriceBook(
 CHAT = "/v1/chat/completions"
 
 
-def entry(id: str, tenant: str = "a", *, variant: str = "mini", prompt: int = 10, **options: Any) -> Entry:
+def entry(id: str, tenant: str = "a", *, variant: str = "mini", prompt: int = 10, **options: Any) -> LedgerEntry:
     given: dict[str, Any] = {"endpoint": CHAT, "model": "mini", "key": "k", "surface": "chat", **options}
-    return Entry(id=id, tenant=tenant, variant=variant, prompt_tokens=prompt, **given)
+    return LedgerEntry(id=id, tenant=tenant, variant=variant, prompt_tokens=prompt, **given)
 
 
 def used(prompt: int = 10, output: int = 10, cached: int = 0, seconds: float = 0.0) -> TokenUsage:
     return TokenUsage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, decode_s=seconds)
 
 
-def budgets(*given: Budget, when_down: Any = "open", tenant: str = "a") -> Accounts:
-    return Accounts({tenant: Account(given, when_down)})
+def budgets(*given: BudgetConfig, when_down: Any = "open", tenant: str = "a") -> BudgetBook:
+    return BudgetBook({tenant: TenantBudgets(given, when_down)})
 
 
-class Faulty(SqliteLedger):
+class Faulty(SqliteLedgerStore):
     """A store that can be slow, or gone."""
 
     def __init__(self, db: Database) -> None:
@@ -60,12 +61,12 @@ class Faulty(SqliteLedger):
         self.broken = False
         self.writes = 0
 
-    async def write(self, batch: Batch, watch: Watch, now: float) -> Written:
+    async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._fault()
         self.writes += 1
         return await super().write(batch, watch, now)
 
-    async def spent(self, scopes: Sequence[Scope]) -> ScopeSums:
+    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
         await self._fault()
         return await super().spent(scopes)
 
@@ -83,7 +84,7 @@ class Opened:
     clock: Clock
     monotonic: Clock
     db: Database
-    counts: Counter[Event] = field(default_factory=Counter[Event])
+    counts: Counter[LedgerEvent] = field(default_factory=Counter[LedgerEvent])
 
     def rows(self, statement: str) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(self.folder / "headrace.sqlite")) as connection:
@@ -104,7 +105,7 @@ class Opened:
     async def exchange(self, id: str, output: int = 10, **options: Any) -> int:
         """Reserved and settled; its micros."""
         verdict = await self.ledger.reserve(entry(id, **options), output_tokens=output)
-        assert type(verdict).__name__ == "Admit", verdict
+        assert isinstance(verdict, Admitted), verdict
         receipt = self.ledger.settle(id, used(output=output))
         return receipt.micros
 
@@ -112,7 +113,7 @@ class Opened:
 @asynccontextmanager
 async def ledger_in(
     folder: Path,
-    accounts: Accounts | None = None,
+    accounts: BudgetBook | None = None,
     *,
     clock: Clock | None = None,
     journal: bool = True,
@@ -124,12 +125,12 @@ async def ledger_in(
     clock, monotonic = clock or Clock(NOON), Clock(1000.0)
     db = Database(folder, limit_bytes=limit_bytes)
     store = Faulty(db)
-    counts: Counter[Event] = Counter()
+    counts: Counter[LedgerEvent] = Counter()
     if (webhook := options.pop("webhook", None)) is not None:
-        options["courier"] = Courier(store, webhook)
-    bounds = options.pop("bounds", None) or Bounds(exchanges=256, gather_s=0.0, wait_s=5.0, sync_s=0.05)
+        options["courier"] = AlertSender(store, webhook)
+    bounds = options.pop("bounds", None) or LedgerBounds(exchanges=256, gather_s=0.0, wait_s=5.0, sync_s=0.05)
 
-    def count(event: Event, number: int) -> None:
+    def count(event: LedgerEvent, number: int) -> None:
         counts[event] += number
 
     ledger = Ledger(

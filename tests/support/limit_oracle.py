@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.gateway.limits.limit_errors import LimitError
-from headrace.gateway.limits.limit_set import LimitSet, Scope
-from headrace.gateway.limits.limiter import Limiter, Reservation
+from headrace.gateway.limits.limit_scopes import LimitScope, LimitSet
+from headrace.gateway.limits.rate_limiter import RateLimiter, Reservation
 from tests.support.clock import Clock
 
 SPANS = {"s": 1_000, "min": 60_000}  # milliseconds
 
 
-def scope(name: str = "acme", kind: str = "tenant", **limits: int) -> Scope:
-    return Scope(kind, name, LimitSet(**limits))  # pyright: ignore[reportArgumentType]
+def scope(name: str = "acme", kind: str = "tenant", **limits: int) -> LimitScope:
+    return LimitScope(kind, name, LimitSet(**limits))  # pyright: ignore[reportArgumentType]
 
 
-async def admitted(limiter: Limiter, *scopes: Scope, input_tokens: int = 1, most: int = 0) -> bool:
+async def admitted(limiter: RateLimiter, *scopes: LimitScope, input_tokens: int = 1, most: int = 0) -> bool:
     """Whether such a request is let in now. It is gone again at once."""
     try:
         reservation = await limiter.reserve(scopes, input_tokens=input_tokens, most_output=most)
@@ -34,7 +34,7 @@ async def admitted(limiter: Limiter, *scopes: Scope, input_tokens: int = 1, most
     return True
 
 
-async def refusal(limiter: Limiter, *scopes: Scope, input_tokens: int = 1, most: int = 0) -> LimitError:
+async def refusal(limiter: RateLimiter, *scopes: LimitScope, input_tokens: int = 1, most: int = 0) -> LimitError:
     try:
         await limiter.reserve(scopes, input_tokens=input_tokens, most_output=most)
     except LimitError as error:
@@ -47,7 +47,7 @@ class Plan:
     """A request that is to come."""
 
     arrival: int
-    scopes: tuple[Scope, ...]
+    scopes: tuple[LimitScope, ...]
     input_tokens: int
     most: int
     real: int  # output tokens, where it may
@@ -95,22 +95,22 @@ class Ledger:
 
 @dataclass
 class Oracle:
-    limiter: Limiter
+    limiter: RateLimiter
     ledgers: dict[tuple[str, str, str], Ledger] = field(default_factory=lambda: defaultdict(Ledger))
     running: list[_Running] = field(default_factory=list[_Running])
     most_running: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    scopes: set[Scope] = field(default_factory=set[Scope])
+    scopes: set[LimitScope] = field(default_factory=set[LimitScope])
     admitted: int = 0
     refused: int = 0
     checked: int = 0  # refusals whose time was checked
     stopped: int = 0
 
-    def add(self, scopes: Iterable[Scope], meter: str, time: int, amount: int) -> None:
+    def add(self, scopes: Iterable[LimitScope], meter: str, time: int, amount: int) -> None:
         for each in scopes:
             if amount:
                 self.ledgers[each.kind, each.name, meter].add(time, amount)
 
-    def remove(self, scopes: Iterable[Scope], meter: str, time: int, amount: int) -> None:
+    def remove(self, scopes: Iterable[LimitScope], meter: str, time: int, amount: int) -> None:
         for each in scopes:
             ledger = self.ledgers[each.kind, each.name, meter]
             place, left = ledger.times.index(time), amount
@@ -176,13 +176,13 @@ class Oracle:
         return next(time for time in sorted(times) if not self.missing(plan, time))
 
 
-def limits_of(scope: Scope) -> list[tuple[str, int]]:
+def limits_of(scope: LimitScope) -> list[tuple[str, int]]:
     found = {name: getattr(scope.limits, name) for name in scope.limits.__struct_fields__ if name != "context"}
     return [(name, limit) for name, limit in found.items() if limit is not None]
 
 
 async def simulate(
-    limiter: Limiter,
+    limiter: RateLimiter,
     clock: Clock,
     plans: Sequence[Plan],
     *,
@@ -275,7 +275,7 @@ async def simulate(
     return oracle
 
 
-def random_plans(seed: int, count: int, *, within: int = 4000, scopes: Sequence[tuple[Scope, ...]]) -> list[Plan]:
+def random_plans(seed: int, count: int, *, within: int = 4000, scopes: Sequence[tuple[LimitScope, ...]]) -> list[Plan]:
     """`within`: milliseconds in which they come."""
     chance = random.Random(seed)
     plans: list[Plan] = []
@@ -303,7 +303,7 @@ def random_plans(seed: int, count: int, *, within: int = 4000, scopes: Sequence[
     return plans
 
 
-def random_scopes(seed: int) -> list[tuple[Scope, ...]]:
+def random_scopes(seed: int) -> list[tuple[LimitScope, ...]]:
     """Of requests of two tenants with three keys to one model, under limits that bind."""
     chance = random.Random(seed)
 
@@ -320,10 +320,10 @@ def random_scopes(seed: int) -> list[tuple[Scope, ...]]:
         chosen = chance.sample(sorted(every), chance.randrange(2, len(every) + 1))
         return LimitSet(**{name: max(1, int(every[name] * factor)) for name in chosen})
 
-    model = Scope("model", "mini", limits(1.5))
-    found: list[tuple[Scope, ...]] = []
+    model = LimitScope("model", "mini", limits(1.5))
+    found: list[tuple[LimitScope, ...]] = []
     for tenant in ("acme", "bolt"):
-        whole = Scope("tenant", tenant, limits(1.0))
+        whole = LimitScope("tenant", tenant, limits(1.0))
         for key in range(3):
-            found.append((whole, Scope("key", f"{tenant}-{key}", limits(0.5)), model))
+            found.append((whole, LimitScope("key", f"{tenant}-{key}", limits(0.5)), model))
     return found

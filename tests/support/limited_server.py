@@ -15,13 +15,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import Config, KeyConfig, Log, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, KeyConfig, LogConfig, ServerConfig, StorageConfig
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish
 from headrace.engine.process.output_stream import Stream
-from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.local_limits import LocalLimitStore
+from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.server.server import Server
 from tests.support.clock import Clock
 from tests.support.running_server import (
@@ -175,13 +174,18 @@ async def served(
         fleet.served[name] = msgspec.structs.replace(fleet.served["mini"], name=name, engine=engine, fingerprint=name)
     sections["keys"] = (*sections.get("keys", ()), ADMIN)
     config = Config(
-        server=ServerConfig(port=0), log=Log(requests=False), storage=Storage(folder=str(folder)), **sections
+        server=ServerConfig(port=0),
+        log=LogConfig(requests=False),
+        storage=StorageConfig(folder=str(folder)),
+        **sections,
     )
     clock = Clock()
     server = Server(config, fleet=fleet)
     if config.limiting.redis_env is None:
         parts = server.parts
-        parts.limiter = Limiter(local=LocalStore(clock=clock), clock=clock, sleep=clock.sleep, note=parts.limiter.note)
+        parts.limiter = RateLimiter(
+            local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.sleep, note=parts.limiter.note
+        )
     prepare(server)
     async with living(
         server, lambda task: Serving(server, engines["mini"], fleet, task, clock=clock, engines=engines)

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from headrace.config import Config, Log, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, LogConfig, ServerConfig, StorageConfig
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.process.output_stream import Stream
@@ -261,7 +260,9 @@ def config_of(folder: Path, **server: Any) -> Config:
     named = {"models", "keys", "limits", "log", "routing"}
     others = {name: server.pop(name) for name in list(server) if name in named}
     return Config(
-        server=ServerConfig(port=0, **server), storage=Storage(folder=str(folder)), **({"log": Log()} | others)
+        server=ServerConfig(port=0, **server),
+        storage=StorageConfig(folder=str(folder)),
+        **({"log": LogConfig()} | others),
     )
 
 

@@ -463,20 +463,20 @@ def audit(
         return
     if after is not None:
         raise RequestError("the log is verified as a whole: without --after")
-    from headrace.gateway.accounts.audit_log import Mark, Verification, row_of
+    from headrace.gateway.accounts.audit_log import ChainPosition, ChainVerifier, parse_audit_row
 
     try:
-        noted = None if head is None else Mark.read(head)
+        noted = None if head is None else ChainPosition.read(head)
     except ValueError as error:
         raise RequestError(f"--head: {error}") from None
-    checking: Verification | None = None
-    mark = Mark()
+    checking: ChainVerifier | None = None
+    mark = ChainPosition()
     for page in _pages(to):
         try:
-            checking = checking or Verification(Mark.read(page["anchor"]), noted=noted)
+            checking = checking or ChainVerifier(ChainPosition.read(page["anchor"]), noted=noted)
             for row in page["data"]:
-                checking.add(row_of(row))
-            mark = Mark.read(page["head"])
+                checking.add(parse_audit_row(row))
+            mark = ChainPosition.read(page["head"])
         except (KeyError, TypeError, ValueError) as error:
             raise HeadraceError(f"the audit log cannot be read: {printable(str(error))}") from None
     assert checking is not None

@@ -12,9 +12,9 @@ from typing import Final
 
 from cyclopts import App
 
-from headrace.config import ConfigError, Mistake
-from headrace.config.loader import FILE, find
-from headrace.config.toml_text import shown
+from headrace.config import ConfigError, ConfigProblem
+from headrace.config.loader import CONFIG_FILE, find_config_file
+from headrace.config.toml_text import config_toml
 from headrace.server.config_checks import load_config
 
 TEMPLATE: Final = Path(__file__).with_name("config_template.toml")
@@ -36,13 +36,13 @@ def check(file: Path | None = None, /) -> None:
     file
         File to check; the one that HEADRACE_CONFIG names, or ./headrace.toml, by default.
     """
-    found = find(file, os.environ)
+    found = find_config_file(file, os.environ)
     try:
         load_config(file, environ=os.environ)
     except ConfigError as error:
         print(*error.mistakes, sep="\n")
         count = "a mistake" if len(error.mistakes) == 1 else f"{len(error.mistakes)} mistakes"
-        raise ConfigError(Mistake(str(found or "the configuration"), "", count), path=found) from None
+        raise ConfigError(ConfigProblem(str(found or "the configuration"), "", count), path=found) from None
     print("There is no file, and the configuration is fine" if found is None else f"{found} is fine")
 
 
@@ -55,11 +55,11 @@ def show(file: Path | None = None, /) -> None:
     file
         File to read; the one that HEADRACE_CONFIG names, or ./headrace.toml, by default.
     """
-    print(shown(load_config(file, environ=os.environ)), end="")
+    print(config_toml(load_config(file, environ=os.environ)), end="")
 
 
 @config.command
-def init(file: Path = Path(FILE), /) -> None:
+def init(file: Path = Path(CONFIG_FILE), /) -> None:
     """Write a configuration to begin with: every key with its meaning and its default. Overwrites nothing.
 
     Parameters
@@ -71,5 +71,7 @@ def init(file: Path = Path(FILE), /) -> None:
         with file.open("x", encoding="utf-8") as new:
             new.write(TEMPLATE.read_text(encoding="utf-8"))
     except FileExistsError:
-        raise ConfigError(Mistake(str(file), "", "there is such a file already, and it stays"), path=file) from None
+        raise ConfigError(
+            ConfigProblem(str(file), "", "there is such a file already, and it stays"), path=file
+        ) from None
     print(f"Wrote {file}")

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from headrace.config.loader import find
+from headrace.config.loader import find_config_file
 from headrace.errors import RequestError
 from headrace.models.model_folder import BUNDLED_NAMES
 from headrace.server.config_checks import load_config
@@ -68,7 +68,7 @@ def serve(
     options = {"weights": weights, "kv": kv, "threads": threads, "context": context}
     options = {name: value for name, value in options.items() if value is not None}
     if model is None and (options or replicas is not None):
-        if find(config, os.environ) is not None:
+        if find_config_file(config, os.environ) is not None:
             raise RequestError(
                 "name the model that these flags are of; those of the configuration have their own there"
             )

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.config.cache_section import CacheConfig, ExactConfig, Mode, SemanticConfig
+from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.routing_section import RoutingConfig
@@ -45,9 +45,11 @@ __all__ = [
     "AdminConfig",
     "BudgetConfig",
     "CacheConfig",
+    "CacheMode",
     "CachesConfig",
     "Config",
     "ConfigError",
+    "ConfigProblem",
     "Count",
     "ExactConfig",
     "FastConfig",
@@ -57,25 +59,23 @@ __all__ = [
     "LedgerConfig",
     "LimitSet",
     "LimitingConfig",
-    "Limits",
-    "Log",
+    "LogConfig",
     "Milliseconds",
-    "Mistake",
-    "Mode",
     "ModelConfig",
     "Options",
     "Port",
     "PriceConfig",
     "ProfilesConfig",
+    "RequestLimits",
     "RoutingConfig",
     "Seconds",
     "Secret",
     "Section",
     "SemanticConfig",
-    "Server",
+    "ServerConfig",
     "ShapingConfig",
     "Share",
-    "Storage",
+    "StorageConfig",
     "SurfaceConfig",
     "TenantConfig",
     "Text",
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-class Server(Section, frozen=True):
+class ServerConfig(Section, frozen=True):
     host: Text = "127.0.0.1"
     port: Port = 8000  # 0: a free one
     connections: Count = 4096  # open at once; the next ones are closed again
@@ -136,7 +136,7 @@ class SurfaceConfig(Section, frozen=True):
     ladder: LadderConfig = LadderConfig()
 
 
-class Limits(Section, frozen=True):
+class RequestLimits(Section, frozen=True):
     """Of one request."""
 
     messages: Count = 4096
@@ -149,7 +149,7 @@ class Limits(Section, frozen=True):
     requests: Count = 4096  # running at once, in this server
 
 
-class Storage(Section, frozen=True):
+class StorageConfig(Section, frozen=True):
     """Where files, batches and stored responses live."""
 
     folder: Text = "~/.local/share/headrace"  # `path` is where that is
@@ -164,21 +164,21 @@ class Storage(Section, frozen=True):
         return Path(self.folder).expanduser()
 
 
-class Log(Section, frozen=True):
+class LogConfig(Section, frozen=True):
     format: Literal["json", "text"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
     requests: bool = True  # a line for each
 
 
 class Config(Section, frozen=True):
-    server: Server = Server()
+    server: ServerConfig = ServerConfig()
     models: dict[str, ModelConfig] = msgspec.field(default_factory=lambda: {DEFAULT_MODEL: ModelConfig()})
     default_model: str | None = None  # of requests that name none; the first of `models` by default
     surfaces: dict[str, SurfaceConfig] = msgspec.field(default_factory=dict[str, SurfaceConfig])
     profiles: ProfilesConfig = msgspec.field(default_factory=ProfilesConfig)
     keys: tuple[KeyConfig, ...] = ()  # none: everybody may call
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict[str, TenantConfig])
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     limiting: LimitingConfig = LimitingConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict[str, PriceConfig])  # by variant or model
     ledger: LedgerConfig = LedgerConfig()
@@ -187,22 +187,22 @@ class Config(Section, frozen=True):
     shaping: ShapingConfig = ShapingConfig()
     fast: FastConfig = FastConfig()
     admin: AdminConfig = AdminConfig()
-    storage: Storage = Storage()
-    log: Log = Log()
+    storage: StorageConfig = StorageConfig()
+    log: LogConfig = LogConfig()
 
 
 # The sections whose keys the environment can set.
 PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
-    "server": Server,
-    "limits": Limits,
+    "server": ServerConfig,
+    "limits": RequestLimits,
     "limiting": LimitingConfig,
     "ledger": LedgerConfig,
-    "storage": Storage,
-    "log": Log,
+    "storage": StorageConfig,
+    "log": LogConfig,
 }
 
 
-class Mistake(msgspec.Struct, frozen=True):
+class ConfigProblem(msgspec.Struct, frozen=True):
     """One thing that is wrong: in which file or variable, at which key, and what."""
 
     source: str
@@ -216,8 +216,8 @@ class Mistake(msgspec.Struct, frozen=True):
 class ConfigError(HeadraceError):
     """A configuration that cannot be used; `where` is the first mistake's. A mistake without a place may be a text."""
 
-    def __init__(self, *mistakes: Mistake | str, path: Path | None = None) -> None:
-        self.mistakes = [Mistake("", "", each) if isinstance(each, str) else each for each in mistakes]
+    def __init__(self, *mistakes: ConfigProblem | str, path: Path | None = None) -> None:
+        self.mistakes = [ConfigProblem("", "", each) if isinstance(each, str) else each for each in mistakes]
         self.path = path
         self.where = self.mistakes[0].where if mistakes else ""
         super().__init__("; ".join(map(str, self.mistakes)))

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from headrace.config.value_types import Count, Seconds, Section
+from headrace.config.value_types import Count, Finding, Seconds, Section
 
-Part = Annotated[float, Meta(gt=0, le=1)]
+_PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 
 
 class BreakerConfig(Section, frozen=True):
@@ -20,14 +20,14 @@ class BreakerConfig(Section, frozen=True):
 
     window_s: Seconds = 30.0  # that is looked at
     least_calls: Count = 10  # in it, before anything follows from them
-    failures: Part = 0.5  # share of failed calls that opens it
+    failures: _PositiveShare = 0.5  # share of failed calls that opens it
     slow_s: Seconds | None = None  # a first token that takes longer is slow
-    slow: Part = 0.8  # share of failed and slow calls that opens it
+    slow: _PositiveShare = 0.8  # share of failed and slow calls that opens it
     open_s: Seconds = 5.0  # until it is tried again; doubled after each try that fails
     open_most_s: Seconds = 60.0
     probes: Count = 3  # calls that are let through then, and must all do well
 
-    def findings(self, where: str) -> Iterator[tuple[str, str]]:
+    def findings(self, where: str) -> Iterator[Finding]:
         if self.open_most_s < self.open_s:
             yield f"{where}.open_most_s", f"expected at least open_s, {self.open_s:g}, found {self.open_most_s:g}"
 
@@ -36,5 +36,5 @@ class UpstreamBreakerConfig(BreakerConfig, frozen=True):
     """When nothing more is sent to an upstream for a while."""
 
     slow_s: Seconds | None = 30.0
-    slow: Part = 0.5
+    slow: _PositiveShare = 0.5
     probes: Count = 1

@@ -19,12 +19,12 @@ from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_or
 import msgspec
 from msgspec import inspect
 
-from headrace.config import PLAIN_SECTIONS, Config, ConfigError, Mistake, Options, Section
-from headrace.config.cache_section import Span
+from headrace.config import PLAIN_SECTIONS, Config, ConfigError, ConfigProblem, Options, Section
+from headrace.config.cache_section import Lifetime
 from headrace.config.toml_text import HIDDEN, is_secret, key_path, quoted
 from headrace.variant import Variant
 
-FILE: Final = "headrace.toml"  # read from the working folder where no file is named
+CONFIG_FILE: Final = "headrace.toml"  # read from the working folder where no file is named
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
 _NAMED: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
@@ -51,13 +51,13 @@ def read_config(
     `flags` are values by their keys' paths, such as {"server.port": 9000, "models": {...}}; None is a flag that was
     not given. A key of the top level is replaced as a whole.
     """
-    file = find(path, environ)
+    file = find_config_file(path, environ)
     source = "the configuration" if file is None else str(file)
     reading = _Reading(source, environ)
     try:
         raw: dict[str, Any] = {} if file is None else reading.filled_in(_parsed(file), "")
     except RecursionError:
-        raise ConfigError(Mistake(source, "", "tables or lists are nested too deeply"), path=file) from None
+        raise ConfigError(ConfigProblem(source, "", "tables or lists are nested too deeply"), path=file) from None
     reading.take_environment(raw)
     reading.take_flags(raw, flags or {})
     config = reading.section(Config, raw, "")
@@ -69,13 +69,13 @@ def read_config(
     return config
 
 
-def find(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+def find_config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The file to read: the one that is named, the one that the environment names, ./headrace.toml, or none."""
     if path is not None:
         return path
     if named := environ.get("HEADRACE_CONFIG"):
         return Path(named)
-    here = Path(FILE)
+    here = Path(CONFIG_FILE)
     return here if here.exists() else None
 
 
@@ -86,7 +86,7 @@ def variable_of(section: str, key: str) -> str:
 
 def _parsed(file: Path) -> dict[str, Any]:
     def refused(reason: str, where: str = "") -> ConfigError:
-        return ConfigError(Mistake(str(file), where, reason), path=file)
+        return ConfigError(ConfigProblem(str(file), where, reason), path=file)
 
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -118,14 +118,14 @@ class _Reading:
     """One pass over a configuration, and the mistakes that it has found so far."""
 
     def __init__(self, source: str, environ: Mapping[str, str]) -> None:
-        self.mistakes: list[Mistake] = []
+        self.mistakes: list[ConfigProblem] = []
         self._source = source
         self._environ = environ
         self._broken: set[str] = set()  # keys whose texts could not be filled in: what they become says nothing
         self._origins: dict[str, str] = {}  # of keys that are not the file's: their variable, or "flag"
 
     def mistake(self, where: str, reason: str) -> None:
-        self.mistakes.append(Mistake(self._origin(where), where, reason))
+        self.mistakes.append(ConfigProblem(self._origin(where), where, reason))
 
     def _origin(self, where: str) -> str:
         """What set the key, or the nearest table or list around it."""
@@ -195,7 +195,9 @@ class _Reading:
         pointed = {*_variables_in(Config()), *_variables_in(raw)}
         for variable, known in unknown.items():
             if variable not in pointed:
-                self.mistakes.append(Mistake(variable, "", f"there is no such variable; {_nearest(variable, known)}"))
+                self.mistakes.append(
+                    ConfigProblem(variable, "", f"there is no such variable; {_nearest(variable, known)}")
+                )
 
     def take_flags(self, raw: dict[str, Any], flags: Mapping[str, Any]) -> None:
         for where, value in flags.items():
@@ -400,7 +402,7 @@ def _pattern_of(kind: Any) -> str | None:
 
 
 # What texts look like that have a pattern.
-_PATTERNS: Final[Mapping[str | None, str]] = {_pattern_of(Span): "a time span such as 90s, 5m, 1h or 7d"}
+_PATTERNS: Final[Mapping[str | None, str]] = {_pattern_of(Lifetime): "a time span such as 90s, 5m, 1h or 7d"}
 
 
 def _text(kind: inspect.StrType) -> str:

@@ -9,17 +9,17 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
-from headrace.config.breaker_section import BreakerConfig, Part
+from headrace.config.breaker_section import BreakerConfig, _PositiveShare
 from headrace.config.value_types import Count, Milliseconds, Seconds, Section, Share, Text
 
-Percent = Annotated[float, Meta(gt=0, le=100)]
-Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-DAYS: Final[tuple[Day, ...]] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-Then = Literal["continue", "restart", "error"]
+SharePercent = Annotated[float, Meta(gt=0, le=100)]
+Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+DAYS: Final[tuple[Weekday, ...]] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+AfterBreak = Literal["continue", "restart", "error"]
 Measure = Literal["mean", "least", "entropy"]  # of how sure a model was
 
 
-class When(Section, frozen=True):
+class RuleConditions(Section, frozen=True):
     """What a request must be like; all that is said must hold, and of a list one."""
 
     models: tuple[Text, ...] = ()  # as the client names them; without, those that name no variant
@@ -38,14 +38,14 @@ class When(Section, frozen=True):
     json: bool | None = None  # the answer is to be JSON
     streamed: bool | None = None
     hours: tuple[Text, ...] = ()  # "22:00-06:00", in the routing's time zone
-    days: tuple[Day, ...] = ()
+    days: tuple[Weekday, ...] = ()
 
 
 class RuleConfig(Section, frozen=True):
     """The first rule that holds decides. Of the four after `when`, one is given."""
 
     name: Text
-    when: When = When()
+    when: RuleConditions = RuleConditions()
     variant: Text | None = None
     split: Text | None = None
     cascade: Text | None = None
@@ -55,7 +55,7 @@ class RuleConfig(Section, frozen=True):
 class SplitConfig(Section, frozen=True):
     """Conversations in shares, each of which stays where it is."""
 
-    percent: dict[str, Percent]  # by variant; 100 together
+    percent: dict[str, SharePercent]  # by variant; 100 together
     salt: str = ""  # the split's name by default; with another one, other conversations
 
 
@@ -67,14 +67,16 @@ class CascadeConfig(Section, frozen=True):
     measure: Measure = "mean"  # what of the small one's log-probabilities says how sure it is
     threshold: Share | None = None  # from which the small one's answer is taken; or else `calibration`
     calibration: Text | None = None  # a file of labelled answers, from which the threshold is found
-    quality: Part = 0.98  # with `calibration`: of the large model's quality, what is to be kept
+    quality: _PositiveShare = 0.98  # with `calibration`: of the large model's quality, what is to be kept
     tokens: Annotated[int, Meta(ge=1, le=4096)] | None = None  # after which it is decided; the whole answer by default
     within_s: Seconds = 5.0  # that the small model has until then
 
 
 class StepConfig(Section, frozen=True):
     variant: Text
-    then: Then = "error"  # what becomes of a stream that broke after it had begun, when this step is to go on with it
+    then: AfterBreak = (
+        "error"  # what becomes of a stream that broke after it had begun, when this step is to go on with it
+    )
 
 
 class ChainConfig(Section, frozen=True):
@@ -95,7 +97,7 @@ class HedgeConfig(Section, frozen=True):
     samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # latest times that the quantile is taken over
 
 
-class HealthConfig(Section, frozen=True):
+class VariantHealthConfig(Section, frozen=True):
     """Questions to a variant whether it is there."""
 
     every_s: Seconds = 5.0
@@ -113,4 +115,4 @@ class RoutingConfig(Section, frozen=True):
     chains: dict[str, ChainConfig] = field(default_factory=dict[str, ChainConfig])
     hedges: dict[str, HedgeConfig] = field(default_factory=dict[str, HedgeConfig])  # by variant
     breaker: BreakerConfig = BreakerConfig()
-    health: HealthConfig = HealthConfig()
+    health: VariantHealthConfig = VariantHealthConfig()

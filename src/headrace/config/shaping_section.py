@@ -14,18 +14,18 @@ from msgspec import Meta
 from headrace.config.value_types import Count, Seconds, Section, Text
 
 StepName = Literal["trim", "max_tokens", "variant", "stale", "extract", "refuse"]
-Degrade = Literal["on", "off"] | list[StepName]  # what a request or a tenant lets happen to it
-Pair = tuple[float, ...]  # where a step is entered, and where it is left again
+DegradeMode = Literal["on", "off"] | list[StepName]  # what a request or a tenant lets happen to it
+MillisecondRange = tuple[float, ...]  # where a step is entered, and where it is left again
 
 
 class LadderStepConfig(Section, frozen=True):
     """A step is entered as soon as one of its signals is at its first number, and left when all are at the second."""
 
     step: StepName
-    queue_ms: Pair | None = None  # until a first token would come
-    memory_free: Pair | None = None  # share of the KV blocks that are free
-    slack_ms: Pair | None = None  # that would be left at the deadline
-    budget_left: Pair | None = None  # share of the tenant's budget
+    queue_ms: MillisecondRange | None = None  # until a first token would come
+    memory_free: MillisecondRange | None = None  # share of the KV blocks that are free
+    slack_ms: MillisecondRange | None = None  # that would be left at the deadline
+    budget_left: MillisecondRange | None = None  # share of the tenant's budget
     history_tokens: Count = 1024  # trim: the conversation without its sources
     sources_tokens: Count = 512  # trim: the sources
     max_tokens: Count = 128  # max_tokens: of an answer

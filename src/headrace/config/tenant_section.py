@@ -11,15 +11,15 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.config.cache_section import Mode
+from headrace.config.cache_section import CacheMode
 from headrace.config.limit_section import LimitSet
 from headrace.config.value_types import Count, Seconds, Secret, Section, Text, Weight
 
 Period = Literal["day", "month"]
-ALERTS: Final = (50, 80, 100)  # percent of a budget
+DEFAULT_ALERTS: Final = (50, 80, 100)  # percent of a budget
 Micros = Annotated[int, Meta(ge=0, le=10**15)]  # 1e-6 of the currency
-Percent = Annotated[int, Meta(ge=1, le=1000)]
-Tokens = Annotated[int, Meta(ge=1, le=2**53)]
+AlertPercent = Annotated[int, Meta(ge=1, le=1000)]
+TokenLimit = Annotated[int, Meta(ge=1, le=2**53)]
 
 Rights = Literal["read", "write"]
 PROFILES: Final = ("standard", "fast", "golden")
@@ -33,14 +33,28 @@ class BudgetConfig(Section, frozen=True, omit_defaults=True):
     endpoint: str = ""  # a route's path; empty: all that the tenant spends
     then: str = ""  # the variant that answers at the end; empty: what goes beyond is refused
     allowance_micros: Micros = 0  # that this variant alone may spend beyond the limit
-    alerts: tuple[Percent, ...] = ALERTS
+    alerts: tuple[AlertPercent, ...] = DEFAULT_ALERTS
+
+    def limit_for(self, variant: str) -> int:
+        """The limit that holds for a variant, in micros: the fallback variant may also spend the allowance."""
+        return self.limit_micros + (self.allowance_micros if self.then and variant == self.then else 0)
+
+    def label(self, day: str) -> str:
+        """The day (2026-01-31) or the month (2026-01) that a day's charges count in."""
+        return day if self.period == "day" else day[:7]
+
+    def alerts_reached(self, spent_micros: int) -> list[int]:
+        """The alert thresholds that the spending has reached, in percent, lowest first."""
+        if spent_micros <= 0:
+            return []
+        return [percent for percent in sorted(self.alerts) if spent_micros * 100 >= self.limit_micros * percent]
 
 
 class CachesConfig(Section, frozen=True, omit_defaults=True):
     """How far a tenant's requests may use the caches of answers; None is as the caches' own sections say."""
 
-    exact: Mode | None = None
-    semantic: Mode | None = None
+    exact: CacheMode | None = None
+    semantic: CacheMode | None = None
 
 
 class TenantConfig(Section, frozen=True, omit_defaults=True):
@@ -105,7 +119,7 @@ class FastConfig(Section, frozen=True):
 
     variant: str = ""  # answers in the place of every model that `variants` does not name; @NAME is the model's own
     variants: dict[str, Text] = msgspec.field(default_factory=dict[str, Text])  # by model
-    prompt_tokens: Tokens | None = None  # that a prompt is trimmed to
-    max_tokens: Tokens | None = None  # of an answer
+    prompt_tokens: TokenLimit | None = None  # that a prompt is trimmed to
+    max_tokens: TokenLimit | None = None  # of an answer
     slow_tools: tuple[Text, ...] = ()  # tools that the model is not offered
     most_s: Seconds = 86_400.0  # that the mode can be asked for

@@ -21,7 +21,7 @@ HIDDEN: Final = "***"  # what is shown in place of a secret
 _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def shown(config: Config) -> str:
+def config_toml(config: Config) -> str:
     """All of a configuration, defaults too, with secrets hidden. What is None is left out: TOML has no word for it."""
     return toml(_table(config))
 

@@ -14,17 +14,17 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.breaker_section import UpstreamBreakerConfig
-from headrace.config.value_types import Count, Seconds, Secret, Section, Share, Text
+from headrace.config.value_types import Count, Finding, Seconds, Secret, Section, Share, Text
 
 # Header values may be secrets too.
 Headers = Annotated[dict[str, str], Meta(extra={"secret": True})]
 
-Kind = Literal["compatible", "openai", "vllm", "sglang", "llama.cpp", "tgi", "headrace"]
+UpstreamKind = Literal["compatible", "openai", "vllm", "sglang", "llama.cpp", "tgi", "headrace"]
 GrammarName = Literal["json_object", "json_schema", "regex", "choice", "lark"]
-Thinking = Literal["none", "template", "effort"]
+ThinkingParameter = Literal["none", "template", "effort"]
 
 
-class Takes(Section, frozen=True):
+class UpstreamFeatures(Section, frozen=True):
     """What the server takes. What is not said here is as its kind has it."""
 
     chat: bool | None = None  # /chat/completions
@@ -50,7 +50,7 @@ class Takes(Section, frozen=True):
     ignore_eos: bool | None = None
     token_prompts: bool | None = None  # prompts as token ids
     template: bool | None = None  # chat_template_kwargs
-    thinking: Thinking | None = None  # by which parameter it is told to reason first, or not to
+    thinking: ThinkingParameter | None = None  # by which parameter it is told to reason first, or not to
     reasoning: bool | None = None  # the reasoning of earlier answers, in the messages
     user: bool | None = None  # whom a request is for, as `user`; otherwise it stays here
     salt: bool | None = None  # cache_salt, by which tenants share no cached prefix
@@ -60,7 +60,7 @@ class Takes(Section, frozen=True):
     defaults: bool | None = None  # sampling has defaults of the server's own, so that every setting is to be sent
 
 
-_COMPATIBLE: Final = Takes(
+_COMPATIBLE: Final = UpstreamFeatures(
     chat=True,
     completions=False,
     embeddings=False,
@@ -108,7 +108,7 @@ _OPEN: Final = msgspec.structs.replace(
     reasoning=True,
     defaults=True,
 )
-KINDS: Final[Mapping[str, Takes]] = {
+KINDS: Final[Mapping[str, UpstreamFeatures]] = {
     "compatible": _COMPATIBLE,
     "openai": msgspec.structs.replace(
         _COMPATIBLE, embeddings=True, thinking="effort", max_completion_tokens=True, user=True
@@ -157,7 +157,7 @@ HEALTH: Final[Mapping[str, str]] = {
 }
 
 
-class Timeouts(Section, frozen=True):
+class UpstreamTimeouts(Section, frozen=True):
     connect_s: Seconds = 5.0  # name, connection and TLS
     first_s: Seconds = 60.0  # from the request to the first output; with an answer that is not streamed, not held
     chunk_s: Seconds = 20.0  # between two events, and two parts of an answer that is not streamed
@@ -165,7 +165,7 @@ class Timeouts(Section, frozen=True):
     total_s: Seconds = 600.0  # from the request's arrival, waits and further attempts included
 
 
-class Retries(Section, frozen=True):
+class UpstreamRetries(Section, frozen=True):
     """Attempts after the first. None once something of the answer has reached the client."""
 
     most: Annotated[int, Meta(ge=0, le=10)] = 2  # of one request
@@ -176,7 +176,7 @@ class Retries(Section, frozen=True):
     after_s: Seconds = 60.0  # most of an upstream's Retry-After that clients are told
 
 
-class HealthConfig(Section, frozen=True):
+class UpstreamHealthConfig(Section, frozen=True):
     path: str | None = None  # asked with GET; as its kind has it by default; "" asks nothing
     interval_s: Seconds = 10.0
     timeout_s: Seconds = 5.0
@@ -187,13 +187,13 @@ class UpstreamConfig(Section, frozen=True):
     """An OpenAI-compatible server that answers in a variant's place."""
 
     url: Text  # up to what stands before /chat/completions: "http://10.0.0.5:8000/v1"
-    kind: Kind = "compatible"  # of server: what it takes beyond what all have in common
+    kind: UpstreamKind = "compatible"  # of server: what it takes beyond what all have in common
     model: str = ""  # its name there; the model's own by default
     key_env: Text | None = None  # the environment variable that has the key
     key: Secret | None = None  # or the key itself
     key_header: Text = "authorization"  # that carries it; in this one after `Bearer `
     headers: Headers = msgspec.field(default_factory=dict[str, str])  # further ones
-    takes: Takes = Takes()
+    takes: UpstreamFeatures = UpstreamFeatures()
     context: Count | None = None  # tokens, prompt and answer together, where a prompt is to be refused here already
     tokenizer: str = ""  # model folder, bundled name or hub id to count tokens with; estimated without
     connections: Count = 256  # requests that run there at once
@@ -205,13 +205,13 @@ class UpstreamConfig(Section, frozen=True):
     idle_s: Seconds = 4.0  # that a connection is kept between two requests; most servers close it after 5
     ca_file: str = ""  # certificates that the server's is checked against; the system's by default
     proxy_env: bool = False  # through the proxy that the environment names (HTTPS_PROXY, NO_PROXY)
-    timeouts: Timeouts = Timeouts()
-    retries: Retries = Retries()
+    timeouts: UpstreamTimeouts = UpstreamTimeouts()
+    retries: UpstreamRetries = UpstreamRetries()
     breaker: UpstreamBreakerConfig = UpstreamBreakerConfig()
-    health: HealthConfig = HealthConfig()
+    health: UpstreamHealthConfig = UpstreamHealthConfig()
 
 
-def takes_of(config: UpstreamConfig) -> Takes:
+def features_of(config: UpstreamConfig) -> UpstreamFeatures:
     """What the server takes, with nothing left open."""
     said = {name: value for name, value in msgspec.structs.asdict(config.takes).items() if value is not None}
     return msgspec.structs.replace(KINDS[config.kind], **said)
@@ -228,7 +228,7 @@ _VALUE: Final = re.compile(r"[\x20-\x7e\t]*")
 _OURS: Final = ("content-length", "content-type", "transfer-encoding", "host", "connection", "accept-encoding")
 
 
-def findings(config: UpstreamConfig, environ: Mapping[str, str], where: str) -> Iterator[tuple[str, str]]:
+def check_upstream(config: UpstreamConfig, environ: Mapping[str, str], where: str) -> Iterator[Finding]:
     """What is wrong beyond types and ranges: a key by its path, and what it is. No secret is in the words."""
     try:
         parts = urlsplit(config.url)
@@ -254,7 +254,7 @@ def findings(config: UpstreamConfig, environ: Mapping[str, str], where: str) -> 
         elif name.lower() in _OURS:
             yield here, f"{name.lower()} follows from the request"
     yield from config.breaker.findings(f"{where}.breaker")
-    takes = takes_of(config)
+    takes = features_of(config)
     if not (takes.chat or takes.completions or takes.embeddings):
         yield f"{where}.takes", "expected one at least of chat, completions and embeddings"
     path = health_path(config)

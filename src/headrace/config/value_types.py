@@ -24,5 +24,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Options = Annotated[dict[str, Any], Meta(extra={"options": True})]
 
 
+# A rule that a configuration breaks: the key's path, such as models.mini.replicas, and what is wrong with its value.
+Finding = tuple[str, str]
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""

@@ -32,9 +32,9 @@ from headrace.gateway.api_errors import ApiError, invalid
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-Item = TypeVar("Item")
-Order = Literal["asc", "desc"]
+TransactionResult = TypeVar("Result")
+PageItem = TypeVar("Item")
+ListOrder = Literal["asc", "desc"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -149,13 +149,13 @@ class Database:
         self._thread = threading.Thread(target=self._serve, name="headrace-database", daemon=True)
         self._thread.start()
 
-    async def run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def run(self, function: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
         """`function`'s result; its statements are one transaction, which an exception takes back.
 
         It runs even when the caller is cancelled meanwhile: what was asked to be saved is saved.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        future: asyncio.Future[TransactionResult] = loop.create_future()
 
         def job() -> None:
             try:
@@ -167,9 +167,9 @@ class Database:
 
         with self._mutex:
             if self._closed:
-                raise unavailable("the server is ending")
+                raise storage_unavailable("the server is ending")
             if self.waiting >= self._waiting_limit:
-                raise unavailable("the server's storage is too busy; try again", retry_after=1.0)
+                raise storage_unavailable("the server's storage is too busy; try again", retry_after=1.0)
             self.waiting += 1
             self._jobs.put(job)
         return await future
@@ -193,7 +193,7 @@ class Database:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _transaction(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+    def _transaction(self, function: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
         try:
             connection = self._connected()
             connection.execute("BEGIN IMMEDIATE")
@@ -275,12 +275,12 @@ def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def unavailable(message: str, *, status: int = 503, retry_after: float | None = None) -> ApiError:
+def storage_unavailable(message: str, *, status: int = 503, retry_after: float | None = None) -> ApiError:
     return ApiError(message, kind="server_error", code="storage_unavailable", status=status, retry_after=retry_after)
 
 
-def full(message: str = "the server's storage is full") -> ApiError:
-    return unavailable(message, status=507)
+def storage_full(message: str = "the server's storage is full") -> ApiError:
+    return storage_unavailable(message, status=507)
 
 
 def _code(error: BaseException) -> int | None:
@@ -299,13 +299,13 @@ def _as_storage_error(error: BaseException) -> BaseException:
         case sqlite3.Error() if _is_mistake(error):
             return error
         case sqlite3.Error() if _code(error) == sqlite3.SQLITE_FULL:
-            return full()
+            return storage_full()
         case sqlite3.Error():
-            return unavailable("the server's storage cannot be used")
+            return storage_unavailable("the server's storage cannot be used")
         case OSError():
             return storage_error(error)
         case InUseError() | NewerSchemaError():
-            return unavailable("the server's storage cannot be used")
+            return storage_unavailable("the server's storage cannot be used")
         case _:
             return error
 
@@ -313,17 +313,17 @@ def _as_storage_error(error: BaseException) -> BaseException:
 def storage_error(error: OSError) -> ApiError:
     """The disk's errors in a client's words."""
     if error.errno in _FULL:
-        return full()
-    return unavailable("the server's storage cannot be used")
+        return storage_full()
+    return storage_unavailable("the server's storage cannot be used")
 
 
-class Page(msgspec.Struct, Generic[Item], frozen=True):
+class ListPage(msgspec.Struct, Generic[PageItem], frozen=True):
     """A part of a list, with whether more follows."""
 
-    data: list[Item]
+    data: list[PageItem]
     has_more: bool
 
-    def as_json(self, item: Callable[[Item], dict[str, Any]]) -> dict[str, Any]:
+    def as_json(self, item: Callable[[PageItem], dict[str, Any]]) -> dict[str, Any]:
         data = [item(each) for each in self.data]
         return {
             "object": "list",
@@ -341,10 +341,10 @@ def select_page(
     *,
     after: str | None,
     limit: int,
-    order: Order,
+    order: ListOrder,
     where: str = "TRUE",
     values: tuple[Any, ...] = (),
-) -> Page[sqlite3.Row]:
+) -> ListPage[sqlite3.Row]:
     """The tenant's rows by age, from the one with the id `after` on. `table` and `where` are ours, never a client's."""
     sign, start = (">", 0) if order == "asc" else ("<", 2**62)
     if after is not None:
@@ -357,7 +357,7 @@ def select_page(
         f"SELECT * FROM {table} WHERE tenant = ? AND seq {sign} ? AND {where} ORDER BY seq {order} LIMIT ?",
         (tenant, start, *values, limit + 1),
     )
-    return Page(rows[:limit], len(rows) > limit)
+    return ListPage(rows[:limit], len(rows) > limit)
 
 
 def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
@@ -367,7 +367,7 @@ def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, .
     return cursor.execute(statement, values).fetchall()
 
 
-def check_listing(*, limit: int, most: int, order: str) -> Order:
+def check_listing(*, limit: int, most: int, order: str) -> ListOrder:
     """What a client may ask of a list."""
     if not 1 <= limit <= most:
         raise invalid(f"limit must be from 1 to {most}", "limit")

@@ -15,16 +15,15 @@ from typing import Any, Final
 from headrace.config import Config, KeyConfig, ModelConfig, PriceConfig, digest_of, names_of, upstreams_of, variants_of
 from headrace.config.loader import read_config
 from headrace.config.toml_text import HIDDEN, key_path, quoted
-from headrace.config.upstream_section import findings as upstream_findings
+from headrace.config.upstream_section import check_upstream
+from headrace.config.value_types import Finding
 from headrace.engine.interface.variant_check import check_variant
 from headrace.errors import RequestError
-from headrace.gateway.accounts import account_rules as tenants
+from headrace.gateway.accounts import account_rules as accounts
 from headrace.gateway.degradation.ladder import ladder_config as ladders
-from headrace.gateway.ledger.prices import PriceError, price
+from headrace.gateway.ledger.prices import PriceError, make_price
 from headrace.gateway.routing import routing_checks as routing
 from headrace.surfaces import SURFACES
-
-Finding = tuple[str, str]  # a key by its path, and what is wrong with it
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*")
 _ALIAS: Final = re.compile(r"[\x21-\x7e]+")
@@ -38,10 +37,10 @@ def load_config(
     path: Path | None = None, *, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None
 ) -> Config:
     """Read and check the configuration; see config.loader.read_config."""
-    return read_config(path, environ=environ, flags=flags, check=findings)
+    return read_config(path, environ=environ, flags=flags, check=check_config)
 
 
-def findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _origins(config.server.cors_origins)
     yield from _models(config)
     for name, surface in config.surfaces.items():
@@ -53,9 +52,9 @@ def findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
         for full, upstream in upstreams_of(name, model).items():
             suffix = full.removeprefix(name)[1:]
             where = key_path("models", name, "upstreams", suffix) if suffix else key_path("models", name, "upstream")
-            yield from upstream_findings(upstream, environ, where)
+            yield from check_upstream(upstream, environ, where)
     served = names_of(config)
-    yield from tenants.findings(config, served)
+    yield from accounts.check_accounts(config, served)
     yield from routing.findings(config.routing, served)
     for name, each in config.prices.items():
         yield from _price(name, each, served)
@@ -73,7 +72,7 @@ def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Fi
         yield where, f"there is no model or variant {quoted(name)}; there are {', '.join(map(quoted, served))}"
     for kind in ("input", "cached", "output", "second"):
         try:
-            price(input=getattr(config, kind) or 0)
+            make_price(input=getattr(config, kind) or 0)
         except PriceError as error:
             yield f"{where}.{kind}", str(error)
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headrace.config import Config
 from headrace.gateway.accounts.access import find_model
-from headrace.gateway.accounts.directory import Directory
+from headrace.gateway.accounts.directory import AccountDirectory
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid
 from headrace.gateway.database import Database
 from headrace.server.api import response_endpoints
@@ -57,7 +57,7 @@ BATCHES: Final[Table] = {
 class State:
     """All of it belongs to one event loop. Nothing is opened before it is used."""
 
-    def __init__(self, config: Config, database: Database, directory: Directory) -> None:
+    def __init__(self, config: Config, database: Database, directory: AccountDirectory) -> None:
         """`directory`: says what those may do for whom something runs without a connection."""
         storage = config.storage
         self._config = config

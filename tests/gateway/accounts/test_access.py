@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.accounts.access import allows_model, check_profile, find_model, surface_of, visible_models
-from headrace.gateway.accounts.directory import EVERYBODY, Identified
+from headrace.gateway.accounts.access import allows_model, check_profile, choose_surface, find_model, visible_models
+from headrace.gateway.accounts.directory import ANONYMOUS, IdentifiedCaller
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
@@ -22,8 +22,8 @@ def fleet() -> Fleet:
     return Fleet(served, {"gpt": "mini", "theirs": "secret-customer"}, "mini")
 
 
-def scoped(*models: set[str], **fields: Any) -> Identified:
-    return Identified(models=tuple(frozenset(each) for each in models), **fields)
+def scoped(*models: set[str], **fields: Any) -> IdentifiedCaller:
+    return IdentifiedCaller(models=tuple(frozenset(each) for each in models), **fields)
 
 
 def visible(caller: Caller) -> list[str]:
@@ -38,11 +38,11 @@ def errors(*calls: tuple[Caller, str, str]) -> Iterator[ApiError]:
 
 
 def test_who_has_no_scope_sees_everything() -> None:
-    assert visible(EVERYBODY) == list(NAMES)
+    assert visible(ANONYMOUS) == list(NAMES)
     assert visible(Caller()) == list(NAMES)
-    assert find_model(EVERYBODY, fleet(), "gpt").name == "mini"
-    assert find_model(EVERYBODY, fleet(), "").name == "mini"
-    assert find_model(EVERYBODY, fleet(), "mini", "fast").name == "mini@fast"
+    assert find_model(ANONYMOUS, fleet(), "gpt").name == "mini"
+    assert find_model(ANONYMOUS, fleet(), "").name == "mini"
+    assert find_model(ANONYMOUS, fleet(), "mini", "fast").name == "mini@fast"
 
 
 def test_a_model_allows_its_variants_and_a_variant_only_itself() -> None:
@@ -83,9 +83,9 @@ def test_without_a_name_the_first_model_that_one_may_use_answers() -> None:
 
 
 def test_profiles_out_of_scope_are_refused_by_name() -> None:
-    caller = Identified(profiles=frozenset({"standard"}))
+    caller = IdentifiedCaller(profiles=frozenset({"standard"}))
     check_profile(caller, "standard")
-    check_profile(EVERYBODY, "golden")
+    check_profile(ANONYMOUS, "golden")
     (error,) = errors((caller, "mini", "fast"))
     assert (error.status, error.kind, error.code, error.parameter) == (
         403,
@@ -98,15 +98,15 @@ def test_profiles_out_of_scope_are_refused_by_name() -> None:
 
 
 def test_surfaces() -> None:
-    caller = Identified(surface=None, surfaces=("voice", "batch"))
-    assert surface_of(caller, "batch", "chat") == "batch"
-    assert surface_of(caller, "", "voice") == "voice"
-    assert surface_of(caller, "", "chat") == "voice"  # nobody asked for chat
-    assert surface_of(Identified(surface="batch", surfaces=("voice", "batch")), "", "chat") == "batch"
-    assert surface_of(EVERYBODY, "agent", "chat") == "agent"
-    assert surface_of(EVERYBODY, "", "chat") == "chat"
-    for who, asked in ((caller, "chat"), (Identified(surfaces=()), "")):
+    caller = IdentifiedCaller(surface=None, surfaces=("voice", "batch"))
+    assert choose_surface(caller, "batch", "chat") == "batch"
+    assert choose_surface(caller, "", "voice") == "voice"
+    assert choose_surface(caller, "", "chat") == "voice"  # nobody asked for chat
+    assert choose_surface(IdentifiedCaller(surface="batch", surfaces=("voice", "batch")), "", "chat") == "batch"
+    assert choose_surface(ANONYMOUS, "agent", "chat") == "agent"
+    assert choose_surface(ANONYMOUS, "", "chat") == "chat"
+    for who, asked in ((caller, "chat"), (IdentifiedCaller(surfaces=()), "")):
         with pytest.raises(ApiError) as raised:
-            surface_of(who, asked, "chat")
+            choose_surface(who, asked, "chat")
         assert (raised.value.status, raised.value.code) == (403, "surface_not_allowed")
         assert "'chat'" in raised.value.message

@@ -8,13 +8,13 @@ import msgspec
 
 from headrace.config import names_of
 from headrace.config.tenant_section import BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
-from headrace.gateway.accounts.account_rules import findings
-from headrace.gateway.accounts.directory import Directory, Identified
+from headrace.gateway.accounts.account_rules import check_accounts
+from headrace.gateway.accounts.directory import AccountDirectory, IdentifiedCaller
 from headrace.gateway.accounts.key_secrets import make_secret
-from headrace.gateway.accounts.tenant_terms import CacheModes, account_of, declaring, limit_scopes
+from headrace.gateway.accounts.tenant_policies import CacheModes, budget_updater, limit_scopes
 from headrace.gateway.caches.cache_modes import CachePolicy
-from headrace.gateway.ledger.budgets import Accounts
-from headrace.gateway.limits.limit_set import LimitSet, Scope
+from headrace.gateway.ledger.budgets import BudgetBook, TenantBudgets
+from headrace.gateway.limits.limit_scopes import LimitScope, LimitSet
 from headrace.gateway.serving.exchange import Caller
 from tests.support.accounts import CONFIG, WHO, declared, gateways
 from tests.support.file_storage import asynchronous
@@ -26,7 +26,7 @@ def found(
     fast: FastConfig | None = None,
 ) -> list[str]:
     config = msgspec.structs.replace(CONFIG, tenants=tenants or {}, keys=keys, fast=fast or FastConfig())
-    return [where for where, _ in findings(config, names_of(config))]
+    return [where for where, _ in check_accounts(config, names_of(config))]
 
 
 def test_a_fine_configuration_has_no_findings() -> None:
@@ -95,7 +95,7 @@ def test_each_mistake_is_found_where_it_is() -> None:
 
 def test_limits_of_a_request_are_the_tenants_the_keys_and_those_of_its_model_and_surface() -> None:
     one, two, three, four, five = (LimitSet(concurrent=n) for n in range(1, 6))
-    caller = Identified(
+    caller = IdentifiedCaller(
         key="k",
         tenant="red",
         limits=two,
@@ -104,14 +104,14 @@ def test_limits_of_a_request_are_the_tenants_the_keys_and_those_of_its_model_and
         ),
     )
     assert limit_scopes(caller, "mini@int4", "voice") == (
-        Scope("tenant", "red", one),
-        Scope("key", "k", two),
-        Scope("model", "red/mini", three),
-        Scope("model", "red/mini@int4", four),
-        Scope("surface", "red/voice", five),
+        LimitScope("tenant", "red", one),
+        LimitScope("key", "k", two),
+        LimitScope("model", "red/mini", three),
+        LimitScope("model", "red/mini@int4", four),
+        LimitScope("surface", "red/voice", five),
     )
-    assert limit_scopes(caller, "draft", "chat") == (Scope("tenant", "red", one), Scope("key", "k", two))
-    assert limit_scopes(Identified(), "mini", "chat") == ()
+    assert limit_scopes(caller, "draft", "chat") == (LimitScope("tenant", "red", one), LimitScope("key", "k", two))
+    assert limit_scopes(IdentifiedCaller(), "mini", "chat") == ()
     assert limit_scopes(Caller(), "mini", "chat") == ()
 
 
@@ -122,17 +122,17 @@ def test_budgets_become_the_ledgers_and_follow_changes(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
             gateway = await standing.gateway(keys=(declared(),), tenants={"blue": settings(7, fail="closed")})
-            accounts = Accounts()
-            gateway.shared.listen(declaring(gateway.directory, accounts.declare))
-            assert [each.limit for each in accounts.of("blue").budgets] == [7]
+            accounts = BudgetBook()
+            gateway.shared.listen(budget_updater(gateway.directory, accounts.declare))
+            assert [each.limit_micros for each in accounts.of("blue").budgets] == [7]
             assert accounts.of("blue").when_down == "closed"
             await gateway.operations.create_tenant(WHO, "red", settings(5))
-            assert [each.limit for each in accounts.of("red").budgets] == [5]
+            assert [each.limit_micros for each in accounts.of("red").budgets] == [5]
             await gateway.operations.change_tenant(WHO, "red", lambda _: settings(6))
-            assert accounts.of("red") == account_of(settings(6))
+            assert accounts.of("red") == TenantBudgets(settings(6).budgets, settings(6).fail)
             await gateway.operations.delete_tenant(WHO, "red")
             assert accounts.of("red").budgets == ()
-            assert [each.limit for each in accounts.of("blue").budgets] == [7]
+            assert [each.limit_micros for each in accounts.of("blue").budgets] == [7]
 
     asynchronous(test)
 
@@ -143,7 +143,7 @@ def test_modes_of_caches_follow_the_tenants_settings() -> None:
         "blue": TenantConfig(caches=CachesConfig(exact="record")),
         "green": TenantConfig(),
     }
-    directory = Directory((declared(),), tenants, {})
+    directory = AccountDirectory((declared(),), tenants, {})
     exact, semantic = CacheModes(directory, "exact"), CacheModes(directory, "semantic")
     assert dict(exact) == {"red": "off", "blue": "record"}
     assert dict(semantic) == {"red": "on"}

@@ -12,8 +12,14 @@ import pytest
 from headrace.config.tenant_section import TenantConfig
 from headrace.gateway.accounts import account_store as module
 from headrace.gateway.accounts.account_records import MarkRecord, TenantRecord
-from headrace.gateway.accounts.account_store import Change, ConflictError, Retention, Store, Write
-from headrace.gateway.accounts.audit_log import Verdict, Verification
+from headrace.gateway.accounts.account_store import (
+    AccountChange,
+    AccountStore,
+    AuditRetention,
+    RecordWrite,
+    VersionConflictError,
+)
+from headrace.gateway.accounts.audit_log import ChainVerifier, VerificationResult
 from tests.support.accounts import entry, gateways
 from tests.support.file_storage import asynchronous, refused
 
@@ -22,13 +28,13 @@ def tenant(weight: float = 1.0) -> TenantRecord:
     return TenantRecord(settings=TenantConfig(weight=weight), created=1, changed=1)
 
 
-def writing(*writes: Write, what: str = "test") -> Change:
-    return Change(entry=entry(what), writes=writes)
+def writing(*writes: RecordWrite, what: str = "test") -> AccountChange:
+    return AccountChange(entry=entry(what), writes=writes)
 
 
-async def verified(store: Store) -> Verdict:
+async def verified(store: AccountStore) -> VerificationResult:
     span = await store.audit(limit=100_000)
-    checking = Verification(span.anchor)
+    checking = ChainVerifier(span.anchor)
     for row in span.rows:
         checking.add(row)
     return checking.end(span.head)
@@ -39,10 +45,12 @@ def test_each_change_is_an_epoch_and_is_told_since_any_other(tmp_path: Path) -> 
         async with gateways(tmp_path) as standing:
             store = standing.store()
             assert (await store.changes(0)).epoch == 0
-            assert (await store.commit(writing(Write("tenant", "a", tenant(), 0)))).epoch == 1
-            done = await store.commit(writing(Write("tenant", "a", tenant(2.0), 1), Write("tenant", "b", tenant(), 0)))
+            assert (await store.commit(writing(RecordWrite("tenant", "a", tenant(), 0)))).epoch == 1
+            done = await store.commit(
+                writing(RecordWrite("tenant", "a", tenant(2.0), 1), RecordWrite("tenant", "b", tenant(), 0))
+            )
             assert done.epoch == 2
-            await store.commit(writing(Write("tenant", "b", None, 2)))
+            await store.commit(writing(RecordWrite("tenant", "b", None, 2)))
             told = await store.changes(0)
             assert [(r.id, r.version, r.value is None) for r in told.records] == [("a", 2, False), ("b", 3, True)]
             assert told.now == standing.clock.now
@@ -56,22 +64,26 @@ def test_a_change_of_what_is_no_longer_there_is_not_made_at_all(tmp_path: Path) 
     async def test() -> None:
         async with gateways(tmp_path) as standing:
             store = standing.store()
-            await store.commit(writing(Write("tenant", "a", tenant(), 0)))
+            await store.commit(writing(RecordWrite("tenant", "a", tenant(), 0)))
             for wrong in (
-                writing(Write("tenant", "b", tenant(), 0), Write("tenant", "a", tenant(), 0)),
-                writing(Write("tenant", "b", tenant(), 0), Write("tenant", "a", tenant(), 7)),
-                writing(Write("tenant", "b", tenant(), 1)),
-                Change(entry=entry(), writes=(Write("tenant", "b", tenant(), 0),), expects=(("tenant", "a", 2),)),
-                Change(entry=entry(), writes=(Write("tenant", "b", tenant(), 0),), expects=(("tenant", "c", 1),)),
+                writing(RecordWrite("tenant", "b", tenant(), 0), RecordWrite("tenant", "a", tenant(), 0)),
+                writing(RecordWrite("tenant", "b", tenant(), 0), RecordWrite("tenant", "a", tenant(), 7)),
+                writing(RecordWrite("tenant", "b", tenant(), 1)),
+                AccountChange(
+                    entry=entry(), writes=(RecordWrite("tenant", "b", tenant(), 0),), expects=(("tenant", "a", 2),)
+                ),
+                AccountChange(
+                    entry=entry(), writes=(RecordWrite("tenant", "b", tenant(), 0),), expects=(("tenant", "c", 1),)
+                ),
             ):
-                with pytest.raises(ConflictError):
+                with pytest.raises(VersionConflictError):
                     await store.commit(wrong)
             assert (await store.changes(0)).epoch == 1
             assert [r.id for r in (await store.changes(0)).records] == ["a"]
             assert len((await store.audit()).rows) == 1
             # What was removed may be made again.
-            await store.commit(writing(Write("tenant", "a", None, 1)))
-            await store.commit(writing(Write("tenant", "a", tenant(), 0)))
+            await store.commit(writing(RecordWrite("tenant", "a", None, 1)))
+            await store.commit(writing(RecordWrite("tenant", "a", tenant(), 0)))
 
     asynchronous(test)
 
@@ -80,17 +92,17 @@ def test_of_changes_at_the_same_time_none_is_lost(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
             stores = [standing.store() for _ in range(4)]
-            await stores[0].commit(writing(Write("mark", "n", MarkRecord(at=0), 0)))
+            await stores[0].commit(writing(RecordWrite("mark", "n", MarkRecord(at=0), 0)))
 
-            async def add(store: Store) -> None:
+            async def add(store: AccountStore) -> None:
                 while True:
                     (record,) = (await store.changes(0)).records
                     assert isinstance(record.value, MarkRecord)
                     raised = MarkRecord(at=record.value.at + 1)
                     try:
-                        await store.commit(writing(Write("mark", "n", raised, record.version)))
+                        await store.commit(writing(RecordWrite("mark", "n", raised, record.version)))
                         return
-                    except ConflictError:
+                    except VersionConflictError:
                         await asyncio.sleep(0)
 
             await asyncio.gather(*(add(stores[n % 4]) for n in range(24)))
@@ -110,9 +122,9 @@ def test_who_has_not_heard_of_what_is_forgotten_is_told_everything(
         async with gateways(tmp_path) as standing:
             store = standing.store()
             for name in "abcdef":
-                await store.commit(writing(Write("tenant", name, tenant(), 0)))
+                await store.commit(writing(RecordWrite("tenant", name, tenant(), 0)))
             for version, name in enumerate("abcd", start=1):
-                await store.commit(writing(Write("tenant", name, None, version)))
+                await store.commit(writing(RecordWrite("tenant", name, None, version)))
             early = await store.changes(6)
             assert early.whole
             assert sorted(r.id for r in early.records if r.value is not None) == ["e", "f"]
@@ -128,7 +140,7 @@ def test_who_has_not_heard_of_what_is_forgotten_is_told_everything(
 def test_the_audit_log_keeps_its_bound_and_stays_verifiable(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
-            store = standing.store(retention=Retention(rows=20))
+            store = standing.store(retention=AuditRetention(rows=20))
             for number in range(120):
                 await store.commit(writing(what=f"w.{number}"))
                 assert len((await store.audit(limit=1000)).rows) <= 20
@@ -145,14 +157,14 @@ def test_old_rows_go_but_never_the_newest_ones(tmp_path: Path, monkeypatch: pyte
 
     async def test() -> None:
         async with gateways(tmp_path) as standing:
-            store = standing.store(retention=Retention(days=10))
+            store = standing.store(retention=AuditRetention(days=10))
             for number in range(6):
                 at = int(standing.clock.now)
-                await store.commit(Change(entry=entry(f"w.{number}", at=at)))
+                await store.commit(AccountChange(entry=entry(f"w.{number}", at=at)))
                 standing.clock.now += 86_400
             assert len((await store.audit()).rows) == 6
             standing.clock.now += 400 * 86_400  # the clock jumps ahead
-            await store.commit(Change(entry=entry("late", at=int(standing.clock.now))))
+            await store.commit(AccountChange(entry=entry("late", at=int(standing.clock.now))))
             span = await store.audit()
             assert [row.seq for row in span.rows] == [5, 6, 7, 8]  # the last says that the others went
             assert '"audit.prune"' in span.rows[-1].body
@@ -177,7 +189,7 @@ def test_rows_of_the_audit_log_are_neither_changed_nor_removed_by_mistake(tmp_pa
 def test_tampering_with_the_file_shows_and_stops_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
-            store = standing.store(retention=Retention(rows=12))
+            store = standing.store(retention=AuditRetention(rows=12))
             for _ in range(8):
                 await store.commit(writing())
 
@@ -207,7 +219,7 @@ def test_uses_are_kept_where_they_are_later_and_the_key_is_there(tmp_path: Path)
         async with gateways(tmp_path) as standing:
             gateway = await standing.gateway(keys=())
             store = gateway.shared.store
-            await store.commit(writing(Write("tenant", "a", tenant(), 0)))
+            await store.commit(writing(RecordWrite("tenant", "a", tenant(), 0)))
             await store.touch({"key_1": 5})
             assert await store.uses() == {}
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from headrace.config.tenant_section import AdminConfig, TenantConfig
-from headrace.gateway.accounts.account_records import Scope, TenantRecord
-from headrace.gateway.accounts.account_store import Change, Changes, ConflictError, Write
-from headrace.gateway.accounts.account_sync import Shared
+from headrace.gateway.accounts.account_records import KeyScope, TenantRecord
+from headrace.gateway.accounts.account_store import AccountChange, AccountChanges, RecordWrite, VersionConflictError
+from headrace.gateway.accounts.account_sync import AccountSync
 from headrace.gateway.accounts.admin_operations import NewKey
 from headrace.gateway.api_errors import ApiError
 from tests.support.accounts import WHO, Faulty, bearer, declared, entry, gateways
 from tests.support.file_storage import asynchronous, refused
 
-NEW = NewKey(name="app", tenant="red", scope=Scope())
+NEW = NewKey(name="app", tenant="red", scope=KeyScope())
 
 
 def test_what_one_gateway_changes_another_has_after_its_next_look(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_who_is_always_too_slow_is_told_so(tmp_path: Path) -> None:
         async with gateways(tmp_path) as standing:
 
             class Unlucky(Faulty):
-                async def commit(self, change: Change) -> None:  # type: ignore[override]
-                    raise ConflictError
+                async def commit(self, change: AccountChange) -> None:  # type: ignore[override]
+                    raise VersionConflictError
 
             gateway = await standing.gateway(store=Unlucky(standing.database, clock=standing.clock))
             error = await refused(gateway.operations.create_tenant(WHO, "red", TenantConfig()))
@@ -124,7 +124,7 @@ def test_a_tenant_that_fails_closed_is_refused_once_the_state_is_too_old(tmp_pat
             secrets: dict[str, str] = {}
             for name, settings in (("open", TenantConfig(fail="open")), ("closed", TenantConfig(fail="closed"))):
                 await gateway.operations.create_tenant(WHO, name, settings)
-                made = await gateway.operations.create_key(WHO, NewKey(name="k", tenant=name, scope=Scope()))
+                made = await gateway.operations.create_key(WHO, NewKey(name="k", tenant=name, scope=KeyScope()))
                 secrets[name] = made["secret"]
             store.gone = True
             standing.monotonic.now += 299.0
@@ -192,7 +192,7 @@ def test_an_answer_that_comes_late_undoes_nothing(tmp_path: Path) -> None:
             class Slow(Faulty):
                 waits = False
 
-                async def changes(self, since: int) -> Changes:
+                async def changes(self, since: int) -> AccountChanges:
                     found = await super().changes(since)
                     if self.waits:
                         await slow.wait()
@@ -200,18 +200,20 @@ def test_an_answer_that_comes_late_undoes_nothing(tmp_path: Path) -> None:
 
             store = Slow(standing.database, clock=standing.clock)
             heard: list[int] = []
-            shared = Shared(store)
+            shared = AccountSync(store)
             shared.listen(lambda changes: heard.extend(record.version for record in changes.records))
             other = standing.store()
             await shared.refresh()
             record = TenantRecord(created=1, changed=1)
-            await other.commit(Change(entry=entry(), writes=(Write("tenant", "a", record, 0),)))
+            await other.commit(AccountChange(entry=entry(), writes=(RecordWrite("tenant", "a", record, 0),)))
             store.waits = True
             reading = asyncio.create_task(shared.refresh())
             await asyncio.sleep(0.01)
 
-            def plan() -> Change:
-                return Change(entry=entry(), writes=(Write("tenant", "a", None, shared.get("tenant", "a").version),))
+            def plan() -> AccountChange:
+                return AccountChange(
+                    entry=entry(), writes=(RecordWrite("tenant", "a", None, shared.get("tenant", "a").version),)
+                )
 
             removing = asyncio.create_task(shared.commit(plan))
             await asyncio.sleep(0.01)
@@ -228,12 +230,12 @@ def test_an_answer_that_comes_late_undoes_nothing(tmp_path: Path) -> None:
 def test_what_is_removed_while_others_change_does_not_come_back(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateways(tmp_path) as standing:
-            one, other = Shared(standing.store()), standing.store()
+            one, other = AccountSync(standing.store()), standing.store()
             record = TenantRecord(created=1, changed=1)
-            await other.commit(Change(entry=entry(), writes=(Write("tenant", "a", record, 0),)))
+            await other.commit(AccountChange(entry=entry(), writes=(RecordWrite("tenant", "a", record, 0),)))
             await one.refresh()
-            await other.commit(Change(entry=entry(), writes=(Write("tenant", "b", record, 0),)))
-            await one.commit(lambda: Change(entry=entry(), writes=(Write("tenant", "a", None, 1),)))
+            await other.commit(AccountChange(entry=entry(), writes=(RecordWrite("tenant", "b", record, 0),)))
+            await one.commit(lambda: AccountChange(entry=entry(), writes=(RecordWrite("tenant", "a", None, 1),)))
             assert (one.epoch, one.applied_epoch) == (3, 1)  # it has not heard of the second yet
             await one.refresh()
             assert (one.epoch, one.applied_epoch) == (3, 3)

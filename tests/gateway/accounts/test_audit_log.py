@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.accounts.audit_log import Entry, Mark, Row, Verdict, Verification, pruning, row_of, sealed, told
+from headrace.gateway.accounts.audit_log import (
+    AuditEntry,
+    AuditRow,
+    ChainPosition,
+    ChainVerifier,
+    VerificationResult,
+    audit_row_json,
+    parse_audit_row,
+    pruning_entry,
+    seal,
+)
 from headrace.gateway.accounts.key_secrets import make_secret
 from tests.support.accounts import entry
 
@@ -24,21 +34,27 @@ json_values = st.recursive(
 )
 
 
-def chain(*entries: Entry, start: Mark | None = None) -> list[Row]:
-    rows: list[Row] = []
-    mark = start or Mark()
+def chain(*entries: AuditEntry, start: ChainPosition | None = None) -> list[AuditRow]:
+    rows: list[AuditRow] = []
+    mark = start or ChainPosition()
     for each in entries:
-        rows.append(sealed(mark, each))
-        mark = Mark(rows[-1].seq, rows[-1].hash)
+        rows.append(seal(mark, each))
+        mark = ChainPosition(rows[-1].seq, rows[-1].hash)
     return rows
 
 
-def head_of(rows: Sequence[Row]) -> Mark:
-    return Mark(rows[-1].seq, rows[-1].hash)
+def head_of(rows: Sequence[AuditRow]) -> ChainPosition:
+    return ChainPosition(rows[-1].seq, rows[-1].hash)
 
 
-def verified(rows: Sequence[Row], head: Mark, *, anchor: Mark | None = None, noted: Mark | None = None) -> Verdict:
-    checking = Verification(anchor or Mark(), noted=noted)
+def verified(
+    rows: Sequence[AuditRow],
+    head: ChainPosition,
+    *,
+    anchor: ChainPosition | None = None,
+    noted: ChainPosition | None = None,
+) -> VerificationResult:
+    checking = ChainVerifier(anchor or ChainPosition(), noted=noted)
     for row in rows:
         checking.add(row)
     return checking.end(head)
@@ -50,13 +66,13 @@ ROWS = chain(*(entry(f"what.{number}", after={"n": number}) for number in range(
 def test_a_chain_as_it_was_written_is_good() -> None:
     found = verified(ROWS, head_of(ROWS))
     assert (found.good, found.rows, found.head) == (True, 8, head_of(ROWS))
-    assert verified([], Mark()).good
+    assert verified([], ChainPosition()).good
 
 
 @pytest.mark.parametrize("place", range(8))
 def test_a_row_that_was_changed_shows(place: int) -> None:
     body = msgspec.json.decode(ROWS[place].body)
-    changed = Row(
+    changed = AuditRow(
         place + 1, msgspec.json.encode({**body, "who": "somebody"}, order="sorted").decode(), ROWS[place].hash
     )
     found = verified([*ROWS[:place], changed, *ROWS[place + 1 :]], head_of(ROWS))
@@ -92,7 +108,7 @@ def test_a_chain_that_was_made_anew_shows_by_a_head_that_was_noted() -> None:
 def test_a_beginning_that_was_removed_is_good_only_where_the_chain_says_so() -> None:
     anchor = head_of(ROWS[:3])
     assert not verified(ROWS[3:], head_of(ROWS), anchor=anchor).good
-    rest = [*ROWS[3:], *chain(pruning(anchor, at=1, removed=3, why="too many"), start=head_of(ROWS))]
+    rest = [*ROWS[3:], *chain(pruning_entry(anchor, at=1, removed=3, why="too many"), start=head_of(ROWS))]
     assert verified(rest, head_of(rest), anchor=anchor).good
     assert verified(rest, head_of(rest), anchor=anchor, noted=anchor).good
     assert not verified(rest, head_of(rest), anchor=anchor, noted=head_of(ROWS[:2])).good
@@ -103,9 +119,9 @@ def test_a_beginning_that_was_removed_is_good_only_where_the_chain_says_so() -> 
 @given(st.dictionaries(st.text(), json_values, max_size=4), st.text(max_size=30))
 def test_a_row_comes_back_from_what_is_shown_of_it(after: dict[str, object], reason: str) -> None:
     rows = chain(entry(after=after, reason=reason), entry(before=after))
-    shown = [msgspec.json.decode(msgspec.json.encode(told(row))) for row in rows]
-    assert [row_of(each) for each in shown] == rows
-    assert verified([row_of(each) for each in shown], head_of(rows)).good
+    shown = [msgspec.json.decode(msgspec.json.encode(audit_row_json(row))) for row in rows]
+    assert [parse_audit_row(each) for each in shown] == rows
+    assert verified([parse_audit_row(each) for each in shown], head_of(rows)).good
 
 
 def test_no_secret_gets_onto_the_chain() -> None:
@@ -119,5 +135,5 @@ def test_no_secret_gets_onto_the_chain() -> None:
 @pytest.mark.parametrize("text", ["", "1", "1:abc", ":" + "0" * 64, "-1:" + "0" * 64, "x:" + "0" * 64])
 def test_what_is_no_head_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a number"):
-        Mark.read(text)
-    assert Mark.read(str(head_of(ROWS))) == head_of(ROWS)
+        ChainPosition.read(text)
+    assert ChainPosition.read(str(head_of(ROWS))) == head_of(ROWS)

@@ -10,25 +10,25 @@ import pytest
 
 from headrace.config import ConfigError
 from headrace.config.tenant_section import AdminConfig, CachesConfig, KeyConfig, TenantConfig
-from headrace.gateway.accounts.account_records import Scope
+from headrace.gateway.accounts.account_records import KeyScope
 from headrace.gateway.accounts.admin_operations import NewKey
-from headrace.gateway.accounts.directory import EVERYBODY, Directory
+from headrace.gateway.accounts.directory import ANONYMOUS, AccountDirectory
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin.administration import Administration
 from tests.support.accounts import WHO, bearer, declared, gateways
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous, refused
 
 
-def denied(directory: Directory, headers: dict[str, str]) -> tuple[int, str | None]:
+def denied(directory: AccountDirectory, headers: dict[str, str]) -> tuple[int, str | None]:
     with pytest.raises(ApiError) as raised:
         directory.identify(headers)
     return raised.value.status, raised.value.code
 
 
 async def made(gateway: Administration, tenant: str = "red", **fields: object) -> dict[str, str]:
-    new = NewKey(**{"name": "app", "tenant": tenant, "scope": Scope(), **fields})  # type: ignore[arg-type]
+    new = NewKey(**{"name": "app", "tenant": tenant, "scope": KeyScope(), **fields})  # type: ignore[arg-type]
     return await gateway.operations.create_key(WHO, new)
 
 
@@ -36,10 +36,10 @@ async def made(gateway: Administration, tenant: str = "red", **fields: object) -
 
 
 def test_without_any_key_everybody_may_call() -> None:
-    directory = Directory((), {}, {})
+    directory = AccountDirectory((), {}, {})
     assert not directory.needed
     assert not directory.administered
-    assert directory.identify(bearer("whatever")) is EVERYBODY
+    assert directory.identify(bearer("whatever")) is ANONYMOUS
 
 
 def test_a_key_is_found_by_each_way_of_giving_it() -> None:
@@ -50,7 +50,7 @@ def test_a_key_is_found_by_each_way_of_giving_it() -> None:
         KeyConfig(name="env", key_env="THE_KEY"),
         KeyConfig(name="wide", key="schlüssel-☃"),
     )
-    directory = Directory(keys, {}, {"THE_KEY": "env-secret"})
+    directory = AccountDirectory(keys, {}, {"THE_KEY": "env-secret"})
     assert directory.needed
     found = directory.identify(bearer("plain-secret"))
     assert (found.key, found.tenant, found.weight, found.surface) == ("plain", "red", 2.0, "voice")
@@ -69,7 +69,7 @@ def test_a_key_is_found_by_each_way_of_giving_it() -> None:
 
 def test_a_key_whose_variable_is_missing_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="NOT_THERE"):
-        Directory((KeyConfig(name="a", key_env="NOT_THERE"),), {}, {})
+        AccountDirectory((KeyConfig(name="a", key_env="NOT_THERE"),), {}, {})
 
 
 def test_the_digest_that_is_found_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_digest_that_is_found_is_compared_in_constant_time(monkeypatch: pyte
         return one == other
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    directory = Directory([KeyConfig(name=str(n), key=f"secret-{n}") for n in range(5)], {}, {})
+    directory = AccountDirectory([KeyConfig(name=str(n), key=f"secret-{n}") for n in range(5)], {}, {})
     assert directory.identify({"x-api-key": "secret-3"}).key == "3"
     digest = hashlib.sha256(b"secret-3").digest()
     assert compared == [(digest, digest)]
@@ -93,7 +93,7 @@ def test_a_tenants_settings_hold_for_its_keys() -> None:
         declared("two", "two-secret", tenant="red", models=("mini@int4", "draft"), limits=LimitSet(concurrent=3)),
         declared("three", "three-secret", tenant="blue"),
     )
-    directory = Directory(keys, tenants, {})
+    directory = AccountDirectory(keys, tenants, {})
     one, two, three = (directory.identify(bearer(f"{name}-secret")) for name in ("one", "two", "three"))
     assert (one.weight, one.models, one.surfaces) == (2.0, (frozenset({"mini"}),), ("voice",))
     assert one.profiles == frozenset({"fast"})
@@ -109,13 +109,13 @@ def test_weights_stay_what_the_engine_takes() -> None:
         declared("a", "a-secret", tenant="red", weight=1000.0),
         declared("b", "b-secret", tenant="blue", weight=0.001),
     )
-    directory = Directory(keys, tenants, {})
+    directory = AccountDirectory(keys, tenants, {})
     assert directory.identify(bearer("a-secret")).weight == 1000.0
     assert directory.identify(bearer("b-secret")).weight == 0.001
 
 
 def test_a_suspended_tenant_is_refused() -> None:
-    directory = Directory((declared(tenant="red"),), {"red": TenantConfig(suspended=True)}, {})
+    directory = AccountDirectory((declared(tenant="red"),), {"red": TenantConfig(suspended=True)}, {})
     assert denied(directory, bearer("root-secret")) == (403, "tenant_suspended")
     with pytest.raises(ApiError):
         directory.on_behalf("red")
@@ -290,7 +290,7 @@ def test_work_on_behalf_of_a_tenant_may_what_its_key_may(tmp_path: Path) -> None
                 keys=(declared(tenant="red", models=("mini",), weight=0.5),), tenants={"red": TenantConfig(weight=4.0)}
             )
             directory = gateway.directory
-            key = await made(gateway, scope=Scope(models=("draft",)))
+            key = await made(gateway, scope=KeyScope(models=("draft",)))
             caller = directory.on_behalf("red", surface="batch")
             assert (caller.tenant, caller.weight, caller.surface, caller.models) == ("red", 2.0, "batch", ())
             assert directory.on_behalf("red", key="root").models == (frozenset({"mini"}),)
@@ -376,7 +376,7 @@ def test_the_secrets_of_keys_are_known_in_what_clients_say(tmp_path: Path) -> No
 
 def test_a_directory_of_its_own_needs_no_shared_state() -> None:
     clock = Clock()
-    directory = Directory((KeyConfig(name="a", key="secret", admin="read"),), {}, {}, clock=clock)
+    directory = AccountDirectory((KeyConfig(name="a", key="secret", admin="read"),), {}, {}, clock=clock)
     assert directory.administered
     assert directory.identify(bearer("secret")).admin == "read"
     assert directory.on_behalf("a").tenant == "a"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config.tenant_section import FastConfig, TenantConfig
-from headrace.gateway.accounts.account_records import ALL, FastRecord, Record
-from headrace.gateway.accounts.account_store import Changes
-from headrace.gateway.accounts.fast_mode import Switches
+from headrace.gateway.accounts.account_records import ALL_TENANTS, AccountRecord, FastRecord
+from headrace.gateway.accounts.account_store import AccountChanges
+from headrace.gateway.accounts.fast_mode import FastModeSwitches
 from tests.support.accounts import WHO, declared, gateways
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous, refused
@@ -26,17 +26,19 @@ CONFIG = FastConfig(
 T = 1_000_000
 
 
-def record(id: str = ALL, *, on: bool = True, since: int = T, seconds: int = 60, version: int = 1) -> Record:
+def record(
+    id: str = ALL_TENANTS, *, on: bool = True, since: int = T, seconds: int = 60, version: int = 1
+) -> AccountRecord:
     value = FastRecord(on=on, reason="storm", by="ops", since=since, until=since + seconds)
-    return Record("fast", id, version, value)
+    return AccountRecord("fast", id, version, value)
 
 
-def changes(records: Iterable[Record], *, now: float = T, whole: bool = False) -> Changes:
-    return Changes(epoch=1, now=now, records=tuple(records), whole=whole)
+def changes(records: Iterable[AccountRecord], *, now: float = T, whole: bool = False) -> AccountChanges:
+    return AccountChanges(epoch=1, now=now, records=tuple(records), whole=whole)
 
 
-def made(monotonic: Clock | None = None, config: FastConfig = CONFIG) -> Switches:
-    return Switches(config, served=SERVED, monotonic=monotonic or Clock(0.0))
+def made(monotonic: Clock | None = None, config: FastConfig = CONFIG) -> FastModeSwitches:
+    return FastModeSwitches(config, served=SERVED, monotonic=monotonic or Clock(0.0))
 
 
 def test_off_by_default() -> None:
@@ -49,7 +51,7 @@ def test_what_it_asks_of_a_request() -> None:
     found = switches.fast("red", "mini")
     assert found is not None
     assert (found.variant, found.prompt_tokens, found.max_tokens) == ("mini@int4", 512, 64)
-    assert (found.slow_tools, found.tenant, found.reason) == (frozenset({"browse"}), ALL, "storm")
+    assert (found.slow_tools, found.tenant, found.reason) == (frozenset({"browse"}), ALL_TENANTS, "storm")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_a_tenants_own_switch_goes_before_that_of_all() -> None:
     assert not switches.fast("blue", "mini")
     monotonic.now += 30
     assert switches.fast("blue", "mini")  # its exception has ended
-    switches.take(changes([Record("fast", ALL, 2, None)]))
+    switches.take(changes([AccountRecord("fast", ALL_TENANTS, 2, None)]))
     assert not switches.fast("blue", "mini")
     assert switches.fast("red", "mini")
     switches.take(changes([], whole=True))
@@ -107,7 +109,7 @@ def test_it_ends_by_itself_and_being_told_again_changes_nothing() -> None:
     monotonic.now = 60.0
     assert switches.fast("red", "mini") is None
     assert list(switches.live()) == []
-    assert [each.id for each in switches.expired()] == [ALL]
+    assert [each.id for each in switches.expired()] == [ALL_TENANTS]
     switches.take(changes([record(version=2, since=T + 60)], now=T + 60))
     assert switches.fast("red", "mini")
 

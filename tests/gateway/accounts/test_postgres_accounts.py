@@ -14,11 +14,11 @@ import pytest
 
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
 from headrace.gateway.accounts import postgres as module
-from headrace.gateway.accounts.account_records import MarkRecord, Scope, TenantRecord
-from headrace.gateway.accounts.account_store import Change, ConflictError, Retention, Write
+from headrace.gateway.accounts.account_records import KeyScope, MarkRecord, TenantRecord
+from headrace.gateway.accounts.account_store import AccountChange, AuditRetention, RecordWrite, VersionConflictError
 from headrace.gateway.accounts.admin_operations import NewKey
-from headrace.gateway.accounts.audit_log import Verification
-from headrace.gateway.accounts.postgres import PostgresStore
+from headrace.gateway.accounts.audit_log import ChainVerifier
+from headrace.gateway.accounts.postgres import PostgresAccountStore
 from headrace.gateway.api_errors import ApiError
 from headrace.server.admin.administration import Administration
 from tests.support.accounts import CONFIG, WHO, bearer, declared, entry
@@ -30,7 +30,7 @@ if importlib.util.find_spec("asyncpg") is None:
 if (reason := why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-Stores = Callable[..., PostgresStore]
+Stores = Callable[..., PostgresAccountStore]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def stores(server: Server) -> Stores:
     """Stores on tables of their own."""
     schema = f"test_{secrets.token_hex(6)}"
 
-    def one(**options: Any) -> PostgresStore:
-        return PostgresStore(server.dsn, schema=schema, **options)
+    def one(**options: Any) -> PostgresAccountStore:
+        return PostgresAccountStore(server.dsn, schema=schema, **options)
 
     return one
 
@@ -54,13 +54,13 @@ def tenant(weight: float = 1.0) -> TenantRecord:
     return TenantRecord(settings=TenantConfig(weight=weight), created=1, changed=1)
 
 
-def writing(*writes: Write) -> Change:
-    return Change(entry=entry(after={"texts": "ü☃ {}"}), writes=writes)
+def writing(*writes: RecordWrite) -> AccountChange:
+    return AccountChange(entry=entry(after={"texts": "ü☃ {}"}), writes=writes)
 
 
-async def good(store: PostgresStore) -> int:
+async def good(store: PostgresAccountStore) -> int:
     span = await store.audit(limit=10_000)
-    checking = Verification(span.anchor)
+    checking = ChainVerifier(span.anchor)
     for row in span.rows:
         checking.add(row)
     verdict = checking.end(span.head)
@@ -75,19 +75,21 @@ def test_changes_epochs_and_conflicts(stores: Stores, monkeypatch: pytest.Monkey
         one, other = stores(), stores()
         assert (await one.changes(0)).epoch == 0
         for number, name in enumerate("abc", start=1):
-            assert (await one.commit(writing(Write("tenant", name, tenant(), 0)))).epoch == number
+            assert (await one.commit(writing(RecordWrite("tenant", name, tenant(), 0)))).epoch == number
         told = await other.changes(1)
         assert [(each.id, each.version) for each in told.records] == [("b", 2), ("c", 3)]
         assert abs(told.now - time.time()) < 3600
         for wrong in (
-            writing(Write("tenant", "d", tenant(), 0), Write("tenant", "a", tenant(), 2)),
-            Change(entry=entry(), writes=(Write("tenant", "d", tenant(), 0),), expects=(("tenant", "a", 3),)),
+            writing(RecordWrite("tenant", "d", tenant(), 0), RecordWrite("tenant", "a", tenant(), 2)),
+            AccountChange(
+                entry=entry(), writes=(RecordWrite("tenant", "d", tenant(), 0),), expects=(("tenant", "a", 3),)
+            ),
         ):
-            with pytest.raises(ConflictError):
+            with pytest.raises(VersionConflictError):
                 await other.commit(wrong)
         assert (await one.changes(0)).epoch == 3
-        await other.commit(writing(Write("tenant", "a", None, 1)))
-        await other.commit(writing(Write("tenant", "b", None, 2)))
+        await other.commit(writing(RecordWrite("tenant", "a", None, 1)))
+        await other.commit(writing(RecordWrite("tenant", "b", None, 2)))
         whole = await one.changes(3)
         assert whole.whole
         assert sorted(each.id for each in whole.records if each.value is not None) == ["c"]
@@ -103,17 +105,19 @@ def test_changes_epochs_and_conflicts(stores: Stores, monkeypatch: pytest.Monkey
 
 def test_of_changes_at_the_same_time_none_is_lost(stores: Stores) -> None:
     async def test() -> None:
-        made = [stores(retention=Retention(rows=10)) for _ in range(3)]
-        await made[0].commit(writing(Write("mark", "n", MarkRecord(at=0), 0)))
+        made = [stores(retention=AuditRetention(rows=10)) for _ in range(3)]
+        await made[0].commit(writing(RecordWrite("mark", "n", MarkRecord(at=0), 0)))
 
-        async def add(store: PostgresStore) -> None:
+        async def add(store: PostgresAccountStore) -> None:
             while True:
                 (record,) = (await store.changes(0)).records
                 assert isinstance(record.value, MarkRecord)
                 try:
-                    await store.commit(writing(Write("mark", "n", MarkRecord(at=record.value.at + 1), record.version)))
+                    await store.commit(
+                        writing(RecordWrite("mark", "n", MarkRecord(at=record.value.at + 1), record.version))
+                    )
                     return
-                except ConflictError:
+                except VersionConflictError:
                     await asyncio.sleep(0)
 
         await asyncio.gather(*(add(made[number % 3]) for number in range(24)))
@@ -141,7 +145,7 @@ def test_two_gateways_share_tenants_keys_and_fast_mode(stores: Stores) -> None:
                 await asyncio.sleep(0.01)
 
         await one.operations.create_tenant(WHO, "red", TenantConfig())
-        key = await one.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=Scope()))
+        key = await one.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=KeyScope()))
         await one.operations.set_fast(WHO, "red", on=True, ttl_s=60.0, reason="storm")
         await followed()
         assert other.directory.identify(bearer(key["secret"])).tenant == "red"
@@ -162,12 +166,14 @@ def test_a_database_that_is_not_there_is_an_error_of_the_storage() -> None:
     async def test() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            store = PostgresStore(f"postgresql://headrace@127.0.0.1:{free.getsockname()[1]}/postgres", answer_s=0.5)
+            store = PostgresAccountStore(
+                f"postgresql://headrace@127.0.0.1:{free.getsockname()[1]}/postgres", answer_s=0.5
+            )
             error = await refused(store.changes(0))
             assert (error.status, "5432" in error.message) == (503, False)
             await store.close()
         with pytest.raises(ValueError, match="no name for a schema"):
-            PostgresStore("", schema="a; DROP TABLE audit")
+            PostgresAccountStore("", schema="a; DROP TABLE audit")
 
     asynchronous(test)
 
@@ -177,7 +183,7 @@ def test_a_database_that_is_frozen_costs_a_bounded_wait_and_is_back_afterwards(s
         gateway = Administration(CONFIG, stores(answer_s=0.2), {}, keys=(declared(),), admin=AdminConfig(poll_s=3600.0))
         await gateway.shared.start()
         await gateway.operations.create_tenant(WHO, "red", TenantConfig())
-        key = await gateway.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=Scope()))
+        key = await gateway.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=KeyScope()))
         with server.frozen():
             assert not await gateway.shared.refresh()
             assert (await refused(gateway.operations.revoke_key(WHO, key["id"]))).status == 503

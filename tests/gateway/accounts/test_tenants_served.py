@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import KeyConfig, Storage
+from headrace.config import KeyConfig, StorageConfig
 from headrace.config.tenant_section import AdminConfig, TenantConfig
 from headrace.gateway.accounts.key_secrets import make_secret
 from headrace.gateway.accounts.tenant_labels import TenantLabels
@@ -213,7 +213,7 @@ async def results(running: Administered, secret: str, batch: str) -> tuple[dict[
 @pytest.mark.parametrize("how", ["revoked", "suspended"])
 @asynchronous
 async def test_a_batch_runs_on_behalf_of_its_key_and_stops_with_it(how: str, tmp_path: Path) -> None:
-    storage = Storage(folder=str(tmp_path), batch_running=1)
+    storage = StorageConfig(folder=str(tmp_path), batch_running=1)
     async with administered(tmp_path, models=MODELS, storage=storage) as running:
         await running.did("POST", "tenants", {"name": "blue", "weight": 2.0})
         key = await running.new_key("blue", models=["mini"], weight=0.25)

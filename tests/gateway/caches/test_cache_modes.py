@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.gateway.caches.cache_modes import FULL_ACCESS, NO_ACCESS, RECORD_ONLY, CacheAccess, CachePolicy, Mode
+from headrace.gateway.caches.cache_modes import FULL_ACCESS, NO_ACCESS, RECORD_ONLY, CacheAccess, CacheMode, CachePolicy
 
 TENANTS = [f"tenant-{number}" for number in range(2000)]
 
@@ -12,7 +12,7 @@ TENANTS = [f"tenant-{number}" for number in range(2000)]
 @pytest.mark.parametrize(
     ("mode", "uses"), [("off", NO_ACCESS), ("record", RECORD_ONLY), ("on", FULL_ACCESS), ("share", RECORD_ONLY)]
 )
-def test_a_mode_says_what_may_be_done(mode: Mode, uses: CacheAccess) -> None:
+def test_a_mode_says_what_may_be_done(mode: CacheMode, uses: CacheAccess) -> None:
     assert CachePolicy(mode=mode).uses("a") == uses
     assert CachePolicy(mode=mode).uses("a", wish="off") == NO_ACCESS
 

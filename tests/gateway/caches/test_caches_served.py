@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Log, ModelConfig, PriceConfig, TenantConfig
+from headrace.config import LogConfig, ModelConfig, PriceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.limit_section import LimitSet
 from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConfig
@@ -169,7 +169,7 @@ async def test_a_request_can_go_past_it(tmp_path: Path) -> None:
 async def test_the_log_says_who_answered(tmp_path: Path) -> None:
     async with caching(tmp_path) as running:
         stream = io.StringIO()
-        configure_log(Log(format="json"), stream)
+        configure_log(LogConfig(format="json"), stream)
         running.engine.answer = words("ok")
         for _ in range(2):
             await running.chat(key=RED)

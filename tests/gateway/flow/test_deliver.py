@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import structlog
 
-from headrace.config import KeyConfig, Log
+from headrace.config import KeyConfig, LogConfig
 from headrace.engine.interface.request import Finish
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import Stream
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.database import unavailable
+from headrace.gateway.database import storage_unavailable
 from headrace.observe import metrics
 from headrace.server import durable_state as state
 from headrace.server.api.chat_completions import ChatStream
@@ -38,7 +38,7 @@ def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     stream = io.StringIO()
-    configure_log(Log(format=request.param), stream)
+    configure_log(LogConfig(format=request.param), stream)
     yield stream
     root.handlers[:], level = before
     root.setLevel(level)
@@ -262,9 +262,9 @@ async def test_a_reply_that_cannot_be_written_is_another_error() -> None:
 
 @asynchronous
 async def test_as_many_requests_as_are_allowed_run() -> None:
-    from headrace.config import Limits
+    from headrace.config import RequestLimits
 
-    async with serving(limits=Limits(requests=2)) as running:
+    async with serving(limits=RequestLimits(requests=2)) as running:
         for _ in range(2):
             await running.streaming()
         answer = await running.ask("POST", "/v1/chat/completions", CHAT)
@@ -391,13 +391,13 @@ def test_what_cannot_be_written_is_lost_and_disturbs_nobody() -> None:
         def write(self, _text: str) -> int:
             raise OSError(28, "no space left on device")
 
-    configure_log(Log(), Full())
+    configure_log(LogConfig(), Full())
     structlog.get_logger("headrace").info("ready", models=["mini"])
 
 
 def test_a_line_for_people_has_quotes_where_a_value_has_spaces_and_marks_where_it_is_dangerous() -> None:
     stream = io.StringIO()
-    configure_log(Log(), stream)
+    configure_log(LogConfig(), stream)
     structlog.get_logger("headrace.requests").info("request", b="two words", a=1.5, c=None, d='"', e="x\ny")
     line = stream.getvalue()
     assert line.count("\n") == 1
@@ -410,7 +410,7 @@ async def test_what_has_expired_goes_though_nobody_writes_anything(monkeypatch: 
 
     async def files(_: Files) -> int:
         swept.append("files")
-        raise unavailable("the disk is gone")
+        raise storage_unavailable("the disk is gone")
 
     async def responses(_: ResponseStore) -> int:
         swept.append("responses")

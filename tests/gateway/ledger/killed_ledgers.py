@@ -21,13 +21,14 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.database import Database
-from headrace.gateway.ledger.budgets import Account, Accounts, Admit, Budget
+from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
 from headrace.gateway.ledger.ledger import Ledger
-from headrace.gateway.ledger.ledger_bounds import Bounds
-from headrace.gateway.ledger.ledger_records import Entry
+from headrace.gateway.ledger.ledger_bounds import LedgerBounds
+from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.ledger.prices import Price, PriceBook
-from headrace.gateway.ledger.sqlite import SqliteLedger
+from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
 
 PRICE = Price(1_000_000, 250_000, 2_000_000)
@@ -40,17 +41,23 @@ def planned(id: str) -> int:
     return random.Random(id).randrange(12)
 
 
-def accounts() -> Accounts:
-    return Accounts({"a": Account((Budget(limit=10**9, period="day"), Budget(limit=10**9, period="month")))})
+def accounts() -> BudgetBook:
+    return BudgetBook(
+        {
+            "a": TenantBudgets(
+                (BudgetConfig(limit_micros=10**9, period="day"), BudgetConfig(limit_micros=10**9, period="month"))
+            )
+        }
+    )
 
 
 async def child(folder: Path, round: int, pipe: int) -> None:
     ledger = Ledger(
-        SqliteLedger(Database(folder)),
+        SqliteLedgerStore(Database(folder)),
         prices=PriceBook({"mini": PRICE}),
         accounts=accounts(),
         journal=folder / "ledger.journal",
-        bounds=Bounds(exchanges=64, gather_s=0.002, wait_s=5.0, sync_s=0.02),
+        bounds=LedgerBounds(exchanges=64, gather_s=0.002, wait_s=5.0, sync_s=0.02),
     )
 
     def say(*words: object) -> None:
@@ -59,8 +66,8 @@ async def child(folder: Path, round: int, pipe: int) -> None:
     async def worker(number: int) -> None:
         for count in range(10**6):
             id = f"{round}-{number}-{count}"
-            entry = Entry(id=id, tenant="a", endpoint="/e", model="m", variant="mini", prompt_tokens=PROMPT)
-            if not isinstance(await ledger.reserve(entry, output_tokens=4), Admit):
+            entry = LedgerEntry(id=id, tenant="a", endpoint="/e", model="m", variant="mini", prompt_tokens=PROMPT)
+            if not isinstance(await ledger.reserve(entry, output_tokens=4), Admitted):
                 await asyncio.sleep(0.001)  # as many wait to be written as there may be
                 continue
             say("R", id)

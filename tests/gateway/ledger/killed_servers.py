@@ -28,8 +28,7 @@ from typing import Any
 
 import uvloop
 
-from headrace.config import Config, KeyConfig, Log, PriceConfig, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, KeyConfig, LogConfig, PriceConfig, ServerConfig, StorageConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish
@@ -75,7 +74,10 @@ async def serve(folder: Path, seed: int, pipe: int) -> None:
 
     engine.answer = answer
     config = Config(
-        server=ServerConfig(port=0), log=Log(requests=False), storage=Storage(folder=str(folder)), **sections()
+        server=ServerConfig(port=0),
+        log=LogConfig(requests=False),
+        storage=StorageConfig(folder=str(folder)),
+        **sections(),
     )
     server = Server(config, fleet=FakeFleet(engine))
     running = asyncio.create_task(server.run(signals=False))
@@ -163,7 +165,7 @@ def round_of(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    configure_log(Log(), sys.stderr)
+    configure_log(LogConfig(), sys.stderr)
     logging.disable(logging.CRITICAL)
     tokenizer()  # opened once, before the first fork
     seen: list[dict[str, Any]] = []

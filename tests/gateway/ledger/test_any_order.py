@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.gateway.ledger.budgets import Account, Accounts, Admit, Budget
+from headrace.config.tenant_section import BudgetConfig
+from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
 from tests.support.ledgers import CHAT, DAY, NOON, PRICES, Opened, entry, ledger_in, used
@@ -22,8 +23,12 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.clock = Clock(NOON)
-        self.accounts = Accounts(
-            {"a": Account((Budget(limit=LIMIT, period="day"), Budget(limit=10**6, period="month")))}
+        self.accounts = BudgetBook(
+            {
+                "a": TenantBudgets(
+                    (BudgetConfig(limit_micros=LIMIT, period="day"), BudgetConfig(limit_micros=10**6, period="month"))
+                )
+            }
         )
         self.running: dict[str, tuple[str, str, int]] = {}  # tenant, day, tokens
         self.charged: dict[str, tuple[str, str, int]] = {}  # tenant, day, micros
@@ -41,7 +46,7 @@ class Story:
                 id, tenant = f"r{self.number}", chance.choice(TENANTS)
                 endpoint = chance.choice((CHAT, "/e"))
                 verdict = await ledger.reserve(entry(id, tenant, endpoint=endpoint), output_tokens=chance.randrange(20))
-                if isinstance(verdict, Admit):
+                if isinstance(verdict, Admitted):
                     self.running[id] = (tenant, self.day(), 0)
             case 3 | 4 if some is not None:
                 tenant, day, tokens = self.running[some]
@@ -57,8 +62,8 @@ class Story:
                 self.clock.now = Clock(NOON).now + chance.choice((0, 0, DAY))  # and back
                 if chance.randrange(4) == 0:
                     endpoint = chance.choice(("", "/e"))
-                    budget = Budget(limit=LIMIT, period="day", endpoint=endpoint)
-                    ledger.declare("b", chance.choice((None, Account((budget,)))))
+                    budget = BudgetConfig(limit_micros=LIMIT, period="day", endpoint=endpoint)
+                    ledger.declare("b", chance.choice((None, TenantBudgets((budget,)))))
                 if chance.randrange(2):
                     await asyncio.sleep(0)
                 else:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.database import Database
-from headrace.gateway.ledger.budget_alerts import Courier, Webhook
-from headrace.gateway.ledger.budgets import Admit, Budget
-from headrace.gateway.ledger.ledger_records import Scope
-from headrace.gateway.ledger.ledger_store import Alert, Batch
-from headrace.gateway.ledger.sqlite import SqliteLedger
+from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
+from headrace.gateway.ledger.budgets import Admitted
+from headrace.gateway.ledger.ledger_records import BudgetScope
+from headrace.gateway.ledger.ledger_store import BudgetAlert, LedgerBatch
+from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
 from tests.support.ledgers import CHAT, DAY, NOON, Opened, budgets, entry, ledger_in, used
@@ -65,9 +66,9 @@ async def receiving(**options: Any) -> AsyncGenerator[Receiver, None]:
         await runner.cleanup()
 
 
-def webhook(url: str, **options: Any) -> Webhook:
+def webhook(url: str, **options: Any) -> AlertWebhook:
     given: dict[str, Any] = {"timeout_s": 5.0, "first_pause_s": 0.01, "longest_pause_s": 0.02, **options}
-    return Webhook(url=url, headers={"authorization": "Bearer secret"}, **given)
+    return AlertWebhook(url=url, headers={"authorization": "Bearer secret"}, **given)
 
 
 async def spend(opened: Opened, count: int, name: str) -> None:
@@ -83,7 +84,8 @@ def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, capl
     async def test() -> None:
         clock = Clock(NOON)
         accounts = budgets(
-            Budget(limit=300, period="day"), Budget(limit=600, period="month", endpoint=CHAT, alerts=(100,))
+            BudgetConfig(limit_micros=300, period="day"),
+            BudgetConfig(limit_micros=600, period="month", endpoint=CHAT, alerts=(100,)),
         )
         runs: list[tuple[int, list[int]]] = [(4, []), (1, [50]), (0, [50]), (4, [50, 80]), (1, [50, 80, 100])]
         for number, (exchanges, percents) in enumerate(runs):
@@ -96,7 +98,7 @@ def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, capl
             assert len(opened.alerts()) == 3 + 3 + 1
             assert (CHAT, "2025-11", 100) in opened.alerts()
             clock.now -= DAY
-            assert not isinstance(await opened.ledger.reserve(entry("again"), output_tokens=10), Admit)
+            assert not isinstance(await opened.ledger.reserve(entry("again"), output_tokens=10), Admitted)
 
     asynchronous(test)
     told = [json.loads(record.args[0]) for record in caplog.records if record.msg == "budget: %s"]  # type: ignore[index]
@@ -119,7 +121,7 @@ def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, capl
 
 def test_a_charge_that_passes_several_thresholds_tells_all_of_them(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=30, period="day"))) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=30, period="day"))) as opened:
             await spend(opened, 1, "all")
             assert [percent for _, _, percent in opened.alerts()] == [50, 80, 100]
 
@@ -128,7 +130,7 @@ def test_a_charge_that_passes_several_thresholds_tells_all_of_them(tmp_path: Pat
 
 def test_a_charge_that_a_crash_left_tells_its_thresholds(tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=30, period="day"))
+        accounts = budgets(BudgetConfig(limit_micros=30, period="day"))
         async with ledger_in(tmp_path, accounts, abandoned=True) as opened:
             await opened.ledger.reserve(entry("one"), output_tokens=10)
             opened.store.open_gate.clear()
@@ -142,7 +144,10 @@ def test_a_charge_that_a_crash_left_tells_its_thresholds(tmp_path: Path) -> None
 
 def test_the_first_refusal_of_a_period_is_told(tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=40, period="day", alerts=(90,)), Budget(limit=35, period="month", alerts=()))
+        accounts = budgets(
+            BudgetConfig(limit_micros=40, period="day", alerts=(90,)),
+            BudgetConfig(limit_micros=35, period="month", alerts=()),
+        )
         async with ledger_in(tmp_path, accounts) as opened:
             await opened.ledger.reserve(entry("one"), output_tokens=10)
             await opened.ledger.reserve(entry("held"), output_tokens=5)  # of what "one" holds some may come back
@@ -150,7 +155,7 @@ def test_the_first_refusal_of_a_period_is_told(tmp_path: Path) -> None:
             assert opened.alerts() == []
             opened.ledger.settle("one", used())
             for number in range(3):
-                assert not isinstance(await opened.ledger.reserve(entry(f"r{number}"), output_tokens=10), Admit)
+                assert not isinstance(await opened.ledger.reserve(entry(f"r{number}"), output_tokens=10), Admitted)
             await opened.ledger.flush()
             assert opened.alerts() == [("", TODAY, 0)]
             assert opened.counts["alerts"] == 1
@@ -161,7 +166,7 @@ def test_the_first_refusal_of_a_period_is_told(tmp_path: Path) -> None:
 def test_the_webhook_gets_each_alert_until_it_has_taken_it(tmp_path: Path) -> None:
     async def test() -> None:
         async with receiving(answers=[500, 429, 302]) as receiver:
-            accounts = budgets(Budget(limit=60, period="day"))
+            accounts = budgets(BudgetConfig(limit_micros=60, period="day"))
             async with ledger_in(tmp_path, accounts, webhook=webhook(receiver.url)) as opened:
                 await spend(opened, 2, "two")
                 await receiver.until(6)
@@ -174,23 +179,23 @@ def test_the_webhook_gets_each_alert_until_it_has_taken_it(tmp_path: Path) -> No
     asynchronous(test)
 
 
-def alert(percent: int, at: int = 1) -> Alert:
-    return Alert(Scope("a", "", TODAY), percent, 100, percent, at)
+def alert(percent: int, at: int = 1) -> BudgetAlert:
+    return BudgetAlert(BudgetScope("a", "", TODAY), percent, 100, percent, at)
 
 
 @asynccontextmanager
-async def stored(folder: Path, *alerts: Alert) -> AsyncGenerator[SqliteLedger, None]:
+async def stored(folder: Path, *alerts: BudgetAlert) -> AsyncGenerator[SqliteLedgerStore, None]:
     db = Database(folder)
-    store = SqliteLedger(db)
+    store = SqliteLedgerStore(db)
     try:
-        await store.write(Batch(alerts=list(alerts)), lambda tenant, endpoint, period: None, 1.0)
+        await store.write(LedgerBatch(alerts=list(alerts)), lambda tenant, endpoint, period: None, 1.0)
         yield store
     finally:
         await db.close()
 
 
-async def delivered(store: SqliteLedger, hook: Webhook | None, outcomes: list[str]) -> None:
-    courier = Courier(store, hook, count=outcomes.append)
+async def delivered(store: SqliteLedgerStore, hook: AlertWebhook | None, outcomes: list[str]) -> None:
+    courier = AlertSender(store, hook, count=outcomes.append)
     running = asyncio.create_task(courier.run())
     while await store.next_alert() is not None:
         await asyncio.sleep(0.01)
@@ -241,7 +246,7 @@ def test_without_a_webhook_alerts_are_recorded_alone(tmp_path: Path) -> None:
             outcomes: list[str] = []
             await delivered(store, None, outcomes)
             assert outcomes == []
-            assert await store.write(Batch(alerts=[alert(50)]), lambda tenant, endpoint, period: None, 1.0)
+            assert await store.write(LedgerBatch(alerts=[alert(50)]), lambda tenant, endpoint, period: None, 1.0)
             assert await store.next_alert() is None
 
     asynchronous(test)

@@ -7,17 +7,17 @@ import time
 
 import pytest
 
+from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.ledger.budgets import (
     HELD,
-    Account,
-    Accounts,
-    Admit,
-    Budget,
+    Admitted,
+    BudgetBook,
+    BudgetDecision,
     BudgetError,
-    Fallback,
-    Refuse,
-    Standing,
-    Verdict,
+    BudgetRefusal,
+    BudgetStatus,
+    FallbackVariant,
+    TenantBudgets,
     decide,
 )
 from headrace.gateway.ledger.periods import Calendar
@@ -25,33 +25,33 @@ from tests.support.ledgers import NOON
 
 COSTS = {"mini": 100, "mini@int4": 10, "free": 0}
 MIDNIGHT = NOON + 12 * 3600
-DAY = Budget(limit=1000, period="day")
-MONTH = Budget(limit=1000, period="month")
+DAY = BudgetConfig(limit_micros=1000, period="day")
+MONTH = BudgetConfig(limit_micros=1000, period="month")
 
 
-def decided(*standings: Standing, variant: str = "mini") -> Verdict:
+def decided(*standings: BudgetStatus, variant: str = "mini") -> BudgetDecision:
     return decide(standings, variant, COSTS.__getitem__, Calendar(), NOON)
 
 
-def day(spent: int, held: int = 0, budget: Budget = DAY) -> Standing:
-    return Standing(budget, "2025-11-22", spent, held)
+def day(spent: int, held: int = 0, budget: BudgetConfig = DAY) -> BudgetStatus:
+    return BudgetStatus(budget, "2025-11-22", spent, held)
 
 
-def month(spent: int, held: int = 0, budget: Budget = MONTH) -> Standing:
-    return Standing(budget, "2025-11", spent, held)
+def month(spent: int, held: int = 0, budget: BudgetConfig = MONTH) -> BudgetStatus:
+    return BudgetStatus(budget, "2025-11", spent, held)
 
 
 def test_the_last_micro_may_be_spent_and_no_further_one() -> None:
-    assert decided(day(900)) == Admit(100)
-    assert decided(day(500, 400)) == Admit(100)
-    assert isinstance(decided(day(901)), Refuse)
-    assert isinstance(decided(day(500, 401)), Refuse)
-    assert decided() == Admit(100)
+    assert decided(day(900)) == Admitted(100)
+    assert decided(day(500, 400)) == Admitted(100)
+    assert isinstance(decided(day(901)), BudgetRefusal)
+    assert isinstance(decided(day(500, 401)), BudgetRefusal)
+    assert decided() == Admitted(100)
 
 
 def test_a_spent_budget_is_refused_until_its_period_is_over() -> None:
     refused = decided(day(901))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, BudgetRefusal)
     assert (refused.why, refused.retry_after) == ("budget", MIDNIGHT - NOON)
     error = refused.error()
     assert (error.status, error.retry_after) == (429, MIDNIGHT - NOON)
@@ -65,7 +65,7 @@ def test_a_spent_budget_is_refused_until_its_period_is_over() -> None:
 
 def test_where_two_are_spent_the_one_that_is_over_last_counts() -> None:
     refused = decided(day(1000), month(1000))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, BudgetRefusal)
     assert refused.retry_after == calendar.timegm(time.strptime("2025-12-01", "%Y-%m-%d")) - NOON
     assert "2025-12-01" in refused.message
 
@@ -77,37 +77,43 @@ def test_what_running_requests_hold_comes_back_soon() -> None:
 
 
 def test_at_its_end_a_budget_falls_to_its_variant_while_that_fits() -> None:
-    falling = Budget(limit=1000, period="day", then="mini@int4")
-    assert decided(day(950, budget=falling)) == Fallback("mini@int4")
-    assert decided(day(950, budget=falling), variant="mini@int4") == Admit(10)
-    assert isinstance(decided(day(991, budget=falling)), Refuse)
-    assert isinstance(decided(day(991, budget=falling), variant="mini@int4"), Refuse)
-    to_free = Budget(limit=1000, period="day", then="free")
-    assert decided(day(1000, budget=to_free)) == Fallback("free")
+    falling = BudgetConfig(limit_micros=1000, period="day", then="mini@int4")
+    assert decided(day(950, budget=falling)) == FallbackVariant("mini@int4")
+    assert decided(day(950, budget=falling), variant="mini@int4") == Admitted(10)
+    assert isinstance(decided(day(991, budget=falling)), BudgetRefusal)
+    assert isinstance(decided(day(991, budget=falling), variant="mini@int4"), BudgetRefusal)
+    to_free = BudgetConfig(limit_micros=1000, period="day", then="free")
+    assert decided(day(1000, budget=to_free)) == FallbackVariant("free")
 
 
 def test_the_variant_at_the_end_may_have_an_allowance_that_no_other_has() -> None:
-    falling = Budget(limit=1000, period="day", then="mini@int4", allowance=50)
-    assert decided(day(1040, budget=falling)) == Fallback("mini@int4")
-    assert decided(day(1040, budget=falling), variant="mini@int4") == Admit(10)
-    assert isinstance(decided(day(1041, budget=falling)), Refuse)
+    falling = BudgetConfig(limit_micros=1000, period="day", then="mini@int4", allowance_micros=50)
+    assert decided(day(1040, budget=falling)) == FallbackVariant("mini@int4")
+    assert decided(day(1040, budget=falling), variant="mini@int4") == Admitted(10)
+    assert isinstance(decided(day(1041, budget=falling)), BudgetRefusal)
 
 
 def test_a_budget_that_refuses_does_so_whatever_another_one_would_do() -> None:
-    falling = Budget(limit=1000, period="day", then="mini@int4")
-    assert isinstance(decided(day(1000 - 50, budget=falling), month(950)), Refuse)
-    assert decided(day(950, budget=falling), month(800)) == Fallback("mini@int4")
+    falling = BudgetConfig(limit_micros=1000, period="day", then="mini@int4")
+    assert isinstance(decided(day(1000 - 50, budget=falling), month(950)), BudgetRefusal)
+    assert decided(day(950, budget=falling), month(800)) == FallbackVariant("mini@int4")
 
 
 def test_thresholds_that_are_reached() -> None:
-    budget = Budget(limit=1000, period="day", alerts=(80, 50, 100))
-    assert [budget.passed(spent) for spent in (0, 499, 500, 999, 1000)] == [[], [], [50], [50, 80], [50, 80, 100]]
-    assert Budget(limit=0, period="day").passed(0) == []
+    budget = BudgetConfig(limit_micros=1000, period="day", alerts=(80, 50, 100))
+    assert [budget.alerts_reached(spent) for spent in (0, 499, 500, 999, 1000)] == [
+        [],
+        [],
+        [50],
+        [50, 80],
+        [50, 80, 100],
+    ]
+    assert BudgetConfig(limit_micros=0, period="day").alerts_reached(0) == []
 
 
 def test_accounts_by_tenant_endpoint_and_period() -> None:
-    chat = Budget(limit=1, period="day", endpoint="/v1/chat/completions")
-    accounts = Accounts({"a": Account((DAY, chat))}, default=Account((MONTH,)))
+    chat = BudgetConfig(limit_micros=1, period="day", endpoint="/v1/chat/completions")
+    accounts = BudgetBook({"a": TenantBudgets((DAY, chat))}, default=TenantBudgets((MONTH,)))
     assert accounts.of("a").applying("/v1/chat/completions") == (DAY, chat)
     assert accounts.of("a").applying("/v1/embeddings") == (DAY,)
     assert accounts.budget("a", "/v1/chat/completions", "2025-11-22") == chat
@@ -116,7 +122,7 @@ def test_accounts_by_tenant_endpoint_and_period() -> None:
     accounts.declare("a", None)
     assert accounts.of("a").budgets == (MONTH,)
     with pytest.raises(BudgetError):
-        Account((DAY, Budget(limit=2, period="day")))
+        TenantBudgets((DAY, BudgetConfig(limit_micros=2, period="day")))
 
 
 def test_days_and_months_have_their_ends() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.gateway.ledger.journal import Found, Journal, JournalError
+from headrace.gateway.ledger.journal import Journal, JournalError, JournalRecord
 
 SLOT, HEADER = 1024, 4096
 
 
-def opened(path: Path, *, slots: int = 8, run: str = "run") -> tuple[Journal, list[Found]]:
+def opened(path: Path, *, slots: int = 8, run: str = "run") -> tuple[Journal, list[JournalRecord]]:
     return Journal.open(path, slots=slots, run=run)
 
 
@@ -48,9 +48,9 @@ def test_each_record_of_each_slot_is_found_again(tmp_path: Path) -> None:
     journal, found = opened(path, run="second")
     assert journal.previous_run == "first"
     assert sorted(found, key=lambda each: each.slot) == [
-        Found(slots[0], b"reserved %d" % slots[0], 0, 0, None),
-        Found(slots[1], b"reserved %d" % slots[1], 7, 2**40, None),
-        Found(slots[2], b"reserved %d" % slots[2], 2, 3, b"settled"),
+        JournalRecord(slots[0], b"reserved %d" % slots[0], 0, 0, None),
+        JournalRecord(slots[1], b"reserved %d" % slots[1], 7, 2**40, None),
+        JournalRecord(slots[2], b"reserved %d" % slots[2], 2, 3, b"settled"),
     ]
     taken = {take(journal) for _ in range(5)}
     assert taken.isdisjoint(slots[:3])
@@ -71,19 +71,19 @@ def test_a_slot_used_again_has_nothing_of_before(tmp_path: Path, second: bytes) 
     journal.reserve(slot, second)
     journal.close()
     _, found = opened(path, slots=1)
-    assert found == [Found(slot, second, 0, 0, None)]
+    assert found == [JournalRecord(slot, second, 0, 0, None)]
 
 
 @pytest.mark.parametrize(
     ("offset", "expected"),
     [
         (8, None),  # the reservation: nothing was served yet
-        (640, Found(0, b"reserved", 0, 0, b"settled")),
-        (704 + 8, Found(0, b"reserved", 4, 9, None)),
-        (704, Found(0, b"reserved", 4, 9, None)),  # a length beyond the slot
+        (640, JournalRecord(0, b"reserved", 0, 0, b"settled")),
+        (704 + 8, JournalRecord(0, b"reserved", 4, 9, None)),
+        (704, JournalRecord(0, b"reserved", 4, 9, None)),  # a length beyond the slot
     ],
 )
-def test_a_torn_record_takes_no_other_with_it(tmp_path: Path, offset: int, expected: Found | None) -> None:
+def test_a_torn_record_takes_no_other_with_it(tmp_path: Path, offset: int, expected: JournalRecord | None) -> None:
     path = tmp_path / "journal"
     journal, _ = opened(path, slots=1)
     slot = take(journal)

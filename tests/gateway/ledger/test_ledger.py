@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.ledger.budgets import FULL, UNAVAILABLE, Account, Admit, Budget, Fallback, Refuse
+from headrace.config.tenant_section import BudgetConfig
+from headrace.gateway.ledger.budgets import FULL, UNAVAILABLE, Admitted, BudgetRefusal, FallbackVariant, TenantBudgets
 from headrace.gateway.ledger.ledger import LedgerError
-from headrace.gateway.ledger.ledger_bounds import Bounds
+from headrace.gateway.ledger.ledger_bounds import LedgerBounds
 from headrace.gateway.ledger.prices import Price, PriceBook
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
@@ -21,9 +22,9 @@ TODAY, MONTH = "2025-11-22", "2025-11"
 # 10 tokens of input and 10 of output cost 30 micros with "mini".
 
 
-async def admitted(opened: Opened, id: str, output: int = 10, **options: object) -> Admit:
+async def admitted(opened: Opened, id: str, output: int = 10, **options: object) -> Admitted:
     verdict = await opened.ledger.reserve(entry(id, **options), output_tokens=output)  # type: ignore[arg-type]
-    assert isinstance(verdict, Admit), verdict
+    assert isinstance(verdict, Admitted), verdict
     return verdict
 
 
@@ -31,8 +32,8 @@ def test_an_exchange_is_charged_what_it_took_and_only_once(tmp_path: Path) -> No
     async def test() -> None:
         async with ledger_in(tmp_path) as opened:
             ledger = opened.ledger
-            assert await admitted(opened, "one", output=100) == Admit(210)
-            assert await ledger.reserve(entry("one"), output_tokens=100) == Admit(0)  # there is no budget to hold
+            assert await admitted(opened, "one", output=100) == Admitted(210)
+            assert await ledger.reserve(entry("one"), output_tokens=100) == Admitted(0)  # there is no budget to hold
             first = ledger.settle("one", used(10, 7, cached=4))
             assert (first.micros, first.saved) == (6 + 1 + 14, {"prefix": 3})
             assert ledger.settle("one", used(99, 99)) == first
@@ -54,7 +55,7 @@ def test_an_exchange_is_charged_what_it_took_and_only_once(tmp_path: Path) -> No
 
 def test_a_charge_that_the_store_has_is_not_counted_again(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=100, period="day"))) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=100, period="day"))) as opened:
             await opened.exchange("one")
             await opened.ledger.flush()
             opened.ledger._receipts.clear()  # pyright: ignore[reportPrivateUsage]
@@ -96,7 +97,7 @@ def test_caches_and_routes_are_told_what_they_saved(tmp_path: Path) -> None:
 
 def test_a_release_leaves_nothing_behind(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=30, period="day"))) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=30, period="day"))) as opened:
             await admitted(opened, "one")
             opened.ledger.release("one")
             await admitted(opened, "two")
@@ -111,11 +112,13 @@ def test_a_release_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_concurrent_requests_never_spend_more_than_there_is(tmp_path: Path) -> None:
     async def test() -> None:
         accounts = budgets(
-            Budget(limit=3000, period="day"),
-            Budget(limit=2000, period="month"),
-            Budget(limit=900, period="day", endpoint="/e"),
+            BudgetConfig(limit_micros=3000, period="day"),
+            BudgetConfig(limit_micros=2000, period="month"),
+            BudgetConfig(limit_micros=900, period="day", endpoint="/e"),
         )
-        async with ledger_in(tmp_path, accounts, bounds=Bounds(exchanges=2000, gather_s=0.0, wait_s=5.0)) as opened:
+        async with ledger_in(
+            tmp_path, accounts, bounds=LedgerBounds(exchanges=2000, gather_s=0.0, wait_s=5.0)
+        ) as opened:
             random.seed(1)
             served = 0
 
@@ -124,7 +127,7 @@ def test_concurrent_requests_never_spend_more_than_there_is(tmp_path: Path) -> N
                 endpoint = "/e" if number % 3 == 0 else CHAT
                 found = entry(f"r{number}", endpoint=endpoint)
                 verdict = await opened.ledger.reserve(found, output_tokens=10, most_tokens=10)
-                if isinstance(verdict, Admit):
+                if isinstance(verdict, Admitted):
                     served += 1
                     await asyncio.sleep(random.random() * 0.01)
                     assert opened.ledger.progress(found.id, 5)
@@ -146,7 +149,7 @@ def test_concurrent_requests_never_spend_more_than_there_is(tmp_path: Path) -> N
 
 def test_an_answer_that_grows_reserves_more_or_is_stopped_in_time(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=1000, period="day"))) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=1000, period="day"))) as opened:
             await admitted(opened, "one", output=10)
             ledger, tokens = opened.ledger, 0
             while ledger.progress("one", tokens):
@@ -164,8 +167,8 @@ def test_an_answer_that_grows_reserves_more_or_is_stopped_in_time(tmp_path: Path
 
 def test_an_answer_is_not_stopped_for_tokens_that_it_cannot_have(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=30, period="day"))) as opened:
-            assert isinstance(await opened.ledger.reserve(entry("one"), output_tokens=10, most_tokens=10), Admit)
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=30, period="day"))) as opened:
+            assert isinstance(await opened.ledger.reserve(entry("one"), output_tokens=10, most_tokens=10), Admitted)
             assert all(opened.ledger.progress("one", tokens) for tokens in range(11))
             assert opened.ledger.progress("nobody's", 5)
 
@@ -174,30 +177,30 @@ def test_an_answer_is_not_stopped_for_tokens_that_it_cannot_have(tmp_path: Path)
 
 def test_machine_time_is_estimated_as_others_took_it(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=10_000_000, period="day"))) as opened:
-            assert await admitted(opened, "one", variant="timed") == Admit(0)
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=10_000_000, period="day"))) as opened:
+            assert await admitted(opened, "one", variant="timed") == Admitted(0)
             assert (opened.ledger.settle("one", used(10, 10, seconds=2.0))).micros == 2_000_000
-            assert await admitted(opened, "two", variant="timed", output=30) == Admit(4_000_000)
+            assert await admitted(opened, "two", variant="timed", output=30) == Admitted(4_000_000)
             assert opened.ledger.progress("two", 10, machine_s=3.0)
             opened.ledger.release("two")
             given = await opened.ledger.reserve(entry("three", variant="timed"), output_tokens=30, machine_s=0.5)
-            assert given == Admit(500_000)
+            assert given == Admitted(500_000)
 
     asynchronous(test)
 
 
 def test_the_end_of_a_budget_refuses_or_falls_to_a_variant(tmp_path: Path) -> None:
     async def test() -> None:
-        falling = Budget(limit=60, period="day", then="mini@int4")
+        falling = BudgetConfig(limit_micros=60, period="day", then="mini@int4")
         async with ledger_in(tmp_path, budgets(falling)) as opened:
             ledger = opened.ledger
             await opened.exchange("one")
             await admitted(opened, "two", output=5)  # 20 of the 30 that are left
-            assert await ledger.reserve(entry("three"), output_tokens=10) == Fallback("mini@int4")
-            assert await admitted(opened, "three", variant="mini@int4") == Admit(3)
+            assert await ledger.reserve(entry("three"), output_tokens=10) == FallbackVariant("mini@int4")
+            assert await admitted(opened, "three", variant="mini@int4") == Admitted(3)
             for number in range(2):
                 await admitted(opened, f"small {number}", variant="mini@int4")
-            assert await ledger.reserve(entry("four", variant="mini@int4"), output_tokens=10) == Refuse(
+            assert await ledger.reserve(entry("four", variant="mini@int4"), output_tokens=10) == BudgetRefusal(
                 "held", 1.0, "what is left of the budget is held by requests that are running; try again"
             )
             ledger.settle("two", used(output=5))
@@ -205,7 +208,7 @@ def test_the_end_of_a_budget_refuses_or_falls_to_a_variant(tmp_path: Path) -> No
                 ledger.settle(f"small {number}", used())
             ledger.settle("three", used())
             refused = await ledger.reserve(entry("five"), output_tokens=10)
-            assert isinstance(refused, Refuse)
+            assert isinstance(refused, BudgetRefusal)
             assert (refused.why, refused.retry_after) == ("budget", 12 * 3600)
             assert opened.counts["fallback"] == 1
             assert (await opened.spent())["", TODAY] == 30 + 20 + 9
@@ -215,11 +218,11 @@ def test_the_end_of_a_budget_refuses_or_falls_to_a_variant(tmp_path: Path) -> No
 
 def test_a_budget_of_an_endpoint_counts_that_endpoint_alone(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, budgets(Budget(limit=30, period="day", endpoint="/e"))) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=30, period="day", endpoint="/e"))) as opened:
             await opened.exchange("one", endpoint="/e")
-            assert isinstance(await opened.ledger.reserve(entry("two", endpoint="/e"), output_tokens=10), Refuse)
+            assert isinstance(await opened.ledger.reserve(entry("two", endpoint="/e"), output_tokens=10), BudgetRefusal)
             await opened.exchange("three")
-            assert isinstance(await opened.ledger.reserve(entry("four", "b", endpoint="/e"), output_tokens=9), Admit)
+            assert isinstance(await opened.ledger.reserve(entry("four", "b", endpoint="/e"), output_tokens=9), Admitted)
             opened.ledger.settle("four", used())
 
     asynchronous(test)
@@ -227,13 +230,13 @@ def test_a_budget_of_an_endpoint_counts_that_endpoint_alone(tmp_path: Path) -> N
 
 def test_a_restart_knows_what_is_spent(tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=70, period="month"))
+        accounts = budgets(BudgetConfig(limit_micros=70, period="month"))
         async with ledger_in(tmp_path, accounts) as opened:
             await opened.exchange("one")
         async with ledger_in(tmp_path, accounts) as opened:
             await opened.exchange("two")
             refused = await opened.ledger.reserve(entry("three"), output_tokens=10)
-            assert isinstance(refused, Refuse)
+            assert isinstance(refused, BudgetRefusal)
             assert refused.why == "budget"
 
     asynchronous(test)
@@ -242,7 +245,7 @@ def test_a_restart_knows_what_is_spent(tmp_path: Path) -> None:
 def test_a_charge_belongs_to_the_day_of_its_reservation(tmp_path: Path) -> None:
     async def test() -> None:
         clock = Clock(NOON)
-        async with ledger_in(tmp_path, budgets(Budget(limit=60, period="day")), clock=clock) as opened:
+        async with ledger_in(tmp_path, budgets(BudgetConfig(limit_micros=60, period="day")), clock=clock) as opened:
             await admitted(opened, "late")
             clock.now += DAY
             await opened.exchange("next day")
@@ -255,13 +258,13 @@ def test_a_charge_belongs_to_the_day_of_its_reservation(tmp_path: Path) -> None:
 
 def test_a_clock_that_jumps_opens_no_budget_twice(tmp_path: Path) -> None:
     async def test() -> None:
-        clock, accounts = Clock(NOON), budgets(Budget(limit=30, period="day"))
+        clock, accounts = Clock(NOON), budgets(BudgetConfig(limit_micros=30, period="day"))
 
         async def spends(opened: Opened, id: str) -> bool:
             verdict = await opened.ledger.reserve(entry(id), output_tokens=10)
-            if isinstance(verdict, Admit):
+            if isinstance(verdict, Admitted):
                 opened.ledger.settle(id, used())
-            return isinstance(verdict, Admit)
+            return isinstance(verdict, Admitted)
 
         async with ledger_in(tmp_path, accounts, clock=clock) as opened:
             days = [0, -3, 400, 0, -3, 400, 0]
@@ -286,21 +289,21 @@ def test_another_account_counts_what_runs_and_what_was_spent(tmp_path: Path) -> 
             opened.store.open_gate.clear()
             await opened.exchange("written later")
             await admitted(opened, "running")
-            ledger.declare("a", Account((Budget(limit=100, period="day"),)))
+            ledger.declare("a", TenantBudgets((BudgetConfig(limit_micros=100, period="day"),)))
             opened.store.open_gate.set()
-            assert isinstance(await ledger.reserve(entry("more"), output_tokens=31), Refuse)
+            assert isinstance(await ledger.reserve(entry("more"), output_tokens=31), BudgetRefusal)
             (standing,) = ledger.standings("a")
             assert (standing.spent, standing.held) == (30, 0)  # nothing was held for it while there was no budget
             ledger.settle("running", used())
             await ledger.flush()
             assert ledger.standings("a")[0].spent == 60
-            ledger.declare("a", Account((Budget(limit=61, period="day"),)))
-            assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), Refuse)
+            ledger.declare("a", TenantBudgets((BudgetConfig(limit_micros=61, period="day"),)))
+            assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), BudgetRefusal)
             assert ledger.standings("a")[0].spent == 60
             ledger.declare("a", None)
             await opened.exchange("uncounted")
-            ledger.declare("a", Account((Budget(limit=91, period="day"),)))
-            assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), Refuse)
+            ledger.declare("a", TenantBudgets((BudgetConfig(limit_micros=91, period="day"),)))
+            assert isinstance(await ledger.reserve(entry("again"), output_tokens=1), BudgetRefusal)
             assert ledger.standings("a")[0].spent == 90
 
     asynchronous(test)
@@ -309,14 +312,14 @@ def test_another_account_counts_what_runs_and_what_was_spent(tmp_path: Path) -> 
 # When the store is slow or gone
 
 
-def behind(exchanges: int = 256, wait_s: float = 0.05) -> Bounds:
-    return Bounds(exchanges=exchanges, gather_s=0.0, wait_s=wait_s, sync_s=0.05, drain_s=0.5)
+def behind(exchanges: int = 256, wait_s: float = 0.05) -> LedgerBounds:
+    return LedgerBounds(exchanges=exchanges, gather_s=0.0, wait_s=wait_s, sync_s=0.05, drain_s=0.5)
 
 
 @pytest.mark.parametrize("when_down", ["open", "closed"])
 def test_while_the_store_is_behind_a_tenant_is_served_or_refused_as_declared(tmp_path: Path, when_down: str) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=10_000, period="day"), when_down=when_down)
+        accounts = budgets(BudgetConfig(limit_micros=10_000, period="day"), when_down=when_down)
         async with ledger_in(tmp_path, accounts) as opened:
             await opened.exchange("one")
             await opened.ledger.flush()
@@ -327,7 +330,7 @@ def test_while_the_store_is_behind_a_tenant_is_served_or_refused_as_declared(tmp
             verdict = await opened.ledger.reserve(entry("four"), output_tokens=10)
             assert opened.ledger.statistics().behind_s == 10.0
             if when_down == "open":
-                assert verdict == Admit(30)  # the sums are in memory, and exact
+                assert verdict == Admitted(30)  # the sums are in memory, and exact
                 opened.ledger.settle("four", used())
             else:
                 assert verdict == UNAVAILABLE
@@ -344,14 +347,14 @@ def test_while_the_store_is_behind_a_tenant_is_served_or_refused_as_declared(tmp
 @pytest.mark.parametrize("when_down", ["open", "closed"])
 def test_sums_that_cannot_be_read_are_not_waited_for_without_end(tmp_path: Path, when_down: str) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=150, period="day"), when_down=when_down)
+        accounts = budgets(BudgetConfig(limit_micros=150, period="day"), when_down=when_down)
         async with ledger_in(tmp_path, accounts, bounds=behind()) as opened:
             opened.store.open_gate.clear()
             verdicts = await asyncio.gather(
                 *(opened.ledger.reserve(entry(f"r{number}"), output_tokens=10) for number in range(5))
             )
             if when_down == "open":
-                assert verdicts == [Admit(30, checked=False)] * 5
+                assert verdicts == [Admitted(30, checked=False)] * 5
                 assert opened.counts["unchecked"] == 5
                 for number in range(5):
                     opened.ledger.settle(f"r{number}", used())
@@ -362,7 +365,7 @@ def test_sums_that_cannot_be_read_are_not_waited_for_without_end(tmp_path: Path,
             while not opened.ledger.standings("a"):  # what was asked for is still read
                 await asyncio.sleep(0.01)
             verdict = await opened.ledger.reserve(entry("after"), output_tokens=10)
-            assert isinstance(verdict, Refuse if when_down == "open" else Admit)
+            assert isinstance(verdict, BudgetRefusal if when_down == "open" else Admitted)
             opened.ledger.release("after")
 
     asynchronous(test)
@@ -429,7 +432,7 @@ def test_without_its_journal_a_tenant_is_served_or_refused_as_declared(tmp_path:
             assert not opened.ledger.statistics().journal
             verdict = await opened.ledger.reserve(entry("one"), output_tokens=10)
             if when_down == "open":
-                assert verdict == Admit(30)
+                assert verdict == Admitted(30)
                 opened.ledger.settle("one", used())
                 assert await opened.charges() == {"one": 30}
             else:
@@ -466,9 +469,9 @@ def test_what_no_database_takes_does_not_get_in(tmp_path: Path) -> None:
 def test_old_charges_go_and_every_sum_stays(tmp_path: Path) -> None:
     async def test() -> None:
         clock = Clock(NOON)
-        bounds = Bounds(exchanges=256, gather_s=0.0, wait_s=0.0, keep_days=2)
+        bounds = LedgerBounds(exchanges=256, gather_s=0.0, wait_s=0.0, keep_days=2)
         async with ledger_in(
-            tmp_path, budgets(Budget(limit=10**6, period="day")), clock=clock, bounds=bounds
+            tmp_path, budgets(BudgetConfig(limit_micros=10**6, period="day")), clock=clock, bounds=bounds
         ) as opened:
             for day in range(5):
                 for number in range(3):

@@ -25,13 +25,13 @@ from headrace.config import (
     ExactConfig,
     LedgerConfig,
     LimitSet,
-    Log,
+    LogConfig,
     ModelConfig,
     PriceConfig,
-    Storage,
+    ServerConfig,
+    StorageConfig,
 )
-from headrace.config import Server as ServerConfig
-from headrace.config.routing_section import CascadeConfig, RoutingConfig, RuleConfig, When
+from headrace.config.routing_section import CascadeConfig, RoutingConfig, RuleConditions, RuleConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish
@@ -81,8 +81,8 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
     config = Config(
         server=ServerConfig(port=0),
         models={"mini": ModelConfig(options={"threads": 1})},
-        log=Log(requests=False),
-        storage=Storage(folder=str(tmp_path)),
+        log=LogConfig(requests=False),
+        storage=StorageConfig(folder=str(tmp_path)),
         prices={"mini": PriceConfig(input=1.0, cached=0.25, output=2.0)},
         keys=(key("acme"), ADMIN),
     )
@@ -252,7 +252,7 @@ def sure(probability: float) -> Callable[[Stream], None]:
 @asynchronous
 async def test_a_cascade_is_charged_by_variant_and_counts_as_one_request(tmp_path: Path) -> None:
     routing = RoutingConfig(
-        rules=(RuleConfig(name="all", when=When(), cascade="up"),),
+        rules=(RuleConfig(name="all", when=RuleConditions(), cascade="up"),),
         cascades={"up": CascadeConfig(small="small", large="mini", threshold=0.5)},
     )
     async with served(tmp_path, "small", **priced(routing=routing)) as running:
@@ -276,7 +276,7 @@ async def test_a_cascade_is_charged_by_variant_and_counts_as_one_request(tmp_pat
 @asynchronous
 async def test_a_cascade_that_meets_a_limit_tells_what_is_charged(tmp_path: Path) -> None:
     routing = RoutingConfig(
-        rules=(RuleConfig(name="all", when=When(), cascade="up"),),
+        rules=(RuleConfig(name="all", when=RuleConditions(), cascade="up"),),
         cascades={"up": CascadeConfig(small="small", large="mini", threshold=0.5)},
     )
     tenant = {"limits": LimitSet(output_tokens_per_min=4)}

@@ -16,12 +16,20 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.ledger.budgets import UNAVAILABLE, Account, Accounts, Admit, Budget, Fallback, Refuse
+from headrace.config.tenant_section import BudgetConfig
+from headrace.gateway.ledger.budgets import (
+    UNAVAILABLE,
+    Admitted,
+    BudgetBook,
+    BudgetRefusal,
+    FallbackVariant,
+    TenantBudgets,
+)
 from headrace.gateway.ledger.ledger import Ledger
-from headrace.gateway.ledger.ledger_bounds import Bounds, Event
-from headrace.gateway.ledger.ledger_store import Query
-from headrace.gateway.ledger.postgres import PostgresLedger, SchemaError
-from headrace.gateway.ledger.usage_export import usage
+from headrace.gateway.ledger.ledger_bounds import LedgerBounds, LedgerEvent
+from headrace.gateway.ledger.ledger_store import UsageQuery
+from headrace.gateway.ledger.postgres import PostgresLedgerStore, SchemaError
+from headrace.gateway.ledger.usage_export import usage_rows
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
 from tests.support.ledgers import CHAT, NOON, PRICES, budgets, entry, used
@@ -48,8 +56,8 @@ def schema() -> str:
 @dataclass
 class Gateway:
     ledger: Ledger
-    store: PostgresLedger
-    counts: Counter[Event] = field(default_factory=Counter[Event])
+    store: PostgresLedgerStore
+    counts: Counter[LedgerEvent] = field(default_factory=Counter[LedgerEvent])
 
     async def rows(self, statement: str) -> list[tuple[Any, ...]]:
         await self.ledger.flush()
@@ -61,7 +69,7 @@ class Gateway:
         return {(endpoint, period): (spent, held) for endpoint, period, spent, held in rows}
 
     async def exchange(self, id: str, output: int = 10, **options: Any) -> int:
-        assert isinstance(await self.ledger.reserve(entry(id, **options), output_tokens=output), Admit)
+        assert isinstance(await self.ledger.reserve(entry(id, **options), output_tokens=output), Admitted)
         return (self.ledger.settle(id, used(output=output))).micros
 
 
@@ -70,17 +78,17 @@ async def gateway(
     server: Server | str,
     schema: str,
     journal: Path | None = None,
-    accounts: Accounts | None = None,
+    accounts: BudgetBook | None = None,
     *,
     abandoned: bool = False,
     wait_s: float = 5.0,
     **options: Any,
 ) -> AsyncGenerator[Gateway, None]:
     dsn = server if isinstance(server, str) else server.dsn
-    store = PostgresLedger(dsn, schema=schema, wait_s=wait_s, **options)
-    counts: Counter[Event] = Counter()
+    store = PostgresLedgerStore(dsn, schema=schema, wait_s=wait_s, **options)
+    counts: Counter[LedgerEvent] = Counter()
 
-    def count(event: Event, number: int) -> None:
+    def count(event: LedgerEvent, number: int) -> None:
         counts[event] += number
 
     ledger = Ledger(
@@ -88,7 +96,7 @@ async def gateway(
         prices=PRICES,
         accounts=accounts,
         journal=journal,
-        bounds=Bounds(exchanges=512, gather_s=0.0, wait_s=wait_s, sync_s=0.02, drain_s=2.0),
+        bounds=LedgerBounds(exchanges=512, gather_s=0.0, wait_s=wait_s, sync_s=0.02, drain_s=2.0),
         clock=Clock(NOON),
         count=count,
     )
@@ -105,9 +113,12 @@ async def gateway(
 
 def test_an_exchange_is_held_charged_and_summed(server: Server, schema: str, tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=1000, period="day"), Budget(limit=5000, period="month", endpoint=CHAT))
+        accounts = budgets(
+            BudgetConfig(limit_micros=1000, period="day"),
+            BudgetConfig(limit_micros=5000, period="month", endpoint=CHAT),
+        )
         async with gateway(server, schema, tmp_path / "journal", accounts) as one:
-            assert await one.ledger.reserve(entry("one"), output_tokens=100) == Admit(210)
+            assert await one.ledger.reserve(entry("one"), output_tokens=100) == Admitted(210)
             assert await one.spent() == {(e, p): (0, 210) for e in ("", CHAT) for p in (TODAY, MONTH)}
             receipt = one.ledger.settle("one", used(10, 7, cached=4))
             assert (receipt.micros, receipt.saved) == (21, {"prefix": 3})
@@ -121,20 +132,22 @@ def test_an_exchange_is_held_charged_and_summed(server: Server, schema: str, tmp
             assert await one.rows("SELECT micros, final FROM ledger_charges ORDER BY id") == [(30, True), (21, True)]
             assert await one.rows("SELECT count(*) FROM ledger_open") == [(0,)]
         async with gateway(server, schema, tmp_path / "journal", accounts) as again:
-            found = [row async for row in usage(again.store, Query(by=("tenant",)))]
+            found = [row async for row in usage_rows(again.store, UsageQuery(by=("tenant",)))]
             assert [(row.group["tenant"], row.sum.requests, row.sum.micros) for row in found] == [
                 ("a", 1, 21),
                 ("b", 1, 30),
             ]
             assert found[0].saved["prefix"].micros == 3
-            assert await again.store.sources(Query()) == ["prefix"]
+            assert await again.store.sources(UsageQuery()) == ["prefix"]
 
     asynchronous(test)
 
 
 def test_one_budget_holds_across_gateways(server: Server, schema: str, tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=2000, period="day"), Budget(limit=500, period="month", endpoint="/e"))
+        accounts = budgets(
+            BudgetConfig(limit_micros=2000, period="day"), BudgetConfig(limit_micros=500, period="month", endpoint="/e")
+        )
         random.seed(1)
         async with (
             gateway(server, schema, tmp_path / "one", accounts) as one,
@@ -143,7 +156,7 @@ def test_one_budget_holds_across_gateways(server: Server, schema: str, tmp_path:
 
             async def exchange(each: Gateway, id: str, endpoint: str) -> None:
                 verdict = await each.ledger.reserve(entry(id, endpoint=endpoint), output_tokens=10)
-                if isinstance(verdict, Admit):
+                if isinstance(verdict, Admitted):
                     await asyncio.sleep(random.random() * 0.01)
                     each.ledger.settle(id, used(output=random.randrange(11)))
 
@@ -164,7 +177,7 @@ def test_one_budget_holds_across_gateways(server: Server, schema: str, tmp_path:
             assert {held for _, held in spent.values()} == {0}
             assert one.counts["unchecked"] == two.counts["unchecked"] == 0
             refused = await two.ledger.reserve(entry("refused"), output_tokens=10)
-            assert isinstance(refused, Refuse)
+            assert isinstance(refused, BudgetRefusal)
             assert (refused.why, refused.retry_after) == ("budget", 12 * 3600)
             total = sum(micros for (micros,) in await one.rows("SELECT micros FROM ledger_charges"))
             assert await two.rows("SELECT sum(micros)::bigint FROM ledger_days") == [(total,)]
@@ -175,11 +188,11 @@ def test_one_budget_holds_across_gateways(server: Server, schema: str, tmp_path:
 
 def test_at_its_end_a_shared_budget_falls_to_its_variant(server: Server, schema: str) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=45, period="day", then="mini@int4"))
+        accounts = budgets(BudgetConfig(limit_micros=45, period="day", then="mini@int4"))
         async with gateway(server, schema, None, accounts) as one:
             await one.exchange("one")
-            assert await one.ledger.reserve(entry("two"), output_tokens=10) == Fallback("mini@int4")
-            assert await one.ledger.reserve(entry("two", variant="mini@int4"), output_tokens=10) == Admit(3)
+            assert await one.ledger.reserve(entry("two"), output_tokens=10) == FallbackVariant("mini@int4")
+            assert await one.ledger.reserve(entry("two", variant="mini@int4"), output_tokens=10) == Admitted(3)
             one.ledger.release("two")
             await one.ledger.flush()
             assert (await one.spent())["", TODAY] == (30, 0)
@@ -189,8 +202,8 @@ def test_at_its_end_a_shared_budget_falls_to_its_variant(server: Server, schema:
 
 def test_a_running_answer_holds_more_or_is_stopped(server: Server, schema: str) -> None:
     async def test() -> None:
-        async with gateway(server, schema, None, budgets(Budget(limit=1000, period="day"))) as one:
-            assert isinstance(await one.ledger.reserve(entry("one"), output_tokens=10), Admit)
+        async with gateway(server, schema, None, budgets(BudgetConfig(limit_micros=1000, period="day"))) as one:
+            assert isinstance(await one.ledger.reserve(entry("one"), output_tokens=10), Admitted)
             tokens = 0
             while one.ledger.progress("one", tokens):
                 tokens += 4
@@ -208,7 +221,7 @@ def test_a_running_answer_holds_more_or_is_stopped(server: Server, schema: str) 
 
 def test_a_gateway_that_comes_back_charges_what_its_journal_says(server: Server, schema: str, tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=2000, period="day"))
+        accounts = budgets(BudgetConfig(limit_micros=2000, period="day"))
         journal = tmp_path / "journal"
         async with gateway(server, schema, journal, accounts, abandoned=True) as one:
             for id in ("held", "running", "settled"):
@@ -226,7 +239,7 @@ def test_a_gateway_that_comes_back_charges_what_its_journal_says(server: Server,
 
 def test_a_gateway_that_does_not_come_back_is_charged_by_another(server: Server, schema: str, tmp_path: Path) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=2000, period="day"))
+        accounts = budgets(BudgetConfig(limit_micros=2000, period="day"))
         journal = tmp_path / "journal"
         async with gateway(server, schema, journal, accounts, abandoned=True) as one:
             for id in ("held", "running"):
@@ -267,7 +280,9 @@ _SEEN = "UPDATE ledger_gateways SET seen = now() WHERE run = $1"
 
 def test_what_nobody_runs_any_more_is_not_held_for_good(server: Server, schema: str) -> None:
     async def test() -> None:
-        async with gateway(server, schema, None, budgets(Budget(limit=100, period="day")), left_s=0.0) as one:
+        async with gateway(
+            server, schema, None, budgets(BudgetConfig(limit_micros=100, period="day")), left_s=0.0
+        ) as one:
             await one.ledger.reserve(entry("lost"), output_tokens=10)
             await one.ledger.reserve(entry("runs"), output_tokens=10)
             del one.ledger._open["lost"]  # pyright: ignore[reportPrivateUsage]
@@ -281,13 +296,13 @@ def test_what_nobody_runs_any_more_is_not_held_for_good(server: Server, schema: 
 
 def test_alerts_are_told_once_by_whichever_gateway(server: Server, schema: str) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=300, period="day"))
+        accounts = budgets(BudgetConfig(limit_micros=300, period="day"))
         async with gateway(server, schema, None, accounts) as one, gateway(server, schema, None, accounts) as two:
             for number in range(5):
                 await asyncio.gather(*(each.exchange(f"{name} {number}") for name, each in (("1", one), ("2", two))))
             await asyncio.gather(one.ledger.flush(), two.ledger.flush())
             for each in (one, two):
-                assert not isinstance(await each.ledger.reserve(entry("more"), output_tokens=10), Admit)
+                assert not isinstance(await each.ledger.reserve(entry("more"), output_tokens=10), Admitted)
             await two.ledger.flush()
             rows = await one.rows("SELECT percent FROM ledger_alerts ORDER BY percent")
             assert rows == [(0,), (50,), (80,), (100,)]
@@ -305,7 +320,7 @@ def test_alerts_are_told_once_by_whichever_gateway(server: Server, schema: str) 
 @pytest.mark.parametrize("when_down", ["open", "closed"])
 def test_a_frozen_database_costs_a_bounded_wait(server: Server, schema: str, tmp_path: Path, when_down: Any) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=60, period="day"), when_down=when_down)
+        accounts = budgets(BudgetConfig(limit_micros=60, period="day"), when_down=when_down)
         async with gateway(server, schema, tmp_path / "journal", accounts, wait_s=0.3, left_s=0.0) as one:
             await one.exchange("before")
             await one.ledger.flush()
@@ -314,13 +329,13 @@ def test_a_frozen_database_costs_a_bounded_wait(server: Server, schema: str, tmp
                     *(one.ledger.reserve(entry(f"r{number}"), output_tokens=10) for number in range(20))
                 )
                 if when_down == "open":
-                    assert verdicts == [Admit(30, checked=False)] * 20
+                    assert verdicts == [Admitted(30, checked=False)] * 20
                     for number in range(20):
                         one.ledger.settle(f"r{number}", used())
                 else:
                     assert verdicts == [UNAVAILABLE] * 20
                 assert one.ledger.statistics().waiting == (20 if when_down == "open" else 0)
-            while isinstance(verdict := await one.ledger.reserve(entry("after"), output_tokens=10), Admit):
+            while isinstance(verdict := await one.ledger.reserve(entry("after"), output_tokens=10), Admitted):
                 if verdict.checked:
                     break
                 one.ledger.release("after")
@@ -338,7 +353,7 @@ def test_a_frozen_database_costs_a_bounded_wait(server: Server, schema: str, tmp
 
 def test_what_is_held_after_nobody_waits_for_it_any_more_is_let_go_of(server: Server, schema: str) -> None:
     async def test() -> None:
-        accounts = budgets(Budget(limit=60, period="day"), when_down="closed")
+        accounts = budgets(BudgetConfig(limit_micros=60, period="day"), when_down="closed")
         async with gateway(server, schema, None, accounts, wait_s=0.3, left_s=0.0) as one:
             await one.exchange("before")
             await one.ledger.flush()
@@ -365,7 +380,7 @@ def test_without_a_database_tenants_are_served_or_refused_as_declared(
 ) -> None:
     async def test() -> None:
         nowhere = "postgresql://tests@127.0.0.1:1/postgres"
-        accounts = Accounts({"a": Account((Budget(limit=60, period="day"),), "closed")})
+        accounts = BudgetBook({"a": TenantBudgets((BudgetConfig(limit_micros=60, period="day"),), "closed")})
         async with gateway(nowhere, schema, tmp_path / "journal", accounts, wait_s=0.3) as one:
             assert await one.ledger.reserve(entry("closed"), output_tokens=10) == UNAVAILABLE
             await one.exchange("open", tenant="b")
@@ -383,7 +398,7 @@ def test_tables_of_a_newer_version_are_left_alone(server: Server, schema: str) -
             async with gateway(server, schema):
                 pass
         with pytest.raises(SchemaError):
-            PostgresLedger(server.dsn, schema='x"; DROP TABLE')
+            PostgresLedgerStore(server.dsn, schema='x"; DROP TABLE')
 
     asynchronous(test)
 

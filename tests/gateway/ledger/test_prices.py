@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.ledger.prices import FREE, Price, PriceBook, PriceError, micros_of, microseconds, price, text_of
+from headrace.gateway.ledger.prices import (
+    FREE,
+    Price,
+    PriceBook,
+    PriceError,
+    format_micros,
+    make_price,
+    microseconds,
+    parse_micros,
+)
 
 
 def test_a_price_is_the_exact_sum_rounded_half_up_once() -> None:
-    cents = price(input="0.15", cached="0.075", output=0.6)
+    cents = make_price(input="0.15", cached="0.075", output=0.6)
     assert cents == Price(150_000, 75_000, 600_000)
     # 900 · 0.15 + 100 · 0.075 + 50 · 0.6 = 172.5 micros
     assert cents.micros(1000, 100, 50) == 173
@@ -41,32 +50,32 @@ def test_no_sum_is_off_by_more_than_half_a_micro(
 
 
 def test_machine_time_is_whole_microseconds_before_it_is_summed() -> None:
-    hour = price(second="0.001")  # 1000 micros
+    hour = make_price(second="0.001")  # 1000 micros
     assert microseconds(0.0000015) == 2
     assert [microseconds(each) for each in (-1.0, float("nan"), float("inf"), 0.1)] == [0, 0, 0, 100_000]
     assert hour.micros(10, 0, 10, microseconds(1.5)) == 1500
 
 
 def test_a_cached_token_costs_what_another_does_unless_told_otherwise() -> None:
-    assert price(input=1).cached == price(input=1).input == 1_000_000
-    assert price(input=1, cached=0).cached == 0
+    assert make_price(input=1).cached == make_price(input=1).input == 1_000_000
+    assert make_price(input=1, cached=0).cached == 0
 
 
 def test_a_hit_costs_nothing_or_its_share() -> None:
-    assert price(input=1).of_hit(10, 0, 0) == 0
-    assert price(input=1, hit_percent=25).of_hit(10, 0, 0) == 3  # 2.5
-    assert price(input=1, hit_percent=100).of_hit(10, 0, 0) == 10
+    assert make_price(input=1).of_hit(10, 0, 0) == 0
+    assert make_price(input=1, hit_percent=25).of_hit(10, 0, 0) == 3  # 2.5
+    assert make_price(input=1, hit_percent=100).of_hit(10, 0, 0) == 10
 
 
 @pytest.mark.parametrize("amount", ["", "x", -1, "0.0000001", float("nan"), float("inf"), 1e30, "1e9", "--1"])
 def test_what_is_no_amount_is_refused(amount: str | float) -> None:
     with pytest.raises(PriceError):
-        micros_of(amount)
+        parse_micros(amount)
 
 
 def test_amounts_and_text_are_the_same_both_ways() -> None:
-    assert [micros_of(each) for each in (0.1, "0.1", 3, "1e-6", 0.000001)] == [100_000, 100_000, 3_000_000, 1, 1]
-    assert [text_of(each) for each in (0, 1, 1_500_000, -1)] == ["0.000000", "0.000001", "1.500000", "-0.000001"]
+    assert [parse_micros(each) for each in (0.1, "0.1", 3, "1e-6", 0.000001)] == [100_000, 100_000, 3_000_000, 1, 1]
+    assert [format_micros(each) for each in (0, 1, 1_500_000, -1)] == ["0.000000", "0.000001", "1.500000", "-0.000001"]
 
 
 def test_a_variant_without_a_price_has_its_models_and_else_none() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.gateway.ledger.ledger_records import DayKey, DaySum
-from headrace.gateway.ledger.ledger_store import Dimension, Query, SumRow
-from headrace.gateway.ledger.usage_export import UsageRow, as_csv, as_json, quotient, usage
+from headrace.gateway.ledger.ledger_store import Dimension, SumRow, UsageQuery
+from headrace.gateway.ledger.usage_export import UsageRow, quotient, usage_csv, usage_json, usage_rows
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
 from tests.support.ledgers import DAY, NOON, Opened, entry, ledger_in, used
@@ -36,7 +36,7 @@ async def several(opened: Opened, clock: Clock) -> None:
 
 
 async def rows(opened: Opened, *by: Dimension, **options: Any) -> list[UsageRow]:
-    return [row async for row in usage(opened.store, Query(by=by, **options))]
+    return [row async for row in usage_rows(opened.store, UsageQuery(by=by, **options))]
 
 
 def test_sums_by_any_dimension(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_csv_has_a_column_for_each_source_and_json_the_same(tmp_path: Path) -> N
         clock = Clock(NOON)
         async with ledger_in(tmp_path, clock=clock) as opened:
             await several(opened, clock)
-            query = Query(by=("tenant", "key"))
-            lines = list(csv.DictReader(io.StringIO(await whole(as_csv(opened.store, query)))))
+            query = UsageQuery(by=("tenant", "key"))
+            lines = list(csv.DictReader(io.StringIO(await whole(usage_csv(opened.store, query)))))
             assert lines[0] == {
                 "tenant": "a",
                 "key": "k",
@@ -101,13 +101,13 @@ def test_csv_has_a_column_for_each_source_and_json_the_same(tmp_path: Path) -> N
                 "saved_prefix_requests": "1",
                 "saved_prefix_micros": "3",
             }
-            document = json.loads(await whole(as_json(opened.store, query)))
+            document = json.loads(await whole(usage_json(opened.store, query)))
             assert document["by"] == ["tenant", "key"]
             assert document["rows"][0]["saved"]["exact"] == {"requests": 1, "micros": 30}
             assert [row["micros"] for row in document["rows"]] == [int(line["micros"]) for line in lines]
-            empty = Query(tenant="nobody")
-            assert json.loads(await whole(as_json(opened.store, empty)))["rows"] == []
-            assert len((await whole(as_csv(opened.store, empty))).splitlines()) == 1
+            empty = UsageQuery(tenant="nobody")
+            assert json.loads(await whole(usage_json(opened.store, empty)))["rows"] == []
+            assert len((await whole(usage_csv(opened.store, empty))).splitlines()) == 1
 
     asynchronous(test)
 
@@ -119,21 +119,21 @@ class Endless:
         self.tenants = tenants
         self.read = 0
 
-    async def sums(self, query: Query) -> AsyncIterator[list[SumRow]]:
+    async def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
         for number in range(self.tenants):
             self.read = number
             key = DayKey("2025-11-22", f"tenant {number:06}", "k", "/e", "m", "v", "s", "")
             yield [(key, DaySum(1, 1, 1, 1, 1, 1))] * 2
 
-    async def sources(self, query: Query) -> list[str]:
+    async def sources(self, query: UsageQuery) -> list[str]:
         return []
 
 
 def test_an_export_reads_no_further_than_it_is_read(tmp_path: Path) -> None:
     async def test() -> None:
-        for written in (as_csv, as_json):
+        for written in (usage_csv, usage_json):
             store: Any = Endless(1_000_000)
-            pieces = written(store, Query(by=("tenant",)))
+            pieces = written(store, UsageQuery(by=("tenant",)))
             sizes = [len(await anext(pieces)) for _ in range(3)]
             assert all(size < 100_000 for size in sizes)
             assert store.read < 10_000
@@ -146,7 +146,7 @@ def test_an_export_that_is_left_leaves_the_store_usable(tmp_path: Path) -> None:
         clock = Clock(NOON)
         async with ledger_in(tmp_path, clock=clock) as opened:
             await several(opened, clock)
-            sums = opened.store.sums(Query())
+            sums = opened.store.sums(UsageQuery())
             assert len(await anext(sums)) == 7
             await spend(opened, "while it is read")
             await opened.ledger.flush()

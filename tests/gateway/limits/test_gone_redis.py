@@ -12,11 +12,11 @@ import pytest
 
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import StoreBreaker
-from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.lua_script import script
-from headrace.gateway.limits.redis_calls import GoneError, RedisCalls
-from headrace.gateway.limits.shared_limits import SharedStore
+from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.limits.redis_calls import RedisCallBatcher, RedisUnavailableError
+from headrace.gateway.limits.redis_limits import RedisLimitStore
 from tests.support.clock import Clock
 from tests.support.limit_oracle import admitted, refusal, scope
 from tests.support.redis_server import Way, pretending
@@ -30,16 +30,16 @@ WHY = {"frozen": "timeout", "reset": "reset", "full": "full"}
 @asynccontextmanager
 async def limiter_on(
     url: str, clock: Clock, *, closed: bool = False, bound_s: float = 0.05, noted: list[str] | None = None
-) -> AsyncGenerator[tuple[Limiter, SharedStore], None]:
-    calls = RedisCalls(url, script(), bound_s=bound_s, failures=3, skip_s=5.0, clock=clock)
-    shared = SharedStore(calls, clock=clock, tend_s=1e6)
+) -> AsyncGenerator[tuple[RateLimiter, RedisLimitStore], None]:
+    calls = RedisCallBatcher(url, script(), bound_s=bound_s, failures=3, skip_s=5.0, clock=clock)
+    shared = RedisLimitStore(calls, clock=clock, tend_s=1e6)
 
     def note(event: str, what: str) -> None:
         if event == "gone" and noted is not None:
             noted.append(what)
 
-    limiter = Limiter(
-        local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip, note=note
+    limiter = RateLimiter(
+        local=LocalLimitStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip, note=note
     )
     try:
         yield limiter, shared
@@ -149,7 +149,7 @@ class Scripted:
         self.asked.append(payload)
         answer = self.answers.pop(0) if self.answers else None
         if answer is None:
-            raise GoneError("timeout")
+            raise RedisUnavailableError("timeout")
         return answer
 
     async def close(self) -> None:
@@ -160,8 +160,10 @@ class Scripted:
 @asynchronous
 async def test_a_stream_whose_store_goes_away_goes_on_under_local_limits_or_stops(closed: bool) -> None:
     clock = Clock()
-    shared = SharedStore(Scripted([1, 0, 50, 0]), clock=clock, tend_s=1e6)
-    limiter = Limiter(local=LocalStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip)
+    shared = RedisLimitStore(Scripted([1, 0, 50, 0]), clock=clock, tend_s=1e6)
+    limiter = RateLimiter(
+        local=LocalLimitStore(clock=clock), shared=shared, closed=closed, clock=clock, sleep=clock.skip
+    )
     tenant = scope(output_tokens_per_min=50)
     reservation = await limiter.reserve([tenant], input_tokens=1, most_output=20)
     total = 0
@@ -179,8 +181,8 @@ async def test_a_stream_whose_store_goes_away_goes_on_under_local_limits_or_stop
 @asynchronous
 async def test_what_is_owed_is_bounded_and_forgotten_when_it_has_lapsed() -> None:
     clock = Clock()
-    shared = SharedStore(Scripted(), clock=clock, owed=10, tend_s=1e6)
-    limiter = Limiter(local=LocalStore(clock=clock), shared=shared, clock=clock)
+    shared = RedisLimitStore(Scripted(), clock=clock, owed=10, tend_s=1e6)
+    limiter = RateLimiter(local=LocalLimitStore(clock=clock), shared=shared, clock=clock)
     for _ in range(50):
         await limiter.reserve([scope(concurrent=100)], input_tokens=1, most_output=1)
     await shared.settled()
@@ -214,12 +216,12 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_tried_after_a_while() ->
 @pytest.mark.parametrize("url", ["", "nowhere", "http://127.0.0.1"])
 def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(HeadraceError):
-        RedisCalls(url, script())
+        RedisCallBatcher(url, script())
 
 
 def test_a_lease_shorter_than_its_windows_is_refused() -> None:
     with pytest.raises(HeadraceError):
-        SharedStore(Scripted(), lease_s=89.0)
+        RedisLimitStore(Scripted(), lease_s=89.0)
 
 
 def test_without_the_package_an_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,4 +231,4 @@ def test_without_the_package_an_error_says_what_is_missing(monkeypatch: pytest.M
     text = script()
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(HeadraceError, match=r"headrace\[redis\]"):
-        RedisCalls("redis://127.0.0.1", text)
+        RedisCallBatcher("redis://127.0.0.1", text)

@@ -16,7 +16,7 @@ import pytest
 from headrace.config import LimitingConfig, LimitSet, ModelConfig
 from headrace.config.tenant_section import TenantConfig
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.support.limited_server import PATH, Counted, Serving, bearer, key, prompt_tokens, served, token
@@ -323,7 +323,7 @@ async def test_what_an_engine_refuses_counts_for_nothing(tmp_path: Path) -> None
 @asynchronous
 async def test_the_openai_client_waits_as_long_as_it_is_told_and_is_let_in(tmp_path: Path) -> None:
     def real_time(server: Server) -> None:
-        server.parts.limiter = Limiter(note=server.parts.limiter.note)
+        server.parts.limiter = RateLimiter(note=server.parts.limiter.note)
 
     async with served(tmp_path, prepare=real_time, **limited(requests_per_s=1)) as running:
         running.says(1)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from headrace.gateway.limits.limit_errors import LimitError
-from headrace.gateway.limits.limit_set import LimitSet, Scope
-from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.local_limits import LocalStore
-from headrace.gateway.limits.output_estimates import Estimates
+from headrace.gateway.limits.limit_scopes import LimitScope, LimitSet
+from headrace.gateway.limits.local_limits import LocalLimitStore
+from headrace.gateway.limits.output_estimates import OutputEstimates
+from headrace.gateway.limits.rate_limiter import RateLimiter
 from tests.support.clock import Clock
 from tests.support.limit_oracle import Plan, admitted, random_plans, random_scopes, simulate
 from tests.support.running_server import asynchronous
 
 
-def limiter_on(clock: Clock, *, entries: int = 1 << 20) -> Limiter:
-    local = LocalStore(entries=entries, clock=clock)
-    return Limiter(local=local, clock=clock, sleep=clock.skip, estimates=Estimates(first_tokens=100))
+def limiter_on(clock: Clock, *, entries: int = 1 << 20) -> RateLimiter:
+    local = LocalLimitStore(entries=entries, clock=clock)
+    return RateLimiter(local=local, clock=clock, sleep=clock.skip, estimates=OutputEstimates(first_tokens=100))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -58,7 +58,7 @@ async def test_with_little_memory_a_limit_is_kept_all_the_same(seed: int) -> Non
 async def test_the_whole_of_a_limit_can_be_used() -> None:
     clock = Clock()
     limiter = limiter_on(clock)
-    scopes = (Scope("tenant", "acme", LimitSet(output_tokens_per_min=10_000, requests_per_min=1000)),)
+    scopes = (LimitScope("tenant", "acme", LimitSet(output_tokens_per_min=10_000, requests_per_min=1000)),)
     plans = [Plan(0, scopes, 1, 10, 10, [(5, 10)], 0, "settled") for _ in range(1000)]
     oracle = await simulate(limiter, clock, plans)
     assert (oracle.admitted, oracle.over()) == (1000, [])
@@ -70,7 +70,7 @@ async def test_the_whole_of_a_limit_can_be_used() -> None:
 async def test_a_clock_that_jumps_back_neither_frees_nor_freezes() -> None:
     clock = Clock()
     limiter = limiter_on(clock)
-    scopes = (Scope("tenant", "acme", LimitSet(requests_per_s=1)),)
+    scopes = (LimitScope("tenant", "acme", LimitSet(requests_per_s=1)),)
     assert await (await limiter.reserve(scopes, input_tokens=1, most_output=1)).settle(1, 1) is None
     clock.millis += 600
     assert not await admitted(limiter, *scopes)

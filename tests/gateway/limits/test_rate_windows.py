@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.limits.limit_set import SECOND, Standing, WindowLimit
-from headrace.gateway.limits.output_estimates import Estimates
-from headrace.gateway.limits.rate_windows import Steady, Window
-from headrace.gateway.limits.ratelimit_headers import duration, rate_headers
+from headrace.gateway.limits.limit_scopes import SECOND, WindowLimit, WindowStatus
+from headrace.gateway.limits.output_estimates import OutputEstimates
+from headrace.gateway.limits.rate_windows import SlidingWindow, SteadyClock
+from headrace.gateway.limits.ratelimit_headers import format_duration, rate_headers
 
 STEPS = st.lists(st.tuples(st.integers(0, 400_000), st.integers(1, 30)), min_size=1, max_size=80)
 
@@ -17,7 +17,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 400_000), st.integers(1, 30)), min_siz
 @given(steps=STEPS, limit=st.integers(1, 60))
 @settings(max_examples=150, deadline=None)
 def test_a_window_lets_in_what_fits_and_nothing_else(steps: list[tuple[int, int]], limit: int) -> None:
-    window = Window(limit, SECOND)
+    window = SlidingWindow(limit, SECOND)
     used: list[tuple[int, int]] = []
     now = 0
     for pause, amount in steps:
@@ -39,7 +39,7 @@ def test_a_window_lets_in_what_fits_and_nothing_else(steps: list[tuple[int, int]
 @given(steps=STEPS, entries=st.integers(4, 12))
 @settings(max_examples=100, deadline=None)
 def test_few_entries_count_longer_and_never_shorter(steps: list[tuple[int, int]], entries: int) -> None:
-    window = Window(1000, SECOND, entries=entries)
+    window = SlidingWindow(1000, SECOND, entries=entries)
     used: list[tuple[int, int]] = []
     now = 0
     late = SECOND // (entries // 2)
@@ -58,7 +58,7 @@ def test_few_entries_count_longer_and_never_shorter(steps: list[tuple[int, int]]
 def test_what_is_given_back_is_free_at_once_and_nothing_else_earlier(
     steps: list[tuple[int, int]], place: int, back: int
 ) -> None:
-    window = Window(10_000, SECOND)
+    window = SlidingWindow(10_000, SECOND)
     used: list[list[int]] = []
     now = 0
     for pause, amount in steps:
@@ -78,7 +78,7 @@ def test_what_is_given_back_is_free_at_once_and_nothing_else_earlier(
 
 def test_time_never_goes_back_and_goes_on_after_a_jump() -> None:
     told = [10.0]
-    now = Steady(lambda: told[0])
+    now = SteadyClock(lambda: told[0])
     assert now() == 10_000_000
     told[0] = 12.5
     assert now() == 12_500_000
@@ -89,7 +89,7 @@ def test_time_never_goes_back_and_goes_on_after_a_jump() -> None:
 
 
 def test_estimates_are_cautious_until_they_know_and_follow_what_comes() -> None:
-    estimates = Estimates(first_tokens=100, few=5, recent=20)
+    estimates = OutputEstimates(first_tokens=100, few=5, recent=20)
     assert estimates.tokens("a", "chat", 1000) == 100
     assert estimates.tokens("a", "chat", 30) == 30
     estimates.learn("a", "chat", 300, 2_000_000)
@@ -105,7 +105,7 @@ def test_estimates_are_cautious_until_they_know_and_follow_what_comes() -> None:
 
 
 def test_estimates_keep_the_pairs_used_last() -> None:
-    estimates = Estimates(first_tokens=100, few=1, pairs=50)
+    estimates = OutputEstimates(first_tokens=100, few=1, pairs=50)
     for tenant in range(5000):
         estimates.learn(f"tenant {tenant}", "chat", 7, 1)
         estimates.learn("busy", "chat", 8, 1)
@@ -132,15 +132,15 @@ def test_estimates_keep_the_pairs_used_last() -> None:
     ],
 )
 def test_durations_are_written_as_clients_expect(micros: int, text: str) -> None:
-    assert duration(micros) == text
+    assert format_duration(micros) == text
 
 
 def test_headers_speak_of_the_limit_with_the_smallest_share_left() -> None:
     standings = (
-        Standing(WindowLimit("requests_per_s", "requests", 0, 10), 9, 100_000),
-        Standing(WindowLimit("requests_per_min", "requests", 1, 100), 20, 42_000_000),
-        Standing(WindowLimit("input_tokens_per_min", "input_tokens", 1, 1000), 500, 1_000_000),
-        Standing(WindowLimit("output_tokens_per_min", "output_tokens", 1, 400), -3, 60_000_000),
+        WindowStatus(WindowLimit("requests_per_s", "requests", 0, 10), 9, 100_000),
+        WindowStatus(WindowLimit("requests_per_min", "requests", 1, 100), 20, 42_000_000),
+        WindowStatus(WindowLimit("input_tokens_per_min", "input_tokens", 1, 1000), 500, 1_000_000),
+        WindowStatus(WindowLimit("output_tokens_per_min", "output_tokens", 1, 400), -3, 60_000_000),
     )
     assert rate_headers(standings) == {
         "x-ratelimit-limit-requests": "100",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.routing_section import Then
+from headrace.config.routing_section import AfterBreak
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TokenUsage, ToolCallDelta
 from headrace.gateway.routing.composite_answerer import collect_choices, itemise_charges, sum_usage
@@ -31,7 +31,7 @@ from tests.support.scripted_answers import (
 )
 
 
-def chain(stage: Stage, *steps: tuple[str, Sequence[Line], Then], **options: object) -> FallbackAnswerer:
+def chain(stage: Stage, *steps: tuple[str, Sequence[Line], AfterBreak], **options: object) -> FallbackAnswerer:
     made = [FallbackStep(variant, stage.plays(variant, script), then) for variant, script, then in steps]
     return FallbackAnswerer(stage.exchange, made, **options)  # pyright: ignore[reportArgumentType]
 
@@ -317,7 +317,7 @@ def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 3))
     count = data.draw(st.integers(2, 4))
     diverged = data.draw(st.sampled_from(("restart", "error")))
-    steps: list[tuple[str, list[Line], Then]] = []
+    steps: list[tuple[str, list[Line], AfterBreak]] = []
     texts: dict[str, list[str]] = {}
     for number in range(count):
         same = data.draw(st.booleans())
@@ -329,7 +329,7 @@ def test_no_byte_comes_twice_wherever_it_breaks(data: st.DataObject) -> None:
         script: list[Line] = [*woven(data, whole)]
         if number < count - 1 or data.draw(st.booleans()):
             script = [*script[: data.draw(st.integers(0, len(script) - 1))], broken(name)]
-        then: Then = data.draw(st.sampled_from(("continue", "restart", "error")))
+        then: AfterBreak = data.draw(st.sampled_from(("continue", "restart", "error")))
         steps.append((name, script, then))
     rooms = data.draw(st.lists(st.booleans(), min_size=60, max_size=60))
 

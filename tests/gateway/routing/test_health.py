@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from headrace.config.breaker_section import BreakerConfig
-from headrace.config.routing_section import HealthConfig
+from headrace.config.routing_section import VariantHealthConfig
 from headrace.gateway.circuit_breaker import BreakerState
 from headrace.gateway.routing.health import HealthCheck, VariantHealth
 from tests.support.running_server import asynchronous
 
 
 def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:
-    check = HealthCheck(HealthConfig(fall=3, rise=2))
+    check = HealthCheck(VariantHealthConfig(fall=3, rise=2))
     for heard, well in (
         ("no no yes no no", True),
         ("no", False),
@@ -29,7 +29,7 @@ def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:
 
 @asynchronous
 async def test_a_variant_that_does_not_answer_is_left_alone_and_comes_back() -> None:
-    health = VariantHealth(check=HealthConfig(within_s=0.01, fall=2, rise=1))
+    health = VariantHealth(check=VariantHealthConfig(within_s=0.01, fall=2, rise=1))
     there = False
 
     async def probe() -> None:
@@ -53,7 +53,7 @@ async def test_a_variant_that_does_not_answer_is_left_alone_and_comes_back() -> 
 
 @asynchronous
 async def test_watching_asks_all_again_and_again_until_it_is_cancelled() -> None:
-    health = VariantHealth(check=HealthConfig(every_s=0.005))
+    health = VariantHealth(check=VariantHealthConfig(every_s=0.005))
     asked: list[str] = []
     enough = asyncio.Event()
 

@@ -18,10 +18,10 @@ from headrace.config.routing_section import (
     ChainConfig,
     HedgeConfig,
     RoutingConfig,
+    RuleConditions,
     RuleConfig,
     SplitConfig,
     StepConfig,
-    When,
 )
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.sampling import Chosen
@@ -78,7 +78,7 @@ def content(answer: Answer) -> str:
 
 
 def rule(name: str, **target: Any) -> RuleConfig:
-    return RuleConfig(name=name, when=When(**target.pop("when", {})), **target)
+    return RuleConfig(name=name, when=RuleConditions(**target.pop("when", {})), **target)
 
 
 # Rules

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.routing_section import RuleConfig, When
+from headrace.config.routing_section import RuleConditions, RuleConfig
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.requests.text_request import Asked, Tool
 from headrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
@@ -30,71 +30,83 @@ def facts_of(
     return RoutingFacts(exchange, lambda: wall, ZoneInfo(zone))
 
 
-def holds(when: When, facts: RoutingFacts | None = None) -> bool:
+def holds(when: RuleConditions, facts: RoutingFacts | None = None) -> bool:
     return Rule.of(RuleConfig(name="rule", when=when, variant="mini")).holds(facts or facts_of())
 
 
 TOOLS = asked_for(tools=(Tool("look_up"),))
 JSON = asked_for(grammar=Grammar("json_schema", "{}"))
-CASES: list[tuple[When, RoutingFacts, bool]] = [
-    (When(), facts_of(), True),
-    (When(least_tokens=100, most_tokens=100), facts_of(), True),
-    (When(least_tokens=101), facts_of(), False),
-    (When(most_tokens=99), facts_of(), False),
-    (When(least_characters=6), facts_of(asked_for("Hello")), False),
-    (When(most_characters=5), facts_of(asked_for("Hello")), True),
-    (When(surfaces=("chat",)), facts_of(), True),
-    (When(surfaces=("voice", "agent")), facts_of(asked_for(surface="agent")), True),
-    (When(surfaces=("voice",)), facts_of(), False),
-    (When(profiles=("fast",)), facts_of(asked_for(profile="fast")), True),
-    (When(profiles=("fast",)), facts_of(), False),
-    (When(), facts_of(asked_for(profile="golden")), False),
-    (When(tenants=("acme",)), facts_of(), True),
-    (When(tenants=("globex",)), facts_of(), False),
-    (When(tags={"team": "search"}), facts_of(asked_for(metadata={"team": "search"})), True),
-    (When(tags={"team": "*"}), facts_of(asked_for(metadata={"team": "any"})), True),
-    (When(tags={"team": "*"}), facts_of(), False),
-    (When(tags={"team": "search", "kind": "*"}), facts_of(asked_for(metadata={"team": "search"})), False),
-    (When(models=("mini",)), facts_of(), True),
-    (When(models=("auto",)), facts_of(), False),
-    (When(), facts_of(asked_for(model="mini@int4")), False),
-    (When(models=("mini@int4",)), facts_of(asked_for(model="mini@int4")), True),
-    (When(tools=True), facts_of(TOOLS), True),
-    (When(tools=True), facts_of(asked_for(tools=(Tool("look_up"),), choosing="none")), False),
-    (When(tools=False), facts_of(TOOLS), False),
-    (When(json=True), facts_of(JSON), True),
-    (When(json=True), facts_of(asked_for(grammar=Grammar("regex", "a"))), False),
-    (When(json=False), facts_of(), True),
-    (When(streamed=True), facts_of(asked_for(stream=True)), True),
-    (When(streamed=True), facts_of(), False),
-    (When(days=("wed",)), facts_of(), True),
-    (When(days=("sat", "sun")), facts_of(), False),
-    (When(hours=("14:00-15:00",)), facts_of(), True),
-    (When(hours=("22:00-06:00", "09:00-12:00")), facts_of(), False),
-    (When(hours=("15:00-16:00",)), facts_of(zone="Europe/Berlin"), True),
-    (When(hours=("22:00-06:00",)), facts_of(wall=WEDNESDAY + 9 * 3600), True),
-    (When(hours=("22:00-06:00",)), facts_of(wall=WEDNESDAY + 15 * 3600), True),
-    (When(languages=("de",)), facts_of(asked_for("Wie viele Räder hat die Mühle und wo ist der Stein?")), True),
-    (When(languages=("en",)), facts_of(asked_for("Wie viele Räder hat die Mühle und wo ist der Stein?")), False),
-    (When(least_complexity=0.0), facts_of(), True),
-    (When(most_complexity=0.0), facts_of(), False),
+CASES: list[tuple[RuleConditions, RoutingFacts, bool]] = [
+    (RuleConditions(), facts_of(), True),
+    (RuleConditions(least_tokens=100, most_tokens=100), facts_of(), True),
+    (RuleConditions(least_tokens=101), facts_of(), False),
+    (RuleConditions(most_tokens=99), facts_of(), False),
+    (RuleConditions(least_characters=6), facts_of(asked_for("Hello")), False),
+    (RuleConditions(most_characters=5), facts_of(asked_for("Hello")), True),
+    (RuleConditions(surfaces=("chat",)), facts_of(), True),
+    (RuleConditions(surfaces=("voice", "agent")), facts_of(asked_for(surface="agent")), True),
+    (RuleConditions(surfaces=("voice",)), facts_of(), False),
+    (RuleConditions(profiles=("fast",)), facts_of(asked_for(profile="fast")), True),
+    (RuleConditions(profiles=("fast",)), facts_of(), False),
+    (RuleConditions(), facts_of(asked_for(profile="golden")), False),
+    (RuleConditions(tenants=("acme",)), facts_of(), True),
+    (RuleConditions(tenants=("globex",)), facts_of(), False),
+    (RuleConditions(tags={"team": "search"}), facts_of(asked_for(metadata={"team": "search"})), True),
+    (RuleConditions(tags={"team": "*"}), facts_of(asked_for(metadata={"team": "any"})), True),
+    (RuleConditions(tags={"team": "*"}), facts_of(), False),
+    (RuleConditions(tags={"team": "search", "kind": "*"}), facts_of(asked_for(metadata={"team": "search"})), False),
+    (RuleConditions(models=("mini",)), facts_of(), True),
+    (RuleConditions(models=("auto",)), facts_of(), False),
+    (RuleConditions(), facts_of(asked_for(model="mini@int4")), False),
+    (RuleConditions(models=("mini@int4",)), facts_of(asked_for(model="mini@int4")), True),
+    (RuleConditions(tools=True), facts_of(TOOLS), True),
+    (RuleConditions(tools=True), facts_of(asked_for(tools=(Tool("look_up"),), choosing="none")), False),
+    (RuleConditions(tools=False), facts_of(TOOLS), False),
+    (RuleConditions(json=True), facts_of(JSON), True),
+    (RuleConditions(json=True), facts_of(asked_for(grammar=Grammar("regex", "a"))), False),
+    (RuleConditions(json=False), facts_of(), True),
+    (RuleConditions(streamed=True), facts_of(asked_for(stream=True)), True),
+    (RuleConditions(streamed=True), facts_of(), False),
+    (RuleConditions(days=("wed",)), facts_of(), True),
+    (RuleConditions(days=("sat", "sun")), facts_of(), False),
+    (RuleConditions(hours=("14:00-15:00",)), facts_of(), True),
+    (RuleConditions(hours=("22:00-06:00", "09:00-12:00")), facts_of(), False),
+    (RuleConditions(hours=("15:00-16:00",)), facts_of(zone="Europe/Berlin"), True),
+    (RuleConditions(hours=("22:00-06:00",)), facts_of(wall=WEDNESDAY + 9 * 3600), True),
+    (RuleConditions(hours=("22:00-06:00",)), facts_of(wall=WEDNESDAY + 15 * 3600), True),
+    (
+        RuleConditions(languages=("de",)),
+        facts_of(asked_for("Wie viele Räder hat die Mühle und wo ist der Stein?")),
+        True,
+    ),
+    (
+        RuleConditions(languages=("en",)),
+        facts_of(asked_for("Wie viele Räder hat die Mühle und wo ist der Stein?")),
+        False,
+    ),
+    (RuleConditions(least_complexity=0.0), facts_of(), True),
+    (RuleConditions(most_complexity=0.0), facts_of(), False),
 ]
 
 
 @pytest.mark.parametrize(("when", "facts", "held"), CASES)
-def test_a_condition_holds_where_it_says(when: When, facts: RoutingFacts, held: bool) -> None:
+def test_a_condition_holds_where_it_says(when: RuleConditions, facts: RoutingFacts, held: bool) -> None:
     assert holds(when, facts) == held
 
 
 def test_all_that_is_said_must_hold() -> None:
-    assert holds(When(surfaces=("chat",), least_tokens=50, tools=False))
-    assert not holds(When(surfaces=("chat",), least_tokens=50, tools=True))
+    assert holds(RuleConditions(surfaces=("chat",), least_tokens=50, tools=False))
+    assert not holds(RuleConditions(surfaces=("chat",), least_tokens=50, tools=True))
 
 
 def test_the_first_rule_that_holds_has_the_word() -> None:
     rules = [
         Rule.of(RuleConfig(name=name, when=when, variant="mini"))
-        for name, when in (("never", When(tools=True)), ("first", When()), ("second", When()))
+        for name, when in (
+            ("never", RuleConditions(tools=True)),
+            ("first", RuleConditions()),
+            ("second", RuleConditions()),
+        )
     ]
     found = first_match(rules, facts_of())
     assert found is not None
@@ -108,8 +120,8 @@ def test_what_no_rule_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
 
     for name in ("complexity", "language_of"):
         monkeypatch.setattr(f"headrace.gateway.routing.rules.{name}", never)
-    assert holds(When(surfaces=("chat",), most_tokens=1000))
-    assert not holds(When(tools=True, languages=("en",), least_complexity=0.1))
+    assert holds(RuleConditions(surfaces=("chat",), most_tokens=1000))
+    assert not holds(RuleConditions(tools=True, languages=("en",), least_complexity=0.1))
 
 
 @pytest.mark.parametrize("hours", ["", "8:00-9:00", "08:00", "08:00-08:00", "24:00-01:00", "01:00-24:30", "08-09"])

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config import Config, ModelConfig, SurfaceConfig
 from headrace.config.breaker_section import UpstreamBreakerConfig
-from headrace.config.upstream_section import Retries, Takes, UpstreamConfig
+from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures, UpstreamRetries
 from headrace.engine.interface.request import Request
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
@@ -109,7 +109,9 @@ def test_a_variant_of_an_upstream_is_as_configured() -> None:
         "kind": "decoder",
         "served_by": "upstream",
     }
-    known = UpstreamConfig(url=FAR.url, tokenizer="draft", context=4096, takes=Takes(chat=False, embeddings=True))
+    known = UpstreamConfig(
+        url=FAR.url, tokenizer="draft", context=4096, takes=UpstreamFeatures(chat=False, embeddings=True)
+    )
     model = ModelConfig(upstream=known, max_tokens=9, surface="voice")
     surfaces = {"voice": SurfaceConfig(deadline_ms=500.0)}
     served = Fleet.of(Config(models={"far": model}, surfaces=surfaces)).served["far"]
@@ -148,7 +150,7 @@ def test_a_fingerprint_is_of_the_server_and_not_of_how_long_it_is_waited_for() -
             url=FAR.url,
             kind="openai",
             key="geheim",
-            retries=Retries(most=0),
+            retries=UpstreamRetries(most=0),
             breaker=UpstreamBreakerConfig(least_calls=1),
         ),
     ]
@@ -158,7 +160,7 @@ def test_a_fingerprint_is_of_the_server_and_not_of_how_long_it_is_waited_for() -
         UpstreamConfig(url="http://127.0.0.1:9/v2", kind="openai"),
         UpstreamConfig(url=FAR.url, kind="vllm"),
         UpstreamConfig(url=FAR.url, kind="openai", model="gpt"),
-        UpstreamConfig(url=FAR.url, kind="openai", takes=Takes(seed=False)),
+        UpstreamConfig(url=FAR.url, kind="openai", takes=UpstreamFeatures(seed=False)),
         UpstreamConfig(url=FAR.url, kind="openai", headers={"x-organisation": "ours"}),
     ]
     assert len({one(config).fingerprint for config in (FAR, *others)}) == 7

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Log
+from headrace.config import LogConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
 from headrace.server.http.request_log import configure_log
 from tests.support.accounts import bearer
@@ -28,7 +28,7 @@ def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     stream = io.StringIO()
-    configure_log(Log(format=request.param, level="debug"), stream)
+    configure_log(LogConfig(format=request.param, level="debug"), stream)
     yield stream
     root.handlers[:], level = before
     root.setLevel(level)
@@ -175,7 +175,7 @@ async def test_a_secret_in_a_wrong_place_of_any_request_is_shown_nowhere(tmp_pat
 
 
 def test_the_secret_of_a_key_is_never_part_of_what_is_kept(tmp_path: Path) -> None:
-    from headrace.gateway.accounts.account_records import KeyRecord, SecretRecord, encoded, shown_key
+    from headrace.gateway.accounts.account_records import KeyRecord, SecretRecord, encode_value, key_json
 
     secret = make_secret()
     record = KeyRecord(
@@ -184,5 +184,5 @@ def test_the_secret_of_a_key_is_never_part_of_what_is_kept(tmp_path: Path) -> No
         secrets=(SecretRecord(sha256="ab" * 32, last_four=secret[-4:], created=1),),
         created=1,
     )
-    assert secret not in encoded(record)
-    assert "ab" * 32 not in json.dumps(shown_key("key_1", record, 2.0))
+    assert secret not in encode_value(record)
+    assert "ab" * 32 not in json.dumps(key_json("key_1", record, 2.0))

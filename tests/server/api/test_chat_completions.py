@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface import outputs
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.outputs import Ending, Output
@@ -26,7 +26,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 
 def asked(**wishes: Any) -> Asked:
-    return read_chat(msgspec.json.encode({"messages": [SAY], **wishes}), {}, Limits())
+    return read_chat(msgspec.json.encode({"messages": [SAY], **wishes}), {}, RequestLimits())
 
 
 def chunks(stream: bytes) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface import outputs
 from headrace.engine.interface.outputs import Ending, Output
 from headrace.engine.interface.request import Finish
@@ -21,7 +21,7 @@ from tests.support.dialect_exchanges import exchange_for, streamed, tokenizer
 
 
 def asked(**wishes: Any) -> Asked:
-    return read_completion(msgspec.json.encode({"prompt": "Hi", **wishes}), {}, Limits())
+    return read_completion(msgspec.json.encode({"prompt": "Hi", **wishes}), {}, RequestLimits())
 
 
 def chunks(stream: bytes) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 from anthropic.types import Message
 from pydantic import BaseModel
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.engine_answering import EngineAnswering
@@ -27,7 +27,7 @@ from headrace.server.api.messages import (
 from headrace.server.http import body_parameters as parameters
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "How it is outside.", "input_schema": SCHEMA}
 LEAST: dict[str, Any] = {"model": "mini", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}]}

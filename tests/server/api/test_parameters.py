@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.server import durable_state as state
 from headrace.server.api import chat_completions as chat
@@ -173,7 +173,7 @@ def test_a_header_that_is_wrong_is_named_even_where_the_body_has_the_last_word(n
 
 
 def test_the_limits_of_the_configuration_hold() -> None:
-    limits = Limits(choices=2, messages=1, stop=1, logprobs=3, tools=1)
+    limits = RequestLimits(choices=2, messages=1, stop=1, logprobs=3, tools=1)
     say = {"role": "user", "content": "a"}
     for wishes, parameter in (
         ({"n": 3}, "n"),

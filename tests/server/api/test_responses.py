@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.server.api.responses import (
@@ -26,7 +26,7 @@ from headrace.server.api.responses import (
 from headrace.server.http import body_parameters as parameters
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "name": "weather", "description": "How it is outside.", "parameters": SCHEMA}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Bern"}'}

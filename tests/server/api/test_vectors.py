@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface.outputs import Ending, Output, Usage
 from headrace.engine.interface.request import Finish, Request
 from headrace.engine.interface.sampling import Chosen
@@ -99,7 +99,7 @@ def error_of(work: Awaitable[dict[str, Any]]) -> ApiError:
 
 def test_vectors_are_scaled_and_in_order() -> None:
     engine = Engine()
-    found = run(embeddings(served(engine), CALLER, {"input": [[1, 2], [1, 2, 3]]}, Limits()))
+    found = run(embeddings(served(engine), CALLER, {"input": [[1, 2], [1, 2, 3]]}, RequestLimits()))
     for each, tokens in zip(found["data"], (2, 3), strict=True):
         wanted = np.array([tokens, 3, 0, -1]) / np.linalg.norm([tokens, 3, 0, -1])
         assert each["embedding"] == pytest.approx(wanted)
@@ -110,8 +110,8 @@ def test_vectors_are_scaled_and_in_order() -> None:
 
 def test_base64_is_little_endian_floats() -> None:
     given = {"input": [1, 2], "encoding_format": "base64", "dimensions": 2}
-    packed = run(embeddings(served(Engine()), CALLER, given, Limits()))["data"][0]["embedding"]
-    plain = run(embeddings(served(Engine()), CALLER, {**given, "encoding_format": "float"}, Limits()))
+    packed = run(embeddings(served(Engine()), CALLER, given, RequestLimits()))["data"][0]["embedding"]
+    plain = run(embeddings(served(Engine()), CALLER, {**given, "encoding_format": "float"}, RequestLimits()))
     values = np.frombuffer(base64.b64decode(packed), dtype="<f4")
     assert values.tolist() == plain["data"][0]["embedding"]
     assert values == pytest.approx(np.array([2, 3]) / np.sqrt(13))
@@ -119,17 +119,17 @@ def test_base64_is_little_endian_floats() -> None:
 
 def test_requests_are_the_caller_s_and_in_the_background() -> None:
     engine = Engine()
-    run(embeddings(served(engine), CALLER, {"input": "a", "priority": 3}, Limits()))
+    run(embeddings(served(engine), CALLER, {"input": "a", "priority": 3}, RequestLimits()))
     (request,) = engine.asked
     assert (request.kind, request.tenant, request.salt, request.weight) == ("embed", "tenant", "tenant", 2.0)
     assert (request.surface, request.priority) == ("batch", 3)
-    run(embeddings(served(engine), CALLER, {"input": "a", "surface": "voice"}, Limits()))
+    run(embeddings(served(engine), CALLER, {"input": "a", "surface": "voice"}, RequestLimits()))
     assert engine.asked[-1].surface == "voice"
 
 
 def test_texts_go_to_the_engine_a_few_at_a_time() -> None:
     engine = Engine()
-    run(embeddings(served(engine), CALLER, {"input": [[1]] * 300}, Limits()))
+    run(embeddings(served(engine), CALLER, {"input": [[1]] * 300}, RequestLimits()))
     assert len(engine.asked) == 300
     assert engine.most <= 64
     assert engine.running == 0
@@ -137,7 +137,7 @@ def test_texts_go_to_the_engine_a_few_at_a_time() -> None:
 
 def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
     engine = Engine(fails_at=3)
-    error = error_of(embeddings(served(engine), CALLER, {"input": [[1]] * 300}, Limits()))
+    error = error_of(embeddings(served(engine), CALLER, {"input": [[1]] * 300}, RequestLimits()))
     assert error.status == 400
     assert engine.running == 0
     assert len(engine.asked) < 300
@@ -153,14 +153,14 @@ def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
 )
 def test_what_is_wrong_is_named_before_anything_runs(given: dict[str, Any], parameter: str) -> None:
     engine = Engine()
-    error = error_of(embeddings(served(engine), CALLER, given, Limits(texts=8)))
+    error = error_of(embeddings(served(engine), CALLER, given, RequestLimits(texts=8)))
     assert (error.status, error.parameter) == (400, parameter)
     assert engine.asked == []
 
 
 def test_rerank_is_by_the_cosine() -> None:
     given = {"query": "a", "documents": ["a b c d e f g", {"text": "a"}], "top_n": 1, "return_documents": True}
-    found = run(rerank(served(Engine()), CALLER, given, Limits()))
+    found = run(rerank(served(Engine()), CALLER, given, RequestLimits()))
     (best,) = found["results"]
     assert (best["index"], best["document"]) == (1, {"text": "a"})
     assert best["relevance_score"] == pytest.approx(1)
@@ -169,14 +169,14 @@ def test_rerank_is_by_the_cosine() -> None:
 def test_an_error_about_a_document_names_its_place() -> None:
     long = "word " * 100
     given = {"query": "a", "documents": ["b", long]}
-    assert error_of(rerank(served(Engine()), CALLER, given, Limits())).parameter == "documents[1]"
-    assert error_of(rerank(served(Engine()), CALLER, {**given, "query": long}, Limits())).parameter == "query"
+    assert error_of(rerank(served(Engine()), CALLER, given, RequestLimits())).parameter == "documents[1]"
+    assert error_of(rerank(served(Engine()), CALLER, {**given, "query": long}, RequestLimits())).parameter == "query"
 
 
 def test_a_score_is_of_the_continuation_s_tokens_alone() -> None:
     engine = Engine()
     given = {"prompt": "The first", "continuations": [" token", " wheel here"], "return_tokens": True}
-    found = run(score(served(engine), CALLER, given, Limits()))
+    found = run(score(served(engine), CALLER, given, RequestLimits()))
     start = len(tokenizer().encode("The first"))
     for each, request in zip(found["data"], engine.asked, strict=True):
         assert request.score_from == start
@@ -187,7 +187,7 @@ def test_a_score_is_of_the_continuation_s_tokens_alone() -> None:
 
 def test_an_encoder_scores_nothing() -> None:
     given = {"prompt": "a", "continuations": ["b"]}
-    assert error_of(score(served(Engine(), kind="encoder"), CALLER, given, Limits())).parameter == "model"
+    assert error_of(score(served(Engine(), kind="encoder"), CALLER, given, RequestLimits())).parameter == "model"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_call_is_counted_before_the_engine_hears_of_it(prepare: Any, given: di
     engine = Engine()
 
     async def it() -> tuple[Prepared, int, dict[str, Any]]:
-        prepared = await prepare(served(engine), CALLER, given, Limits())
+        prepared = await prepare(served(engine), CALLER, given, RequestLimits())
         return prepared, len(engine.asked), await prepared.run()
 
     prepared, before, found = asyncio.run(it())
@@ -214,7 +214,9 @@ def test_a_call_is_counted_before_the_engine_hears_of_it(prepare: Any, given: di
 
 def test_what_was_computed_is_known_where_the_rest_failed() -> None:
     async def it() -> Prepared:
-        prepared = await prepared_embeddings(served(Engine(fails_at=80)), CALLER, {"input": [[1]] * 100}, Limits())
+        prepared = await prepared_embeddings(
+            served(Engine(fails_at=80)), CALLER, {"input": [[1]] * 100}, RequestLimits()
+        )
         with pytest.raises(ApiError):
             await prepared.run()
         return prepared
@@ -226,7 +228,9 @@ def test_what_was_computed_is_known_where_the_rest_failed() -> None:
 
 def test_the_surface_is_the_request_s_or_the_caller_s_or_the_background() -> None:
     def surface(caller: Caller, **given: Any) -> str:
-        return asyncio.run(prepared_embeddings(served(Engine()), caller, {"input": "a"} | given, Limits())).surface
+        return asyncio.run(
+            prepared_embeddings(served(Engine()), caller, {"input": "a"} | given, RequestLimits())
+        ).surface
 
     assert surface(CALLER) == "batch"
     assert surface(Caller("key", "tenant", 1.0, "voice")) == "voice"
@@ -237,7 +241,7 @@ def test_a_call_may_be_moved_to_another_surface_before_it_runs() -> None:
     engine = Engine()
 
     async def it() -> None:
-        prepared = await prepared_embeddings(served(engine), CALLER, {"input": ["a", "b"]}, Limits())
+        prepared = await prepared_embeddings(served(engine), CALLER, {"input": ["a", "b"]}, RequestLimits())
         prepared.work.on("voice")
         await prepared.run()
 

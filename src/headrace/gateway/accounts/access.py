@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headrace.gateway.accounts.directory import Identified
+from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def allows_model(caller: Caller, name: str) -> bool:
     """`name`: of a variant, in full. A model in a scope allows all its variants."""
-    if not isinstance(caller, Identified):
+    if not isinstance(caller, IdentifiedCaller):
         return True
     base = name.partition("@")[0]
     return all(name in names or base in names for names in caller.models)
@@ -61,15 +61,15 @@ def _no_model(caller: Caller, fleet: Fleet, wanted: str) -> ApiError:
 
 
 def check_profile(caller: Caller, profile: str) -> None:
-    allowed = caller.profiles if isinstance(caller, Identified) else None
+    allowed = caller.profiles if isinstance(caller, IdentifiedCaller) else None
     if allowed is not None and profile not in allowed:
         raise _forbidden("profile", profile, sorted(allowed))
 
 
-def surface_of(caller: Caller, asked: str, served: str) -> str:
+def choose_surface(caller: Caller, asked: str, served: str) -> str:
     """The surface of a request: the one that it names, the key's own, the model's. Where the caller may not use what
     nobody asked for, it is the first that it may. ApiError where the request names one that it may not."""
-    allowed = caller.surfaces if isinstance(caller, Identified) else None
+    allowed = caller.surfaces if isinstance(caller, IdentifiedCaller) else None
     surface = asked or caller.surface or served
     if allowed is None or surface in allowed:
         return surface

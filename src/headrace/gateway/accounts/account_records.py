@@ -15,15 +15,15 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.config.tenant_section import Rights, TenantConfig
-from headrace.gateway.accounts.account_rules import shown as shown_section
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.accounts.account_rules import section_json as shown_section
+from headrace.gateway.limits.limit_scopes import LimitSet
 
 log: Final = logging.getLogger(__name__)
 
-Kind = Literal["tenant", "key", "fast", "invalidation", "mark"]
+RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark"]
 
 
-class Scope(msgspec.Struct, frozen=True, omit_defaults=True):
+class KeyScope(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a key may do. None is everything that its tenant may."""
 
     models: tuple[str, ...] | None = None
@@ -52,7 +52,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     tenant: str
     secrets: tuple[SecretRecord, ...]  # the newest is the last
-    scope: Scope = Scope()
+    scope: KeyScope = KeyScope()
     surface: str | None = None  # of requests that name none
     weight: float = 1.0
     limits: LimitSet = LimitSet()
@@ -85,8 +85,8 @@ class MarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: int
 
 
-Value = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord
-KINDS: Final[Mapping[str, type[Any]]] = {
+RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord
+RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "tenant": TenantRecord,
     "key": KeyRecord,
     "fast": FastRecord,
@@ -94,38 +94,38 @@ KINDS: Final[Mapping[str, type[Any]]] = {
     "mark": MarkRecord,
 }
 KEYS_MARK: Final = "keys"
-ALL: Final = "*"  # the id of the fast record that is of all tenants; no tenant has this name
+ALL_TENANTS: Final = "*"  # the id of the fast record that is of all tenants; no tenant has this name
 
 
-class Record(msgspec.Struct, frozen=True):
+class AccountRecord(msgspec.Struct, frozen=True):
     kind: str
     id: str
     version: int  # the epoch in which it was written
-    value: Value | None  # None: it was removed
+    value: RecordValue | None  # None: it was removed
 
 
-def encoded(value: Value) -> str:
+def encode_value(value: RecordValue) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def decoded(rows: Iterable[tuple[str, str, int, str | None]]) -> tuple[Record, ...]:
+def decode_records(rows: Iterable[tuple[str, str, int, str | None]]) -> tuple[AccountRecord, ...]:
     """Of rows (kind, id, version, body). What a newer Headrace wrote and this one cannot read counts as removed: what
     it would have allowed is refused."""
-    found: list[Record] = []
+    found: list[AccountRecord] = []
     for kind, id, version, body in rows:
-        value: Value | None = None
-        if kind not in KINDS:
+        value: RecordValue | None = None
+        if kind not in RECORD_TYPES:
             log.error("a record of the unknown kind %s cannot be read", kind)
         elif body is not None:
             try:
-                value = msgspec.json.decode(body, type=KINDS[kind])
+                value = msgspec.json.decode(body, type=RECORD_TYPES[kind])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 log.error("the record %s %s cannot be read: %s", kind, id, error)
-        found.append(Record(kind, id, version, value))
+        found.append(AccountRecord(kind, id, version, value))
     return tuple(found)
 
 
-def expiry(*times: int | None) -> float:
+def earliest_expiry(*times: int | None) -> float:
     """The first of them; None is never."""
     return min((each for each in times if each is not None), default=math.inf)
 
@@ -134,10 +134,10 @@ def status_of(key: KeyRecord, now: float) -> Literal["live", "revoked", "expired
     if key.revoked is not None:
         return "revoked"
     newest = key.secrets[-1].expires if key.secrets else 0
-    return "live" if now < expiry(key.expires, newest) else "expired"
+    return "live" if now < earliest_expiry(key.expires, newest) else "expired"
 
 
-def shown_tenant(name: str, settings: TenantConfig, record: TenantRecord | None) -> dict[str, Any]:
+def tenant_json(name: str, settings: TenantConfig, record: TenantRecord | None) -> dict[str, Any]:
     """`record`: None where the configuration declares it."""
     return {
         "object": "tenant",
@@ -150,7 +150,7 @@ def shown_tenant(name: str, settings: TenantConfig, record: TenantRecord | None)
     }
 
 
-def shown_key(id: str, key: KeyRecord, now: float, *, source: str = "admin", used: int | None = None) -> dict[str, Any]:
+def key_json(id: str, key: KeyRecord, now: float, *, source: str = "admin", used: int | None = None) -> dict[str, Any]:
     """What may be known of a key: never a secret, nor a secret's digest."""
     return {
         "object": "key",

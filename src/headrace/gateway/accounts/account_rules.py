@@ -15,6 +15,7 @@ import msgspec
 from headrace.config import Config
 from headrace.config.tenant_section import PROFILES, TenantConfig
 from headrace.config.toml_text import key_path, quoted
+from headrace.config.value_types import Finding
 from headrace.gateway.accounts.key_secrets import holds_secret
 from headrace.surfaces import SURFACES
 
@@ -24,10 +25,8 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")  # in Postgres, where it needs no quotes
 KEY_ID: Final = re.compile(r"key_[0-9a-f]{16}")
 
-Finding = tuple[str, str]  # a key by its path, and what is wrong with it
 
-
-def findings(config: Config, served: Collection[str]) -> Iterator[Finding]:
+def check_accounts(config: Config, served: Collection[str]) -> Iterator[Finding]:
     """What breaks the rules between tenants, keys, models and surfaces. `served`: models and variants."""
     fast = config.fast
     for name, tenant in config.tenants.items():
@@ -36,12 +35,12 @@ def findings(config: Config, served: Collection[str]) -> Iterator[Finding]:
             yield where, f"expected a name of letters, digits and . _ -, none of {', '.join(RESERVED)}"
         elif holds_secret(name):
             yield where, "this is a key's secret, and no name"
-        yield from ((f"{where}.{path}", why) for path, why in tenant_findings(tenant, served))
+        yield from ((f"{where}.{path}", why) for path, why in check_tenant(tenant, served))
     for place, key in enumerate(config.keys):
         where = f"keys[{place}]"
         if KEY_ID.fullmatch(key.name):
             yield f"{where}.name", f"{quoted(key.name)} has the form of the ids that the server gives"
-        yield from ((f"{where}.{path}", why) for path, why in scope_findings(key, served))
+        yield from ((f"{where}.{path}", why) for path, why in check_scope(key, served))
         if key.surface is not None and key.surfaces is not None and key.surface not in key.surfaces:
             yield f"{where}.surface", f"{quoted(key.surface)} is none of the key's surfaces"
     if not SCHEMA.fullmatch(config.admin.schema):
@@ -56,9 +55,9 @@ def findings(config: Config, served: Collection[str]) -> Iterator[Finding]:
         yield from _known("fast.variant", "variant", (fast.variant,), served)
 
 
-def tenant_findings(tenant: TenantConfig, served: Collection[str]) -> Iterator[Finding]:
+def check_tenant(tenant: TenantConfig, served: Collection[str]) -> Iterator[Finding]:
     """`served`: models and variants."""
-    yield from scope_findings(tenant, served)
+    yield from check_scope(tenant, served)
     for model in tenant.model_limits:
         yield from _known(key_path("model_limits", model), "model", (model,), served)
     for surface in tenant.surface_limits:
@@ -73,7 +72,7 @@ def tenant_findings(tenant: TenantConfig, served: Collection[str]) -> Iterator[F
             yield from _known(f"{where}.then", "variant", (budget.then,), served)
 
 
-class Scoped(Protocol):
+class AccessScope(Protocol):
     """What says what may be used."""
 
     @property
@@ -86,7 +85,7 @@ class Scoped(Protocol):
     def profiles(self) -> tuple[str, ...] | None: ...
 
 
-def scope_findings(section: Scoped, served: Collection[str]) -> Iterator[Finding]:
+def check_scope(section: AccessScope, served: Collection[str]) -> Iterator[Finding]:
     yield from _known("models", "model", section.models or (), served)
     yield from _known("surfaces", "surface", section.surfaces or (), SURFACES)
     yield from _known("profiles", "profile", section.profiles or (), PROFILES)
@@ -99,7 +98,7 @@ def _known(where: str, what: str, names: Sequence[str], known: Collection[str]) 
             yield where, f"there is no {what} {quoted(name)}; there are {there}"
 
 
-def shown(section: msgspec.Struct) -> dict[str, object]:
+def section_json(section: msgspec.Struct) -> dict[str, object]:
     """All of a section, defaults too, as JSON has it."""
     return {name: _plain(getattr(section, name)) for name in section.__struct_fields__}
 
@@ -107,7 +106,7 @@ def shown(section: msgspec.Struct) -> dict[str, object]:
 def _plain(value: object) -> object:
     match value:
         case msgspec.Struct():
-            return shown(value)
+            return section_json(value)
         case dict():
             return {str(key): _plain(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         case tuple() | list():

@@ -17,9 +17,9 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from headrace.gateway.accounts.account_records import Record, Value, decoded, encoded
-from headrace.gateway.accounts.audit_log import Entry, Mark, Row, pruning, sealed
-from headrace.gateway.database import Database, unavailable
+from headrace.gateway.accounts.account_records import AccountRecord, RecordValue, decode_records, encode_value
+from headrace.gateway.accounts.audit_log import AuditEntry, AuditRow, ChainPosition, pruning_entry, seal
+from headrace.gateway.database import Database, storage_unavailable
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ SCHEMA: Final = (
         anchor_seq INTEGER NOT NULL, anchor_hash TEXT NOT NULL  -- the last of its rows that was removed
     )
     """,
-    f"INSERT OR IGNORE INTO shared_state VALUES (1, 0, 0, 0, '{Mark().hash}', 0, '{Mark().hash}')",
+    f"INSERT OR IGNORE INTO shared_state VALUES (1, 0, 0, 0, '{ChainPosition().hash}', 0, '{ChainPosition().hash}')",
     """
     CREATE TABLE IF NOT EXISTS shared_records (
         kind TEXT NOT NULL,
@@ -67,86 +67,86 @@ SCHEMA: Final = (
 )
 
 
-class Write(msgspec.Struct, frozen=True):
+class RecordWrite(msgspec.Struct, frozen=True):
     kind: str
     id: str
-    value: Value | None  # None removes it
+    value: RecordValue | None  # None removes it
     replaces: int  # the version that it had; 0: there is none
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class AccountChange(msgspec.Struct, frozen=True, kw_only=True):
     """All of it, or nothing."""
 
-    entry: Entry
-    writes: tuple[Write, ...] = ()
+    entry: AuditEntry
+    writes: tuple[RecordWrite, ...] = ()
     expects: tuple[tuple[str, str, int], ...] = ()  # kind, id and version of what was relied on and stays as it is
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
+class AccountChanges(msgspec.Struct, frozen=True, kw_only=True):
     """What is new since an epoch."""
 
     epoch: int
     now: float  # the storage's clock, the one by which all gateways agree
-    records: tuple[Record, ...]
+    records: tuple[AccountRecord, ...]
     whole: bool = False  # these are all that there are; what is not among them was removed
 
 
-class Committed(msgspec.Struct, frozen=True):
+class CommitResult(msgspec.Struct, frozen=True):
     epoch: int
     now: float
-    head: Mark  # of the audit log
+    head: ChainPosition  # of the audit log
 
 
-class Cut(msgspec.Struct, frozen=True):
+class AuditCut(msgspec.Struct, frozen=True):
     """That the audit log's rows up to one of them are to go."""
 
     through: int
     why: str
     younger: float | None = None  # what is from this time on stays, whatever `through` says
 
-    def before(self, young: int | None) -> Cut:
+    def before(self, young: int | None) -> AuditCut:
         """`young`: the first row from that time on; None where there is none."""
         return self if young is None else replace(self, through=min(self.through, young - 1))
 
 
-class Retention(msgspec.Struct, frozen=True):
+class AuditRetention(msgspec.Struct, frozen=True):
     """What the audit log keeps."""
 
     rows: int = 100_000
     days: int = 400  # the newest rows stay all the same: a clock that jumps ahead must not empty the log
 
-    def cut(self, head: int, anchor: int, oldest: float | None, now: float) -> Cut | None:
+    def cut(self, head: int, anchor: int, oldest: float | None, now: float) -> AuditCut | None:
         """Of rows after `anchor` up to `head`, the oldest of this time. A tenth of too many goes at once, and rows are
         a day older than they may be before any goes, or each change would remove one."""
         keep = max(1, self.rows * 9 // 10)
         if head - anchor > self.rows:
-            return Cut(head - keep + 1, f"more than {self.rows} rows")
+            return AuditCut(head - keep + 1, f"more than {self.rows} rows")
         through = head - min(keep, _LEAST)
         if oldest is None or oldest >= now - (self.days + 1) * _DAY or through <= anchor:
             return None
-        return Cut(through, f"older than {self.days} days", now - self.days * _DAY)
+        return AuditCut(through, f"older than {self.days} days", now - self.days * _DAY)
 
 
-class Span(msgspec.Struct, frozen=True):
+class AuditPage(msgspec.Struct, frozen=True):
     """A part of the audit log, with both its ends."""
 
-    rows: tuple[Row, ...]
-    head: Mark
-    anchor: Mark
+    rows: tuple[AuditRow, ...]
+    head: ChainPosition
+    anchor: ChainPosition
 
 
-class ConflictError(Exception):
+class VersionConflictError(Exception):
     """Somebody else was faster. To be tried again with what is there now."""
 
 
-class Store(Protocol):
+class AccountStore(Protocol):
     """Every method answers within a bound, or raises ApiError."""
 
     shared: bool  # other gateways change it too
 
-    async def changes(self, since: int) -> Changes: ...
+    async def changes(self, since: int) -> AccountChanges: ...
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: AccountChange) -> CommitResult:
         """ConflictError where a record is not what the change says that it replaces."""
         ...
 
@@ -156,7 +156,9 @@ class Store(Protocol):
 
     async def uses(self) -> dict[str, int]: ...
 
-    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
+    async def audit(
+        self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False
+    ) -> AuditPage:
         """Rows with numbers between the two."""
         ...
 
@@ -168,13 +170,13 @@ async def bounded(work: Awaitable[Result], seconds: float) -> Result:
         async with asyncio.timeout(seconds):
             return await work
     except TimeoutError:
-        raise unavailable(
+        raise storage_unavailable(
             f"the server's storage did not answer within {seconds:g} s; a change may have been made or not",
             retry_after=1.0,
         ) from None
 
 
-class SqliteStore:
+class SqliteAccountStore:
     """In the server's own file, which no other server can open."""
 
     shared = False
@@ -183,12 +185,12 @@ class SqliteStore:
         self,
         database: Database,
         *,
-        retention: Retention | None = None,
+        retention: AuditRetention | None = None,
         answer_s: float = 5.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
-        self._retention = retention or Retention()
+        self._retention = retention or AuditRetention()
         self._answer_s = answer_s
         self._clock = clock
         self._opened = False
@@ -204,30 +206,30 @@ class SqliteStore:
         self._opened = True  # now that it is committed
         return result
 
-    async def changes(self, since: int) -> Changes:
-        def changes(connection: sqlite3.Connection) -> Changes:
+    async def changes(self, since: int) -> AccountChanges:
+        def changes(connection: sqlite3.Connection) -> AccountChanges:
             epoch, forgotten = connection.execute("SELECT epoch, forgotten FROM shared_state").fetchone()
             now = self._clock()
             if since == epoch:
-                return Changes(epoch=epoch, now=now, records=())
+                return AccountChanges(epoch=epoch, now=now, records=())
             whole = since < forgotten or since > epoch  # the latter: the file is an older one, put back
             rows = connection.execute(
                 "SELECT kind, id, version, body FROM shared_records WHERE version > ?", (0 if whole else since,)
             )
-            return Changes(epoch=epoch, now=now, records=decoded(rows), whole=whole)
+            return AccountChanges(epoch=epoch, now=now, records=decode_records(rows), whole=whole)
 
         return await self._run(changes)
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: AccountChange) -> CommitResult:
         return await self._run(lambda connection: self._commit(connection, change))
 
-    def _commit(self, connection: sqlite3.Connection, change: Change) -> Committed:
+    def _commit(self, connection: sqlite3.Connection, change: AccountChange) -> CommitResult:
         for kind, id, version in change.expects:
             _check(connection, kind, id, version)
         (epoch,) = connection.execute("UPDATE shared_state SET epoch = epoch + 1 RETURNING epoch").fetchone()
         for write in change.writes:
             _check(connection, write.kind, write.id, write.replaces)
-            body = None if write.value is None else encoded(write.value)
+            body = None if write.value is None else encode_value(write.value)
             connection.execute(
                 "INSERT OR REPLACE INTO shared_records (kind, id, version, body) VALUES (?, ?, ?, ?)",
                 (write.kind, write.id, epoch, body),
@@ -235,9 +237,9 @@ class SqliteStore:
         _forget(connection)
         head = _append(connection, change.entry)
         head = self._prune(connection, head)
-        return Committed(epoch, self._clock(), head)
+        return CommitResult(epoch, self._clock(), head)
 
-    def _prune(self, connection: sqlite3.Connection, head: Mark) -> Mark:
+    def _prune(self, connection: sqlite3.Connection, head: ChainPosition) -> ChainPosition:
         (anchor,) = connection.execute("SELECT anchor_seq FROM shared_state").fetchone()
         oldest = connection.execute("SELECT at FROM audit ORDER BY seq LIMIT 1").fetchone()
         cut = self._retention.cut(head.seq, anchor, None if oldest is None else oldest[0], self._clock())
@@ -251,8 +253,8 @@ class SqliteStore:
             return head  # where somebody else removed it, that is for verification to tell
         connection.execute("UPDATE shared_state SET anchor_seq = ?, anchor_hash = ?", (cut.through, row[0]))
         removed = connection.execute("DELETE FROM audit WHERE seq <= ?", (cut.through,)).rowcount
-        last = Mark(cut.through, row[0])
-        return _append(connection, pruning(last, at=int(self._clock()), removed=removed, why=cut.why))
+        last = ChainPosition(cut.through, row[0])
+        return _append(connection, pruning_entry(last, at=int(self._clock()), removed=removed, why=cut.why))
 
     async def touch(self, uses: Mapping[str, int]) -> None:
         def touch(connection: sqlite3.Connection) -> None:
@@ -272,8 +274,10 @@ class SqliteStore:
     async def uses(self) -> dict[str, int]:
         return await self._run(lambda connection: dict(connection.execute("SELECT id, at FROM key_uses")))
 
-    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
-        def audit(connection: sqlite3.Connection) -> Span:
+    async def audit(
+        self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False
+    ) -> AuditPage:
+        def audit(connection: sqlite3.Connection) -> AuditPage:
             ends = connection.execute("SELECT head_seq, head_hash, anchor_seq, anchor_hash FROM shared_state")
             head_seq, head_hash, anchor_seq, anchor_hash = ends.fetchone()
             order = "DESC" if newest else "ASC"
@@ -281,7 +285,11 @@ class SqliteStore:
                 f"SELECT seq, body, hash FROM audit WHERE seq > ? AND seq < ? ORDER BY seq {order} LIMIT ?",
                 (after, 2**62 if before is None else before, limit),
             )
-            return Span(tuple(Row(*row) for row in rows), Mark(head_seq, head_hash), Mark(anchor_seq, anchor_hash))
+            return AuditPage(
+                tuple(AuditRow(*row) for row in rows),
+                ChainPosition(head_seq, head_hash),
+                ChainPosition(anchor_seq, anchor_hash),
+            )
 
         return await self._run(audit)
 
@@ -294,17 +302,17 @@ def _check(connection: sqlite3.Connection, kind: str, id: str, version: int) -> 
         "SELECT version FROM shared_records WHERE kind = ? AND id = ? AND body IS NOT NULL", (kind, id)
     ).fetchone()
     if (row[0] if row else 0) != version:
-        raise ConflictError(kind, id)
+        raise VersionConflictError(kind, id)
 
 
-def _append(connection: sqlite3.Connection, entry: Entry) -> Mark:
-    head = Mark(*connection.execute("SELECT head_seq, head_hash FROM shared_state").fetchone())
-    row = sealed(head, entry)
+def _append(connection: sqlite3.Connection, entry: AuditEntry) -> ChainPosition:
+    head = ChainPosition(*connection.execute("SELECT head_seq, head_hash FROM shared_state").fetchone())
+    row = seal(head, entry)
     connection.execute(
         "INSERT INTO audit (seq, at, body, hash) VALUES (?, ?, ?, ?)", (row.seq, entry.at, row.body, row.hash)
     )
     connection.execute("UPDATE shared_state SET head_seq = ?, head_hash = ?", (row.seq, row.hash))
-    return Mark(row.seq, row.hash)
+    return ChainPosition(row.seq, row.hash)
 
 
 def _forget(connection: sqlite3.Connection) -> None:

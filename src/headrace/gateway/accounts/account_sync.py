@@ -20,20 +20,26 @@ from typing import Final
 
 import structlog
 
-from headrace.gateway.accounts.account_records import Record
-from headrace.gateway.accounts.account_store import Change, Changes, Committed, ConflictError, Store
+from headrace.gateway.accounts.account_records import AccountRecord
+from headrace.gateway.accounts.account_store import (
+    AccountChange,
+    AccountChanges,
+    AccountStore,
+    CommitResult,
+    VersionConflictError,
+)
 from headrace.gateway.api_errors import ApiError
 
 log: Final = structlog.stdlib.get_logger("headrace.shared")
 
 TRIES: Final = 8  # of a change that others are faster with
-Listener = Callable[[Changes], None]
+Listener = Callable[[AccountChanges], None]
 
 
-class Shared:
+class AccountSync:
     def __init__(
         self,
-        store: Store,
+        store: AccountStore,
         *,
         poll_s: float = 1.0,
         uses_s: float = 60.0,  # between two writings of when keys were last used
@@ -48,7 +54,7 @@ class Shared:
         self._uses_s = uses_s
         self._taken_uses = taken_uses
         self._monotonic = monotonic
-        self._held: dict[str, dict[str, Record]] = {}
+        self._held: dict[str, dict[str, AccountRecord]] = {}
         self._listeners: list[Listener] = []
         self._seen = monotonic()  # the last answer of the storage
         self._told: float | None = None  # the storage's clock at that answer
@@ -66,12 +72,12 @@ class Shared:
         """By the storage's clock, on which all gateways agree. What is kept and compared with it later is in this."""
         return time.time() if self._told is None else self._told + self.age
 
-    def held(self, kind: str) -> Mapping[str, Record]:
+    def held(self, kind: str) -> Mapping[str, AccountRecord]:
         return self._held.get(kind, {})
 
-    def get(self, kind: str, id: str) -> Record:
+    def get(self, kind: str, id: str) -> AccountRecord:
         """With the version 0 and no value where there is none."""
-        return self.held(kind).get(id) or Record(kind, id, 0, None)
+        return self.held(kind).get(id) or AccountRecord(kind, id, 0, None)
 
     def listen(self, listener: Listener) -> None:
         """Hears of all that is applied, in the order of epochs for each record. Must not wait."""
@@ -120,7 +126,7 @@ class Shared:
         self._failing = False
         return True
 
-    def _take(self, changes: Changes) -> None:
+    def _take(self, changes: AccountChanges) -> None:
         self._seen, self._told = self._monotonic(), changes.now
         first, self.loaded = not self.loaded, True
         if changes.epoch <= self.applied_epoch and not (changes.whole or first):
@@ -129,10 +135,10 @@ class Shared:
         self.applied_epoch = changes.epoch
         self.epoch = changes.epoch if changes.whole else max(self.epoch, changes.epoch)
 
-    def _apply(self, changes: Changes) -> None:
+    def _apply(self, changes: AccountChanges) -> None:
         if changes.whole:
             self._held.clear()
-        fresh: list[Record] = []
+        fresh: list[AccountRecord] = []
         for record in changes.records:
             known = self._held.setdefault(record.kind, {})
             before = known.get(record.id)
@@ -143,14 +149,14 @@ class Shared:
                 known.pop(record.id, None)
             else:
                 known[record.id] = record
-        told = Changes(epoch=changes.epoch, now=changes.now, records=tuple(fresh), whole=changes.whole)
+        told = AccountChanges(epoch=changes.epoch, now=changes.now, records=tuple(fresh), whole=changes.whole)
         for listener in self._listeners:
             try:
                 listener(told)
             except Exception as error:  # a bug; the others are to hear of it all the same
                 log.error("a change is not followed", exc_info=error)
 
-    async def commit(self, plan: Callable[[], Change]) -> Committed:
+    async def commit(self, plan: Callable[[], AccountChange]) -> CommitResult:
         """Makes a change; `plan` says which, from what is held now, and again where somebody else was faster.
 
         Whatever `plan` raises ends it. ApiError where the storage does not answer.
@@ -160,7 +166,7 @@ class Shared:
                 change = plan()
                 try:
                     done = await self.store.commit(change)
-                except ConflictError:
+                except VersionConflictError:
                     if not await self._refresh():
                         break
                     continue
@@ -173,12 +179,12 @@ class Shared:
             retry_after=1.0,
         )
 
-    def _made(self, change: Change, done: Committed) -> None:
+    def _made(self, change: AccountChange, done: CommitResult) -> None:
         """What was just written holds here at once, whatever else is still to be heard of."""
         self._seen, self._told = self._monotonic(), done.now
         self.epoch = max(self.epoch, done.epoch)
-        records = tuple(Record(write.kind, write.id, done.epoch, write.value) for write in change.writes)
-        self._apply(Changes(epoch=self.applied_epoch, now=done.now, records=records))
+        records = tuple(AccountRecord(write.kind, write.id, done.epoch, write.value) for write in change.writes)
+        self._apply(AccountChanges(epoch=self.applied_epoch, now=done.now, records=records))
         if done.epoch == self.applied_epoch + 1 and self.loaded:
             self.applied_epoch = done.epoch
         entry = change.entry

@@ -17,40 +17,40 @@ import msgspec
 
 from headrace.config.tenant_section import AdminConfig, TenantConfig
 from headrace.gateway.accounts.account_records import (
-    ALL,
+    ALL_TENANTS,
     KEYS_MARK,
+    AccountRecord,
     FastRecord,
     InvalidationRecord,
     KeyRecord,
+    KeyScope,
     MarkRecord,
-    Record,
-    Scope,
     SecretRecord,
     TenantRecord,
-    shown_key,
-    shown_tenant,
+    key_json,
     status_of,
+    tenant_json,
 )
-from headrace.gateway.accounts.account_rules import NAME, RESERVED, scope_findings, tenant_findings
-from headrace.gateway.accounts.account_store import Change, Write
-from headrace.gateway.accounts.account_sync import Shared
-from headrace.gateway.accounts.audit_log import Entry
-from headrace.gateway.accounts.cache_invalidations import KEPT, Invalidations
-from headrace.gateway.accounts.directory import Directory
-from headrace.gateway.accounts.fast_mode import Switches
+from headrace.gateway.accounts.account_rules import NAME, RESERVED, check_scope, check_tenant
+from headrace.gateway.accounts.account_store import AccountChange, RecordWrite
+from headrace.gateway.accounts.account_sync import AccountSync
+from headrace.gateway.accounts.audit_log import AuditEntry
+from headrace.gateway.accounts.cache_invalidations import KEPT, CacheInvalidations
+from headrace.gateway.accounts.directory import AccountDirectory
+from headrace.gateway.accounts.fast_mode import FastModeSwitches
 from headrace.gateway.accounts.key_secrets import digest_of_secret, last_four, make_secret
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.database import Page
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.database import ListPage
+from headrace.gateway.limits.limit_scopes import LimitSet
 
 LIVE_SECRETS: Final = 4  # of one key at once
 _ENDED_KEYS: Final = 100  # that make room for new ones at once
 
 Result = TypeVar("Result")
-Planned = Callable[[], tuple[Change, Result]]
+Planned = Callable[[], tuple[AccountChange, Result]]
 
 
-class Who(msgspec.Struct, frozen=True):
+class Actor(msgspec.Struct, frozen=True):
     """Whoever asks, for the audit log."""
 
     key: str
@@ -60,20 +60,20 @@ class Who(msgspec.Struct, frozen=True):
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tenant: str
-    scope: Scope
+    scope: KeyScope
     surface: str | None = None
     weight: float = 1.0
     limits: LimitSet = LimitSet()
     expires: int | None = None
 
 
-class Operations:
+class AdminOperations:
     def __init__(
         self,
-        shared: Shared,
-        directory: Directory,
-        switches: Switches,
-        invalidations: Invalidations,
+        shared: AccountSync,
+        directory: AccountDirectory,
+        switches: FastModeSwitches,
+        invalidations: CacheInvalidations,
         config: AdminConfig,
         *,
         served: Collection[str],  # models and variants
@@ -94,7 +94,7 @@ class Operations:
     async def _make(self, plan: Planned[Result]) -> Result:
         made: list[Result] = []
 
-        def planned() -> Change:
+        def planned() -> AccountChange:
             change, result = plan()
             made[:] = [result]
             return change
@@ -102,8 +102,8 @@ class Operations:
         await self.shared.commit(planned)
         return made[0]
 
-    def _entry(self, who: Who, what: str, target: str, **fields: Any) -> Entry:
-        return Entry(at=int(self._clock()), who=who.key, what=what, target=target, request=who.request, **fields)
+    def _entry(self, who: Actor, what: str, target: str, **fields: Any) -> AuditEntry:
+        return AuditEntry(at=int(self._clock()), who=who.key, what=what, target=target, request=who.request, **fields)
 
     def seconds_from_now(self, seconds: float) -> int:
         return int(self._clock() + seconds)
@@ -113,24 +113,24 @@ class Operations:
     def tenant(self, name: str) -> dict[str, Any]:
         declared = self.directory.declared_tenants.get(name)
         if declared is not None:
-            return shown_tenant(name, declared, None)
+            return tenant_json(name, declared, None)
         record = self.directory.made_tenant(name)
         if record is not None:
-            return shown_tenant(name, record.settings, record)
+            return tenant_json(name, record.settings, record)
         if name in self.directory.declared_names():
-            return shown_tenant(name, self.directory.settings_of(name), None)
-        raise no_tenant(name)
+            return tenant_json(name, self.directory.settings_of(name), None)
+        raise no_tenant_error(name)
 
-    def tenants(self, *, after: str | None, limit: int) -> Page[dict[str, Any]]:
+    def tenants(self, *, after: str | None, limit: int) -> ListPage[dict[str, Any]]:
         page = page_of(sorted(self.directory.tenants()), after, limit)
-        return Page([self.tenant(name) for name in page.data], page.has_more)
+        return ListPage([self.tenant(name) for name in page.data], page.has_more)
 
-    async def create_tenant(self, who: Who, name: str, settings: TenantConfig) -> dict[str, Any]:
+    async def create_tenant(self, who: Actor, name: str, settings: TenantConfig) -> dict[str, Any]:
         if not NAME.fullmatch(name) or name in RESERVED:
             raise invalid("'name' must be 1 to 64 letters, digits and . _ -, and neither '-' nor 'other'", "name")
         self._check(settings)
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             if name in self.directory.declared_tenants:
                 raise _conflict(f"the configuration declares the tenant '{name}'", "name", "declared_in_config")
             record = self.shared.get("tenant", name)
@@ -145,56 +145,56 @@ class Operations:
                 raise _full("tenants", self._config.tenants)
             now = int(self._clock())
             made = TenantRecord(settings=settings, created=now, changed=now)
-            shown = shown_tenant(name, settings, made)
+            shown = tenant_json(name, settings, made)
             entry = self._entry(who, "tenant.create", f"tenant:{name}", tenant=name, after=shown)
-            return Change(entry=entry, writes=(Write("tenant", name, made, record.version),)), shown
+            return AccountChange(entry=entry, writes=(RecordWrite("tenant", name, made, record.version),)), shown
 
         return await self._make(plan)
 
     async def change_tenant(
-        self, who: Who, name: str, change: Callable[[TenantConfig], TenantConfig], what: str = "tenant.change"
+        self, who: Actor, name: str, change: Callable[[TenantConfig], TenantConfig], what: str = "tenant.change"
     ) -> dict[str, Any]:
         """`change`: from the settings that it has to those that it is to have."""
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_tenant(name)
             settings = change(value.settings)
             self._check(settings)
             made = msgspec.structs.replace(value, settings=settings, changed=int(self._clock()))
-            before, after = shown_tenant(name, value.settings, value), shown_tenant(name, settings, made)
+            before, after = tenant_json(name, value.settings, value), tenant_json(name, settings, made)
             told_before, told_after = _differing(before, after)
             entry = self._entry(who, what, f"tenant:{name}", tenant=name, before=told_before, after=told_after)
-            return Change(entry=entry, writes=(Write("tenant", name, made, record.version),)), after
+            return AccountChange(entry=entry, writes=(RecordWrite("tenant", name, made, record.version),)), after
 
         return await self._make(plan)
 
-    async def delete_tenant(self, who: Who, name: str) -> dict[str, Any]:
+    async def delete_tenant(self, who: Actor, name: str) -> dict[str, Any]:
         """With all its keys. Its name stays taken: nobody is to find what was left under it."""
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_tenant(name)
             if name in self.directory.declared_names():
                 raise _conflict(f"keys of the configuration are the tenant's '{name}'", "tenant", "declared_in_config")
             now = int(self._clock())
             made = TenantRecord(created=value.created, changed=now, deleted=now)
-            writes = [Write("tenant", name, made, record.version)]
+            writes = [RecordWrite("tenant", name, made, record.version)]
             revoked: list[str] = []
             for key, kept in self._keys():
                 if kept.tenant == name and kept.revoked is None:
                     ended = msgspec.structs.replace(kept, revoked=now)
-                    writes.append(Write("key", key.id, ended, key.version))
+                    writes.append(RecordWrite("key", key.id, ended, key.version))
                     revoked.append(key.id)
             fast = self.shared.get("fast", name)
             if fast.value is not None:
-                writes.append(Write("fast", name, None, fast.version))
-            before = shown_tenant(name, value.settings, value)
+                writes.append(RecordWrite("fast", name, None, fast.version))
+            before = tenant_json(name, value.settings, value)
             after = {"deleted_at": now, "revoked_keys": revoked}
             entry = self._entry(who, "tenant.delete", f"tenant:{name}", tenant=name, before=before, after=after)
-            return Change(entry=entry, writes=tuple(writes)), {"object": "tenant", "name": name, "deleted": True}
+            return AccountChange(entry=entry, writes=tuple(writes)), {"object": "tenant", "name": name, "deleted": True}
 
         return await self._make(plan)
 
-    def _made_tenant(self, name: str) -> tuple[Record, TenantRecord]:
+    def _made_tenant(self, name: str) -> tuple[AccountRecord, TenantRecord]:
         """ApiError for one that cannot be changed here."""
         value = self.directory.made_tenant(name)
         if name in self.directory.declared_tenants or (value is None and name in self.directory.declared_names()):
@@ -202,11 +202,11 @@ class Operations:
                 f"the tenant '{name}' is the configuration's: change it there", "tenant", "declared_in_config"
             )
         if value is None:
-            raise no_tenant(name)
+            raise no_tenant_error(name)
         return self.shared.get("tenant", name), value
 
     def _check(self, settings: TenantConfig) -> None:
-        for path, why in tenant_findings(settings, self._served):
+        for path, why in check_tenant(settings, self._served):
             raise invalid(f"'{path}': {why}", path)
         for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
             if mode not in (None, "off") and cache not in self._invalidations.caches:
@@ -218,11 +218,11 @@ class Operations:
 
     # Keys
 
-    def _keys(self) -> list[tuple[Record, KeyRecord]]:
+    def _keys(self) -> list[tuple[AccountRecord, KeyRecord]]:
         held = self.shared.held("key").values()
         return [(record, record.value) for record in held if isinstance(record.value, KeyRecord)]
 
-    async def keys(self, *, tenant: str | None, after: str | None, limit: int) -> Page[dict[str, Any]]:
+    async def keys(self, *, tenant: str | None, after: str | None, limit: int) -> ListPage[dict[str, Any]]:
         """The configuration's first, then the others by their age."""
         now = self._clock()
         found: dict[str, KeyRecord | dict[str, Any]] = {each["id"]: each for each in self.directory.shown_declared(now)}
@@ -234,23 +234,23 @@ class Operations:
         page = page_of(list(found), after, limit)
         uses = await self.shared.store.uses()
         shown = [_shown(id, found[id], now, uses.get(id)) for id in page.data]
-        return Page(shown, page.has_more)
+        return ListPage(shown, page.has_more)
 
     async def key(self, id: str) -> dict[str, Any]:
         for each in self.directory.shown_declared(self._clock()):
             if each["id"] == id:
                 return each
         _, value = self._made_key(id)
-        return shown_key(id, value, self._clock(), used=(await self.shared.store.uses()).get(id))
+        return key_json(id, value, self._clock(), used=(await self.shared.store.uses()).get(id))
 
-    async def create_key(self, who: Who, new: NewKey) -> dict[str, Any]:
+    async def create_key(self, who: Actor, new: NewKey) -> dict[str, Any]:
         """With its secret, which is told here and never again."""
         self._check_key(new)
         id, secret = f"key_{secrets.token_hex(8)}", make_secret()
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             if new.tenant not in self.directory.tenants():
-                raise no_tenant(new.tenant, "tenant")
+                raise no_tenant_error(new.tenant, "tenant")
             now = int(self._clock())
             key = KeyRecord(
                 name=new.name,
@@ -263,27 +263,27 @@ class Operations:
                 created=now,
                 expires=new.expires,
             )
-            writes = [Write("key", id, key, 0), *self._room_for_key(now)]
+            writes = [RecordWrite("key", id, key, 0), *self._room_for_key(now)]
             mark = self.shared.get("mark", KEYS_MARK)
             if mark.value is None:
-                writes.append(Write("mark", KEYS_MARK, MarkRecord(at=now), mark.version))
+                writes.append(RecordWrite("mark", KEYS_MARK, MarkRecord(at=now), mark.version))
             tenant = self.shared.get("tenant", new.tenant)
             expects = (("tenant", new.tenant, tenant.version),) if tenant.value is not None else ()
-            shown = shown_key(id, key, now)
+            shown = key_json(id, key, now)
             entry = self._entry(who, "key.create", f"key:{id}", tenant=new.tenant, after=shown)
-            return Change(entry=entry, writes=tuple(writes), expects=expects), {**shown, "secret": secret}
+            return AccountChange(entry=entry, writes=tuple(writes), expects=expects), {**shown, "secret": secret}
 
         return await self._make(plan)
 
     def _check_key(self, new: NewKey) -> None:
-        for path, why in scope_findings(new.scope, self._served):
+        for path, why in check_scope(new.scope, self._served):
             raise invalid(f"'{path}': {why}", path)
         if new.surface is not None and new.scope.surfaces is not None and new.surface not in new.scope.surfaces:
             raise invalid(f"'surface': '{new.surface}' is none of the key's surfaces", "surface")
         if new.expires is not None and new.expires <= self._clock():
             raise invalid("'expires_at' is in the past", "expires_at")
 
-    def _room_for_key(self, now: int) -> list[Write]:
+    def _room_for_key(self, now: int) -> list[RecordWrite]:
         """Keys that ended longest ago make room; ApiError where all that there can be are live."""
         keys = self._keys()
         if len(keys) < self._config.keys:
@@ -292,13 +292,13 @@ class Operations:
         if not ended:
             raise _full("keys", self._config.keys)
         ended.sort(key=lambda each: (each[1].revoked or each[1].expires or each[1].created, each[0].id))
-        return [Write("key", record.id, None, record.version) for record, _ in ended[:_ENDED_KEYS]]
+        return [RecordWrite("key", record.id, None, record.version) for record, _ in ended[:_ENDED_KEYS]]
 
-    async def rotate_key(self, who: Who, id: str, overlap_s: float) -> dict[str, Any]:
+    async def rotate_key(self, who: Actor, id: str, overlap_s: float) -> dict[str, Any]:
         """A new secret; those that there are end after the overlap, or when they would have anyway."""
         secret = make_secret()
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_key(id)
             now = self._clock()
             if status_of(value, now) != "live":
@@ -313,28 +313,33 @@ class Operations:
                     "too_many_secrets",
                 )
             key = msgspec.structs.replace(value, secrets=(*kept, _secret_record(secret, int(now))))
-            shown = shown_key(id, key, now)
-            before, after = _differing(shown_key(id, value, now), shown)
+            shown = key_json(id, key, now)
+            before, after = _differing(key_json(id, value, now), shown)
             entry = self._entry(who, "key.rotate", f"key:{id}", tenant=key.tenant, before=before, after=after)
-            return Change(entry=entry, writes=(Write("key", id, key, record.version),)), {**shown, "secret": secret}
+            return AccountChange(entry=entry, writes=(RecordWrite("key", id, key, record.version),)), {
+                **shown,
+                "secret": secret,
+            }
 
         return await self._make(plan)
 
-    async def revoke_key(self, who: Who, id: str) -> dict[str, Any]:
+    async def revoke_key(self, who: Actor, id: str) -> dict[str, Any]:
         """At once here; in other gateways as soon as they look. Twice is as good as once."""
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_key(id)
             now = int(self._clock())
             revoked = value.revoked or now
             key = msgspec.structs.replace(value, revoked=revoked)
-            before, after = _differing(shown_key(id, value, now), shown_key(id, key, now))
+            before, after = _differing(key_json(id, value, now), key_json(id, key, now))
             entry = self._entry(who, "key.revoke", f"key:{id}", tenant=key.tenant, before=before, after=after)
-            return Change(entry=entry, writes=(Write("key", id, key, record.version),)), shown_key(id, key, now)
+            return AccountChange(entry=entry, writes=(RecordWrite("key", id, key, record.version),)), key_json(
+                id, key, now
+            )
 
         return await self._make(plan)
 
-    def _made_key(self, id: str) -> tuple[Record, KeyRecord]:
+    def _made_key(self, id: str) -> tuple[AccountRecord, KeyRecord]:
         record = self.shared.get("key", id)
         if isinstance(record.value, KeyRecord):
             return record, record.value
@@ -347,35 +352,37 @@ class Operations:
     def fast(self) -> list[dict[str, Any]]:
         return [_shown_fast(record.id, value, left) for record, value, left in self.switches.live()]
 
-    async def set_fast(self, who: Who, tenant: str | None, *, on: bool, ttl_s: float, reason: str) -> dict[str, Any]:
+    async def set_fast(self, who: Actor, tenant: str | None, *, on: bool, ttl_s: float, reason: str) -> dict[str, Any]:
         """Of one tenant, or of all. `on` false of one tenant: it keeps its service while fast mode is on for all."""
         if not 0 < ttl_s <= self._most_fast_s:
             raise invalid(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
         if on and not self.switches.declared:  # whoever switches it on in need would think that it helps
             raise _conflict("the section fast of the configuration declares nothing to do", "on", "fast_not_declared")
-        id = ALL if tenant is None else tenant
+        id = ALL_TENANTS if tenant is None else tenant
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             self._check_tenant(tenant)
             now = int(self.shared.now())
             record = self.shared.get("fast", id)
             value = FastRecord(on=on, reason=reason, by=who.key, since=now, until=now + max(1, round(ttl_s)))
-            writes = [Write("fast", id, value, record.version)]
-            writes += [Write("fast", each.id, None, each.version) for each in self.switches.expired() if each.id != id]
+            writes = [RecordWrite("fast", id, value, record.version)]
+            writes += [
+                RecordWrite("fast", each.id, None, each.version) for each in self.switches.expired() if each.id != id
+            ]
             before = msgspec.to_builtins(record.value) if isinstance(record.value, FastRecord) else None
             entry = self._entry(
                 who, "fast.on" if on else "fast.off", f"fast:{id}", tenant=tenant or "", reason=reason,
                 before=before, after=msgspec.to_builtins(value),
             )  # fmt: skip
-            return Change(entry=entry, writes=tuple(writes)), _shown_fast(id, value, value.until - now)
+            return AccountChange(entry=entry, writes=tuple(writes)), _shown_fast(id, value, value.until - now)
 
         return await self._make(plan)
 
-    async def clear_fast(self, who: Who, tenant: str | None) -> dict[str, Any]:
+    async def clear_fast(self, who: Actor, tenant: str | None) -> dict[str, Any]:
         """As if it had never been set."""
-        id = ALL if tenant is None else tenant
+        id = ALL_TENANTS if tenant is None else tenant
 
-        def plan() -> tuple[Change, dict[str, Any]]:
+        def plan() -> tuple[AccountChange, dict[str, Any]]:
             record = self.shared.get("fast", id)
             if not isinstance(record.value, FastRecord):
                 raise ApiError(
@@ -384,18 +391,18 @@ class Operations:
             before = msgspec.to_builtins(record.value)
             entry = self._entry(who, "fast.clear", f"fast:{id}", tenant=tenant or "", before=before)
             shown = {"object": "fast", "tenant": tenant, "deleted": True}
-            return Change(entry=entry, writes=(Write("fast", id, None, record.version),)), shown
+            return AccountChange(entry=entry, writes=(RecordWrite("fast", id, None, record.version),)), shown
 
         return await self._make(plan)
 
     def _check_tenant(self, tenant: str | None) -> None:
         if tenant is not None and tenant not in self.directory.tenants():
-            raise no_tenant(tenant)
+            raise no_tenant_error(tenant)
 
     # Caches
 
     async def invalidate(
-        self, who: Who, *, tags: Sequence[str], events: Sequence[str], tenant: str | None, all: bool
+        self, who: Actor, *, tags: Sequence[str], events: Sequence[str], tenant: str | None, all: bool
     ) -> dict[str, Any]:
         """Entries with one of the tags, or of one of those that the events end; of one tenant, where one is named.
         Everything, of the tenant or at all, only where `all` says so."""
@@ -416,18 +423,18 @@ class Operations:
             raise invalid("these events end no tags", "events")
         id = f"inv_{secrets.token_hex(8)}"
 
-        def plan() -> tuple[Change, InvalidationRecord]:
+        def plan() -> tuple[AccountChange, InvalidationRecord]:
             self._check_tenant(tenant)
             record = InvalidationRecord(at=int(self.shared.now()), tags=tuple(found), tenant=tenant)
             held = sorted(self.shared.held("invalidation").values(), key=lambda each: each.version)
             old = held[: max(0, len(held) - KEPT + 1)]
             writes = (
-                Write("invalidation", id, record, 0),
-                *(Write("invalidation", each.id, None, each.version) for each in old),
+                RecordWrite("invalidation", id, record, 0),
+                *(RecordWrite("invalidation", each.id, None, each.version) for each in old),
             )
             after = {"tags": list(found), "events": list(events), "tenant": tenant, "all": all}
             entry = self._entry(who, "cache.invalidate", "cache", tenant=tenant or "", after=after)
-            return Change(entry=entry, writes=writes), record
+            return AccountChange(entry=entry, writes=writes), record
 
         with self._invalidations.own(id):
             record = await self._make(plan)
@@ -435,14 +442,14 @@ class Operations:
         return {"object": "invalidation", "id": id, "tags": list(found), "tenant": tenant, "removed": removed}
 
 
-def page_of(names: Sequence[str], after: str | None, limit: int) -> Page[str]:
+def page_of(names: Sequence[str], after: str | None, limit: int) -> ListPage[str]:
     """A part of a list, from the one after `after` on."""
     start = 0
     if after is not None:
         if after not in names:
             raise invalid("there is nothing with this id to list from", "after")
         start = names.index(after) + 1
-    return Page(list(names[start : start + limit]), len(names) > start + limit)
+    return ListPage(list(names[start : start + limit]), len(names) > start + limit)
 
 
 def _tenant_of(key: KeyRecord | dict[str, Any]) -> str:
@@ -450,10 +457,10 @@ def _tenant_of(key: KeyRecord | dict[str, Any]) -> str:
 
 
 def _shown(id: str, key: KeyRecord | dict[str, Any], now: float, used: int | None) -> dict[str, Any]:
-    return shown_key(id, key, now, used=used) if isinstance(key, KeyRecord) else key
+    return key_json(id, key, now, used=used) if isinstance(key, KeyRecord) else key
 
 
-def no_tenant(name: str, parameter: str = "tenant") -> ApiError:
+def no_tenant_error(name: str, parameter: str = "tenant") -> ApiError:
     return ApiError(
         f"there is no tenant '{name[:64]}'", kind="not_found_error", parameter=parameter, code="tenant_not_found"
     )
@@ -471,7 +478,7 @@ def _ending(secret: SecretRecord, until: int) -> SecretRecord:
 def _shown_fast(id: str, value: FastRecord, left: float) -> dict[str, Any]:
     return {
         "object": "fast",
-        "tenant": None if id == ALL else id,
+        "tenant": None if id == ALL_TENANTS else id,
         "on": value.on,
         "reason": value.reason,
         "by": value.by,

@@ -27,7 +27,7 @@ PRUNE: Final = "audit.prune"
 SELF: Final = "headrace"  # who, where it was nobody else
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One change."""
 
     at: int  # seconds since 1970, as the machine's clock had it
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     after: dict[str, Any] | None = None
 
 
-class Row(msgspec.Struct, frozen=True):
+class AuditRow(msgspec.Struct, frozen=True):
     """An entry on the chain."""
 
     seq: int
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
     hash: str
 
 
-class Mark(msgspec.Struct, frozen=True):
+class ChainPosition(msgspec.Struct, frozen=True):
     """A place of the chain: its head, or the last row that was removed from its beginning."""
 
     seq: int = 0
@@ -59,7 +59,7 @@ class Mark(msgspec.Struct, frozen=True):
         return f"{self.seq}:{self.hash}"
 
     @classmethod
-    def read(cls, text: str) -> Mark:
+    def read(cls, text: str) -> ChainPosition:
         """ValueError where it is none."""
         seq, _, hash = text.partition(":")
         if not (seq.isascii() and seq.isdigit() and len(seq) < 19 and len(hash) == 64):
@@ -67,11 +67,11 @@ class Mark(msgspec.Struct, frozen=True):
         return cls(int(seq), hash.lower())
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class VerificationResult(msgspec.Struct, frozen=True):
     """What verification found."""
 
     rows: int
-    head: Mark
+    head: ChainPosition
     broken_at: int | None = None  # the first row that does not belong where it is
     why: str = ""
 
@@ -80,66 +80,66 @@ class Verdict(msgspec.Struct, frozen=True):
         return not self.why
 
 
-def canonical(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """The same text for the same value, whoever writes it."""
     return msgspec.json.encode(value, order="sorted").decode()
 
 
-def sealed(before: Mark, entry: Entry) -> Row:
+def seal(before: ChainPosition, entry: AuditEntry) -> AuditRow:
     """Whatever stands in the entry, no secret of a key gets onto the chain."""
     seq = before.seq + 1
-    body = hidden(canonical({"seq": seq, **msgspec.structs.asdict(entry)}))
-    return Row(seq, body, _hash(before.hash, body))
+    body = hidden(canonical_json({"seq": seq, **msgspec.structs.asdict(entry)}))
+    return AuditRow(seq, body, _hash(before.hash, body))
 
 
-def pruning(last: Mark, *, at: int, removed: int, why: str) -> Entry:
+def pruning_entry(last: ChainPosition, *, at: int, removed: int, why: str) -> AuditEntry:
     """That the rows up to `last` are gone."""
     after = {"through": last.seq, "hash": last.hash, "removed": removed}
-    return Entry(at=at, who=SELF, what=PRUNE, target="audit", reason=why, after=after)
+    return AuditEntry(at=at, who=SELF, what=PRUNE, target="audit", reason=why, after=after)
 
 
-def told(row: Row) -> dict[str, Any]:
+def audit_row_json(row: AuditRow) -> dict[str, Any]:
     """A row as it is shown: the entry's own fields, and the hash."""
     return {**msgspec.json.decode(row.body), "hash": row.hash}
 
 
-def row_of(shown: Mapping[str, Any]) -> Row:
+def parse_audit_row(shown: Mapping[str, Any]) -> AuditRow:
     """The row that was shown so. ValueError where it cannot be one."""
     fields = dict(shown)
     seq, hash = fields.get("seq"), fields.pop("hash", None)
     if not isinstance(seq, int) or not isinstance(hash, str):
         raise ValueError("a row has a number and a hash")
-    return Row(seq, canonical(fields), hash)
+    return AuditRow(seq, canonical_json(fields), hash)
 
 
 def _hash(before: str, body: str) -> str:
     return hashlib.sha256(f"{before}\n{body}".encode()).hexdigest()
 
 
-class Verification:
+class ChainVerifier:
     """Follows a chain from where it begins, row by row."""
 
-    def __init__(self, anchor: Mark, *, noted: Mark | None = None) -> None:
+    def __init__(self, anchor: ChainPosition, *, noted: ChainPosition | None = None) -> None:
         """`anchor`: the last row that was removed, which a row of the chain must say; `noted`: a head of an earlier
         time, kept elsewhere."""
         self._anchor = anchor
         self._noted = noted
         self._mark = anchor
-        self._anchored = anchor == Mark()
+        self._anchored = anchor == ChainPosition()
         self._rows = 0
         self._broken: tuple[int | None, str] | None = None
         if noted is not None and noted.seq <= anchor.seq and noted != anchor:
             self._broken = (None, f"row {noted.seq}, which was noted, is no longer kept")
 
-    def add(self, row: Row) -> None:
+    def add(self, row: AuditRow) -> None:
         if self._broken is None:
             self._rows += 1
             why = self._against(row)
             if why:
                 self._broken = (row.seq, why)
-            self._mark = Mark(row.seq, row.hash)
+            self._mark = ChainPosition(row.seq, row.hash)
 
-    def _against(self, row: Row) -> str:
+    def _against(self, row: AuditRow) -> str:
         """Why the row does not belong here; empty where it does."""
         if row.seq != self._mark.seq + 1:
             return f"row {self._mark.seq + 1} is missing"
@@ -156,16 +156,16 @@ class Verification:
             self._anchored = self._anchored or said == (self._anchor.seq, self._anchor.hash)
         return ""
 
-    def end(self, head: Mark) -> Verdict:
+    def end(self, head: ChainPosition) -> VerificationResult:
         """`head`: where the storage says that the chain ends."""
         if self._broken is None:
             why = self._at_end(head)
             if why:
                 self._broken = (None, why)
         broken_at, why = self._broken or (None, "")
-        return Verdict(self._rows, self._mark, broken_at, why)
+        return VerificationResult(self._rows, self._mark, broken_at, why)
 
-    def _at_end(self, head: Mark) -> str:
+    def _at_end(self, head: ChainPosition) -> str:
         if self._mark != head:
             return f"the chain ends at row {self._mark.seq}, and the storage says {head.seq}"
         if not self._anchored:

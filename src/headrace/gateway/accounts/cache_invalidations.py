@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import structlog
 
 from headrace.gateway.accounts.account_records import InvalidationRecord
-from headrace.gateway.accounts.account_store import Changes
+from headrace.gateway.accounts.account_store import AccountChanges
 
 log: Final = structlog.stdlib.get_logger("headrace.invalidations")
 
@@ -24,7 +24,7 @@ KEPT: Final = 256  # invalidations in the shared state; a gateway that has not h
 _REPLAY_S: Final = 3600.0  # at the start: this gateway may have ended before it had made those
 
 
-class Forgetting(Protocol):
+class InvalidatableCache(Protocol):
     """A cache of answers, of this gateway or shared."""
 
     async def invalidate(self, *, tenant: str | None = None, tag: str | None = None) -> int | None:
@@ -33,10 +33,10 @@ class Forgetting(Protocol):
         ...
 
 
-class Invalidations:
+class CacheInvalidations:
     """All of it belongs to one event loop."""
 
-    def __init__(self, caches: Mapping[str, Forgetting], *, retry_s: float = 1.0) -> None:
+    def __init__(self, caches: Mapping[str, InvalidatableCache], *, retry_s: float = 1.0) -> None:
         self._caches = caches
         self._retry_s = retry_s
         self._own: set[str] = set()  # made here by whoever asked for them
@@ -75,13 +75,13 @@ class Invalidations:
         """How many entries went, by the cache; None where a cache cannot tell. ApiError where one failed."""
         return {name: await self._forget(cache, record) for name, cache in self._caches.items()}
 
-    async def _forget(self, cache: Forgetting, record: InvalidationRecord) -> int | None:
+    async def _forget(self, cache: InvalidatableCache, record: InvalidationRecord) -> int | None:
         tags: tuple[str | None, ...] = record.tags or (None,)
         counts = [await cache.invalidate(tenant=record.tenant, tag=tag) for tag in tags]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
-    def take(self, changes: Changes) -> None:
+    def take(self, changes: AccountChanges) -> None:
         """What has changed in the shared state."""
         first, self._first = self._first, False
         for record in changes.records:

@@ -27,18 +27,18 @@ from headrace.config.tenant_section import KeyConfig, TenantConfig
 from headrace.gateway.accounts.account_records import (
     KEYS_MARK,
     KeyRecord,
-    Scope,
+    KeyScope,
     SecretRecord,
     TenantRecord,
-    expiry,
-    shown_key,
+    earliest_expiry,
+    key_json,
     status_of,
 )
-from headrace.gateway.accounts.account_store import Changes
-from headrace.gateway.accounts.account_sync import Shared
+from headrace.gateway.accounts.account_store import AccountChanges
+from headrace.gateway.accounts.account_sync import AccountSync
 from headrace.gateway.accounts.key_secrets import HIDDEN, digest_of_secret, hidden, holds_secret
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.gateway.serving.exchange import Caller
 
 STANDARD: Final = TenantConfig()
@@ -46,7 +46,7 @@ UNLIMITED: Final = LimitSet()
 _PARTS: Final = 64  # of a path that are looked at one by one
 
 
-class Identified(Caller, frozen=True):
+class IdentifiedCaller(Caller, frozen=True):
     """A caller with what it may do. Without any key in the server it is everybody, and may all but administer."""
 
     models: tuple[frozenset[str], ...] = ()  # each allows a model; what is used must be allowed by all of them
@@ -57,17 +57,17 @@ class Identified(Caller, frozen=True):
     limits: LimitSet = UNLIMITED  # of the key itself
 
 
-EVERYBODY: Final = Identified()
+ANONYMOUS: Final = IdentifiedCaller()
 
 
 class _Known(msgspec.Struct, frozen=True):
     digest: bytes
-    caller: Identified
+    caller: IdentifiedCaller
     expires: float = math.inf
     made: bool = False  # through the admin API
 
 
-class Directory:
+class AccountDirectory:
     """Without any key everybody may call."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Directory:
         tenants: Mapping[str, TenantConfig],
         environ: Mapping[str, str],
         *,
-        shared: Shared | None = None,
+        shared: AccountSync | None = None,
         guarded: bool = False,  # nobody is let in unknown before the shared state was read
         stale_s: float = 300.0,
         clock: Callable[[], float] = time.time,
@@ -110,12 +110,12 @@ class Directory:
         """Whether any key has rights on the admin API."""
         return bool(self._administrators) or any(key.admin for key in self.declared_keys.values())
 
-    def identify(self, headers: Mapping[str, str]) -> Identified:
+    def identify(self, headers: Mapping[str, str]) -> IdentifiedCaller:
         """By `Authorization: Bearer`, or else by x-api-key. ApiError where the secret is nobody's."""
         if not self._closed:
             if self._guarded and not self._loaded():
                 raise _unread()
-            return EVERYBODY
+            return ANONYMOUS
         secret = headers.get("x-api-key", "")
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
@@ -150,7 +150,7 @@ class Directory:
     def _loaded(self) -> bool:
         return self._shared is None or self._shared.loaded
 
-    def on_behalf(self, tenant: str, *, key: str | None = None, surface: str | None = None) -> Identified:
+    def on_behalf(self, tenant: str, *, key: str | None = None, surface: str | None = None) -> IdentifiedCaller:
         """The caller of work that goes on without a connection, such as a batch. `key`: the name or the id of the one
         that asked for it; without one, what the tenant may. ApiError where it may nothing any more."""
         if key:
@@ -162,7 +162,9 @@ class Directory:
             else:
                 caller = None
         else:
-            caller = self._caller("", tenant, Scope(), None, self._weight_of(tenant)) if self.exists(tenant) else None
+            caller = (
+                self._caller("", tenant, KeyScope(), None, self._weight_of(tenant)) if self.exists(tenant) else None
+            )
         if caller is None or caller.tenant != tenant:
             raise ApiError(
                 "the API key that asked for this holds no more" if key else f"there is no tenant '{tenant}' any more",
@@ -228,14 +230,14 @@ class Directory:
 
     # From keys to callers
 
-    def _caller(self, key: str, tenant: str, scope: Scope, surface: str | None, weight: float) -> Identified:
+    def _caller(self, key: str, tenant: str, scope: KeyScope, surface: str | None, weight: float) -> IdentifiedCaller:
         settings = self.settings_of(tenant)
         config = self.declared_keys.get(key)
         record = None if config is not None else self._key(key)
         limits = config.limits if config is not None else UNLIMITED if record is None else record.limits
         surfaces = _meet(scope.surfaces, settings.surfaces)
         profiles = _meet(scope.profiles, settings.profiles)
-        return Identified(
+        return IdentifiedCaller(
             key=key,
             tenant=tenant,
             weight=min(max(settings.weight * weight, 0.001), 1000.0),
@@ -248,7 +250,7 @@ class Directory:
             limits=limits,
         )
 
-    def _caller_of(self, id: str, record: KeyRecord) -> Identified | None:
+    def _caller_of(self, id: str, record: KeyRecord) -> IdentifiedCaller | None:
         if self.made_tenant(record.tenant) is None and record.tenant not in self.declared_names():
             return None
         return self._caller(id, record.tenant, record.scope, record.surface, record.weight)
@@ -262,7 +264,7 @@ class Directory:
             tenant = key.tenant or name
             yield _Known(digest, self._caller(name, tenant, _scope_of(key), key.surface, key.weight))
 
-    def _take(self, changes: Changes) -> None:
+    def _take(self, changes: AccountChanges) -> None:
         """What has changed in the shared state."""
         if changes.whole:
             self._made.clear()
@@ -301,7 +303,8 @@ class Directory:
         if caller.admin is not None:
             self._administrators.add(id)
         found = [
-            _Known(bytes.fromhex(s.sha256), caller, expiry(record.expires, s.expires), True) for s in record.secrets
+            _Known(bytes.fromhex(s.sha256), caller, earliest_expiry(record.expires, s.expires), True)
+            for s in record.secrets
         ]
         self._made |= {known.digest: known for known in found}
         self._digests[id] = tuple(known.digest for known in found)
@@ -330,11 +333,11 @@ class Directory:
                 limits=key.limits,
                 created=0,
             )
-            yield {**shown_key(name, record, now, source="config"), "secrets": [], "created_at": None}
+            yield {**key_json(name, record, now, source="config"), "secrets": [], "created_at": None}
 
 
-def _scope_of(key: KeyConfig) -> Scope:
-    return Scope(key.models, key.surfaces, key.profiles, key.admin)
+def _scope_of(key: KeyConfig) -> KeyScope:
+    return KeyScope(key.models, key.surfaces, key.profiles, key.admin)
 
 
 def _meet(one: Sequence[str] | None, other: Sequence[str] | None) -> tuple[str, ...] | None:

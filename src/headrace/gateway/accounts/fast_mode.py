@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Iterator
 import msgspec
 
 from headrace.config.tenant_section import FastConfig
-from headrace.gateway.accounts.account_records import ALL, FastRecord, Record
-from headrace.gateway.accounts.account_store import Changes
+from headrace.gateway.accounts.account_records import ALL_TENANTS, AccountRecord, FastRecord
+from headrace.gateway.accounts.account_store import AccountChanges
 
 
-class Fast(msgspec.Struct, frozen=True):
+class FastModeState(msgspec.Struct, frozen=True):
     """What fast mode asks of a request. None and empty ask for nothing."""
 
     variant: str | None  # that answers instead
@@ -33,12 +33,12 @@ class Fast(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct, frozen=True):
-    record: Record
+    record: AccountRecord
     value: FastRecord
     end: float  # on the monotonic clock
 
 
-class Switches:
+class FastModeSwitches:
     def __init__(
         self,
         config: FastConfig,
@@ -59,7 +59,7 @@ class Switches:
         sizes = (config.prompt_tokens, config.max_tokens)
         return bool(config.variant or config.variants or self._tools) or sizes != (None, None)
 
-    def take(self, changes: Changes) -> None:
+    def take(self, changes: AccountChanges) -> None:
         """What has changed in the shared state."""
         held = {} if changes.whole else self._held
         for record in changes.records:
@@ -76,19 +76,19 @@ class Switches:
                 held.pop(record.id, None)
         self._held = held
 
-    def _begun(self, record: Record, value: FastRecord, now: float) -> _Held:
+    def _begun(self, record: AccountRecord, value: FastRecord, now: float) -> _Held:
         left = min(max(0.0, value.until - now), value.until - value.since)
         return _Held(record, value, self._monotonic() + left)
 
-    def fast(self, tenant: str, model: str) -> Fast | None:
+    def fast(self, tenant: str, model: str) -> FastModeState | None:
         """What is asked of a tenant's request to a model or variant; None where fast mode is off."""
         if not self._held:
             return None
-        held = self._live(tenant) or self._live(ALL)
+        held = self._live(tenant) or self._live(ALL_TENANTS)
         if held is None or not held.value.on:
             return None
         config = self._config
-        return Fast(
+        return FastModeState(
             self._variant(model),
             config.prompt_tokens,
             config.max_tokens,
@@ -108,13 +108,13 @@ class Switches:
         held = self._held.get(id)
         return held if held is not None and self._monotonic() < held.end else None
 
-    def live(self) -> Iterator[tuple[Record, FastRecord, float]]:
+    def live(self) -> Iterator[tuple[AccountRecord, FastRecord, float]]:
         """Those in force, with the seconds that they still last."""
         for id in sorted(self._held):
             held = self._live(id)
             if held is not None:
                 yield held.record, held.value, held.end - self._monotonic()
 
-    def expired(self) -> list[Record]:
+    def expired(self) -> list[AccountRecord]:
         """Records that say nothing any more."""
         return [held.record for id, held in self._held.items() if self._live(id) is None]

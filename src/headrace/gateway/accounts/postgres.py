@@ -12,21 +12,21 @@ import importlib.util
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from headrace.gateway.accounts.account_records import decoded, encoded
+from headrace.gateway.accounts.account_records import decode_records, encode_value
 from headrace.gateway.accounts.account_rules import SCHEMA
 from headrace.gateway.accounts.account_store import (
     REMEMBERED,
-    Change,
-    Changes,
-    Committed,
-    ConflictError,
-    Retention,
-    Span,
+    AccountChange,
+    AccountChanges,
+    AuditPage,
+    AuditRetention,
+    CommitResult,
+    VersionConflictError,
 )
-from headrace.gateway.accounts.audit_log import ZERO, Entry, Mark, Row, pruning, sealed
+from headrace.gateway.accounts.audit_log import ZERO, AuditEntry, AuditRow, ChainPosition, pruning_entry, seal
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.database import unavailable
-from headrace.gateway.ledger.postgres_connections import Connection, Connections, NoDriverError
+from headrace.gateway.database import storage_unavailable
+from headrace.gateway.postgres_pool import MissingDriverError, PostgresConnection, PostgresPool
 
 Result = TypeVar("Result")
 
@@ -76,7 +76,7 @@ DELETE FROM key_uses WHERE NOT EXISTS
 """
 
 
-class PostgresStore:
+class PostgresAccountStore:
     shared = True
 
     def __init__(
@@ -84,94 +84,96 @@ class PostgresStore:
         dsn: str,
         *,
         schema: str = "headrace",
-        retention: Retention | None = None,
+        retention: AuditRetention | None = None,
         answer_s: float = 5.0,
         connections: int = 2,
     ) -> None:
         """NoDriverError where asyncpg is missing, ValueError for a schema that is no plain name."""
         if importlib.util.find_spec("asyncpg") is None:
-            raise NoDriverError("tenants and keys in Postgres need asyncpg: pip install 'headrace[postgres]'")
+            raise MissingDriverError("tenants and keys in Postgres need asyncpg: pip install 'headrace[postgres]'")
         if not SCHEMA.fullmatch(schema):
             raise ValueError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
         self._schema = schema
-        self._connections = Connections(dsn, schema=schema, most=connections)
-        self._retention = retention or Retention()
+        self._connections = PostgresPool(dsn, schema=schema, most=connections)
+        self._retention = retention or AuditRetention()
         self._answer_s = answer_s
         self._ready = False
 
-    async def _run(self, work: Callable[[Connection], Awaitable[Result]]) -> Result:
-        async def prepared(connection: Connection) -> Result:
+    async def _run(self, work: Callable[[PostgresConnection], Awaitable[Result]]) -> Result:
+        async def prepared(connection: PostgresConnection) -> Result:
             if not self._ready:
                 await self._prepare(connection)
             return await work(connection)
 
         try:
             result = await self._connections.run(prepared, self._answer_s)
-        except (ApiError, ConflictError, NoDriverError):
+        except (ApiError, VersionConflictError, MissingDriverError):
             raise
         except TimeoutError:
-            raise unavailable(
+            raise storage_unavailable(
                 f"the database did not answer within {self._answer_s:g} s; a change may have been made or not",
                 retry_after=1.0,
             ) from None
         except Exception as error:  # of asyncpg, the network or the server: none of them is a client's to see
-            raise unavailable("the database cannot be used", retry_after=1.0) from error
+            raise storage_unavailable("the database cannot be used", retry_after=1.0) from error
         self._ready = True
         return result
 
-    async def _prepare(self, connection: Connection) -> None:
+    async def _prepare(self, connection: PostgresConnection) -> None:
         async with connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
             await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}")
             await connection.execute(TABLES)
 
-    async def changes(self, since: int) -> Changes:
-        async def changes(connection: Connection) -> Changes:
+    async def changes(self, since: int) -> AccountChanges:
+        async def changes(connection: PostgresConnection) -> AccountChanges:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 state = await connection.fetchrow(f"SELECT epoch, forgotten, {_NOW} AS now FROM shared_state")
                 epoch, now = int(state["epoch"]), float(state["now"])
                 if since == epoch:
-                    return Changes(epoch=epoch, now=now, records=())
+                    return AccountChanges(epoch=epoch, now=now, records=())
                 whole = since < state["forgotten"] or since > epoch
                 rows: list[Any] = await connection.fetch(
                     "SELECT kind, id, version, body FROM shared_records WHERE version > $1", 0 if whole else since
                 )
             told = [(row["kind"], row["id"], row["version"], row["body"]) for row in rows]
-            records = decoded(told) if len(told) <= _AT_ONCE else await asyncio.to_thread(decoded, told)
-            return Changes(epoch=epoch, now=now, records=records, whole=whole)
+            records = decode_records(told) if len(told) <= _AT_ONCE else await asyncio.to_thread(decode_records, told)
+            return AccountChanges(epoch=epoch, now=now, records=records, whole=whole)
 
         return await self._run(changes)
 
-    async def commit(self, change: Change) -> Committed:
-        async def commit(connection: Connection) -> Committed:
+    async def commit(self, change: AccountChange) -> CommitResult:
+        async def commit(connection: PostgresConnection) -> CommitResult:
             async with connection.transaction():
                 return await self._commit(connection, change)
 
         return await self._run(commit)
 
-    async def _commit(self, connection: Connection, change: Change) -> Committed:
+    async def _commit(self, connection: PostgresConnection, change: AccountChange) -> CommitResult:
         state = await connection.fetchrow(f"SELECT *, {_NOW} AS now FROM shared_state FOR UPDATE")
         epoch, now = int(state["epoch"]) + 1, float(state["now"])
         for kind, id, version in change.expects:
             await _check(connection, kind, id, version)
         for write in change.writes:
             await _check(connection, write.kind, write.id, write.replaces)
-            body = None if write.value is None else encoded(write.value)
+            body = None if write.value is None else encode_value(write.value)
             await connection.execute(_PUT, write.kind, write.id, epoch, body)
         forgotten = await connection.fetchval(_OLD, REMEMBERED)
         if forgotten is not None:
             await connection.execute("DELETE FROM shared_records WHERE body IS NULL AND version <= $1", forgotten)
-        anchor = Mark(state["anchor_seq"], state["anchor_hash"])
-        head = await _append(connection, Mark(state["head_seq"], state["head_hash"]), change.entry)
+        anchor = ChainPosition(state["anchor_seq"], state["anchor_hash"])
+        head = await _append(connection, ChainPosition(state["head_seq"], state["head_hash"]), change.entry)
         head, anchor = await self._pruned(connection, head, anchor, now)
         await connection.execute(
             "UPDATE shared_state SET epoch = $1, forgotten = greatest(forgotten, $2), head_seq = $3, head_hash = $4, "
             "anchor_seq = $5, anchor_hash = $6",
             *(epoch, forgotten or 0, head.seq, head.hash, anchor.seq, anchor.hash),
         )
-        return Committed(epoch, now, head)
+        return CommitResult(epoch, now, head)
 
-    async def _pruned(self, connection: Connection, head: Mark, anchor: Mark, now: float) -> tuple[Mark, Mark]:
+    async def _pruned(
+        self, connection: PostgresConnection, head: ChainPosition, anchor: ChainPosition, now: float
+    ) -> tuple[ChainPosition, ChainPosition]:
         oldest = await connection.fetchval("SELECT at FROM audit ORDER BY seq LIMIT 1")
         cut = self._retention.cut(head.seq, anchor.seq, oldest, now)
         if cut is None:
@@ -183,11 +185,11 @@ class PostgresStore:
             return head, anchor  # where somebody else removed it, that is for verification to tell
         removed = await connection.fetchval("SELECT count(*) FROM audit WHERE seq <= $1", cut.through)
         await connection.execute("DELETE FROM audit WHERE seq <= $1", cut.through)
-        last = Mark(cut.through, hash)
-        return await _append(connection, head, pruning(last, at=int(now), removed=removed, why=cut.why)), last
+        last = ChainPosition(cut.through, hash)
+        return await _append(connection, head, pruning_entry(last, at=int(now), removed=removed, why=cut.why)), last
 
     async def touch(self, uses: Mapping[str, int]) -> None:
-        async def touch(connection: Connection) -> None:
+        async def touch(connection: PostgresConnection) -> None:
             async with connection.transaction():
                 await connection.execute(_TOUCH, list(uses), list(uses.values()))
                 await connection.execute(_UNUSED)
@@ -195,14 +197,16 @@ class PostgresStore:
         await self._run(touch)
 
     async def uses(self) -> dict[str, int]:
-        async def uses(connection: Connection) -> dict[str, int]:
+        async def uses(connection: PostgresConnection) -> dict[str, int]:
             rows: list[Any] = await connection.fetch("SELECT id, at FROM key_uses")
             return {row["id"]: int(row["at"]) for row in rows}
 
         return await self._run(uses)
 
-    async def audit(self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False) -> Span:
-        async def audit(connection: Connection) -> Span:
+    async def audit(
+        self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False
+    ) -> AuditPage:
+        async def audit(connection: PostgresConnection) -> AuditPage:
             order = "DESC" if newest else "ASC"
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 state = await connection.fetchrow("SELECT * FROM shared_state")
@@ -210,10 +214,10 @@ class PostgresStore:
                     f"SELECT seq, body, hash FROM audit WHERE seq > $1 AND seq < $2 ORDER BY seq {order} LIMIT $3",
                     *(after, 2**62 if before is None else before, limit),
                 )
-            return Span(
-                tuple(Row(row["seq"], row["body"], row["hash"]) for row in rows),
-                Mark(state["head_seq"], state["head_hash"]),
-                Mark(state["anchor_seq"], state["anchor_hash"]),
+            return AuditPage(
+                tuple(AuditRow(row["seq"], row["body"], row["hash"]) for row in rows),
+                ChainPosition(state["head_seq"], state["head_hash"]),
+                ChainPosition(state["anchor_seq"], state["anchor_hash"]),
             )
 
         return await self._run(audit)
@@ -222,14 +226,14 @@ class PostgresStore:
         self._connections.close()
 
 
-async def _check(connection: Connection, kind: str, id: str, version: int) -> None:
+async def _check(connection: PostgresConnection, kind: str, id: str, version: int) -> None:
     if (await connection.fetchval(_VERSION, kind, id) or 0) != version:
-        raise ConflictError(kind, id)
+        raise VersionConflictError(kind, id)
 
 
-async def _append(connection: Connection, head: Mark, entry: Entry) -> Mark:
-    row = sealed(head, entry)
+async def _append(connection: PostgresConnection, head: ChainPosition, entry: AuditEntry) -> ChainPosition:
+    row = seal(head, entry)
     await connection.execute(
         "INSERT INTO audit (seq, at, body, hash) VALUES ($1, $2, $3, $4)", row.seq, entry.at, row.body, row.hash
     )
-    return Mark(row.seq, row.hash)
+    return ChainPosition(row.seq, row.hash)

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.config.cache_section import Mode
+from headrace.config.cache_section import CacheMode
 
 
 class CacheAccess(msgspec.Struct, frozen=True):
@@ -32,9 +32,9 @@ class CachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """`record` finds out what would have been served and serves the fresh answer; `share` is `on` for a share of the
     tenants and `record` for the others."""
 
-    mode: Mode = "off"
+    mode: CacheMode = "off"
     share: float = 0.0  # of the tenants, where the mode is share; 0 to 1
-    tenants: Mapping[str, Mode] = {}  # those that have a mode of their own
+    tenants: Mapping[str, CacheMode] = {}  # those that have a mode of their own
     salt: str = ""  # caches with different ones choose different tenants
 
     def uses(self, tenant: str, *, wish: str = "on") -> CacheAccess:

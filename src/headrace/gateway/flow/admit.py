@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.prepare import measure
-from headrace.gateway.ledger.budgets import Fallback, Refuse
-from headrace.gateway.ledger.ledger_records import Entry
-from headrace.gateway.limits.limit_set import Scope
+from headrace.gateway.ledger.budgets import BudgetRefusal, FallbackVariant
+from headrace.gateway.ledger.ledger_records import LedgerEntry
+from headrace.gateway.limits.limit_scopes import LimitScope
 from headrace.gateway.routing.composite_answerer import choice_count
 from headrace.gateway.routing.router import RoutePlan
 
@@ -26,7 +26,7 @@ async def admit(course: Course) -> None:
         await _budget(course, most, scopes)
 
 
-async def _limit(course: Course, scopes: Sequence[Scope]) -> int:
+async def _limit(course: Course, scopes: Sequence[LimitScope]) -> int:
     """How many tokens all answers together may have, once the limits have let it in."""
     exchange, parts = course.exchange, course.parts
     caller = exchange.caller
@@ -60,14 +60,14 @@ def _most_tokens(course: Course) -> int:
     return room if most is None else min(most, room)
 
 
-async def _budget(course: Course, most: int, scopes: Sequence[Scope]) -> None:
+async def _budget(course: Course, most: int, scopes: Sequence[LimitScope]) -> None:
     """`scopes`: of the limits that have let it in."""
     exchange, parts = course.exchange, course.parts
     assert parts.ledger is not None
     caller = exchange.caller
     likely = parts.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
     verdict = await parts.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
-    if isinstance(verdict, Fallback):
+    if isinstance(verdict, FallbackVariant):
         course.shaped.append(ShapingChange("budget", exchange.served.name, verdict.variant))
         exchange.served = parts.fleet.served[verdict.variant]
         course.plan = RoutePlan(verdict.variant, decisions=course.plan.decisions)
@@ -83,14 +83,14 @@ async def _budget(course: Course, most: int, scopes: Sequence[Scope]) -> None:
             most = min(most, _most_tokens(course) * choice_count(exchange.asked))
         entry = entry_of(course)
         verdict = await parts.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
-    if isinstance(verdict, Refuse):
+    if isinstance(verdict, BudgetRefusal):
         raise verdict.error()
     course.charged = True
 
 
-def entry_of(course: Course, *, id: str = "", variant: str = "", counted: bool = True) -> Entry:
+def entry_of(course: Course, *, id: str = "", variant: str = "", counted: bool = True) -> LedgerEntry:
     exchange, caller = course.exchange, course.exchange.caller
-    return Entry(
+    return LedgerEntry(
         id=id or exchange.id,
         tenant=caller.tenant,
         endpoint=exchange.endpoint or "-",

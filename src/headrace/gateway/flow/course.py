@@ -18,7 +18,7 @@ from headrace.gateway.degradation.ladder.pressure import WaitTicket
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.sources import SelectedSources
 from headrace.gateway.flow.shared_generation import Shared, Take
-from headrace.gateway.limits.limiter import Reservation
+from headrace.gateway.limits.rate_limiter import Reservation
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, CompositeAnswerer, VariantCharge
 from headrace.gateway.routing.router import RoutePlan

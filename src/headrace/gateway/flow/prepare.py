@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from headrace.gateway.accounts.access import allows_model, surface_of
+from headrace.gateway.accounts.access import allows_model, choose_surface
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.semantic_entry import with_example
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
@@ -25,7 +25,7 @@ from headrace.gateway.serving.engine_answering import prompts_of
 def identify(course: Course) -> None:
     exchange, parts = course.exchange, course.parts
     asked = exchange.asked
-    surface = surface_of(exchange.caller, asked.surface, exchange.served.surface)
+    surface = choose_surface(exchange.caller, asked.surface, exchange.served.surface)
     exchange.surface = surface
     if asked.surface != surface:
         exchange.asked = asked = asked.but(surface=surface)

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from headrace.config import Config, ConfigError, SurfaceConfig, names_of
 from headrace.config.tenant_section import TenantConfig
 from headrace.engine.interface.sampling import Sampling
-from headrace.gateway.accounts.account_store import Store as TenantStore
-from headrace.gateway.accounts.directory import STANDARD, UNLIMITED, Identified
+from headrace.gateway.accounts.account_store import AccountStore
+from headrace.gateway.accounts.directory import STANDARD, UNLIMITED, IdentifiedCaller
 from headrace.gateway.accounts.tenant_labels import TenantLabels
-from headrace.gateway.accounts.tenant_terms import CacheModes, declaring, limit_scopes
+from headrace.gateway.accounts.tenant_policies import CacheModes, budget_updater, limit_scopes
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.entry_store import EntryStore as CacheStore
@@ -46,18 +46,18 @@ from headrace.gateway.degradation.shaping.conversation import Message
 from headrace.gateway.degradation.shaping.fast_profile import FastOptions
 from headrace.gateway.degradation.shaping.history import Summariser
 from headrace.gateway.degradation.shaping.sources import SourceOptions
-from headrace.gateway.ledger.budget_alerts import Courier, Webhook
+from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
 from headrace.gateway.ledger.ledger import Ledger, LedgerError
-from headrace.gateway.ledger.ledger_bounds import Bounds
-from headrace.gateway.ledger.ledger_records import Entry
+from headrace.gateway.ledger.ledger_bounds import LedgerBounds
+from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.ledger.periods import Calendar
-from headrace.gateway.ledger.prices import PriceBook, price
-from headrace.gateway.ledger.sqlite import SqliteLedger
-from headrace.gateway.limits.limit_set import Scope
-from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.ledger.prices import PriceBook, make_price
+from headrace.gateway.ledger.sqlite import SqliteLedgerStore
+from headrace.gateway.limits.limit_scopes import LimitScope
 from headrace.gateway.limits.lua_script import script
-from headrace.gateway.limits.redis_calls import RedisCalls
-from headrace.gateway.limits.shared_limits import SharedStore
+from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.limits.redis_calls import RedisCallBatcher
+from headrace.gateway.limits.redis_limits import RedisLimitStore
 from headrace.gateway.requests.text_request import Asked, Choice, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
 from headrace.gateway.routing.health import VariantHealth
@@ -115,7 +115,7 @@ class Parts:
         self.switches = self.administration.switches
         self._set_modes()
         if self.ledger is not None:
-            self.administration.shared.listen(declaring(self.directory, self.ledger.declare))
+            self.administration.shared.listen(budget_updater(self.directory, self.ledger.declare))
         labels = TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant)
         metrics.label_tenants(labels.label)
 
@@ -135,12 +135,12 @@ class Parts:
             max_tokens=profile.max_tokens, temperature=profile.temperature, top_p=profile.top_p, think=profile.think
         )
         self._model_scopes = {
-            name: Scope("model", name, model.limits)
+            name: LimitScope("model", name, model.limits)
             for name, model in config.models.items()
             if model.limits != UNLIMITED
         }
         self._surface_scopes = {
-            name: Scope("surface", name, surface.limits)
+            name: LimitScope("surface", name, surface.limits)
             for name, surface in config.surfaces.items()
             if surface.limits != UNLIMITED
         }
@@ -163,7 +163,7 @@ class Parts:
             return None
         prices = PriceBook(
             {
-                name: price(
+                name: make_price(
                     input=each.input,
                     cached=each.cached,
                     output=each.output,
@@ -175,42 +175,42 @@ class Parts:
         )
         store: Any
         if ledger.store == "postgres":
-            from headrace.gateway.ledger.postgres import PostgresLedger
+            from headrace.gateway.ledger.postgres import PostgresLedgerStore
 
             dsn = self._secret(ledger.dsn_env, "ledger.dsn_env")
-            store = PostgresLedger(dsn, schema=ledger.schema, wait_s=ledger.wait_ms / 1e3)
+            store = PostgresLedgerStore(dsn, schema=ledger.schema, wait_s=ledger.wait_ms / 1e3)
         else:
-            store = SqliteLedger(database)
+            store = SqliteLedgerStore(database)
         webhook = None
         if ledger.webhook_url_env is not None:
             headers: dict[str, str] = {}
             if ledger.webhook_header_env is not None:
                 headers["authorization"] = self._secret(ledger.webhook_header_env, "ledger.webhook_header_env")
-            webhook = Webhook(url=self._secret(ledger.webhook_url_env, "ledger.webhook_url_env"), headers=headers)
+            webhook = AlertWebhook(url=self._secret(ledger.webhook_url_env, "ledger.webhook_url_env"), headers=headers)
         return Ledger(
             store,
             prices=prices,
             calendar=Calendar(offset_minutes=ledger.utc_offset_minutes),
             journal=config.storage.path / "ledger.journal",
-            bounds=Bounds(
+            bounds=LedgerBounds(
                 exchanges=ledger.exchanges,
                 wait_s=ledger.wait_ms / 1e3,
                 gather_s=ledger.gather_ms / 1e3,
                 sync_s=ledger.sync_s,
                 keep_days=ledger.keep_days,
             ),
-            courier=Courier(store, webhook, count=lambda outcome: metrics.of(metrics.alerts, outcome).inc()),
+            courier=AlertSender(store, webhook, count=lambda outcome: metrics.of(metrics.alerts, outcome).inc()),
             count=lambda event, number: metrics.of(metrics.ledger, event).inc(number),
         )
 
-    def _limiter(self) -> Limiter:
+    def _limiter(self) -> RateLimiter:
         limiting = self.config.limiting
         shared = None
         if limiting.redis_env is not None:
             url = self._secret(limiting.redis_env, "limiting.redis_env")
-            calls = RedisCalls(url, script(), bound_s=limiting.wait_ms / 1e3)
-            shared = SharedStore(calls, prefix=limiting.namespace)
-        return Limiter(
+            calls = RedisCallBatcher(url, script(), bound_s=limiting.wait_ms / 1e3)
+            shared = RedisLimitStore(calls, prefix=limiting.namespace)
+        return RateLimiter(
             shared=shared,
             patience_s=limiting.patience_s,
             note=lambda event, what: metrics.of(metrics.limits, event, what).inc(),
@@ -295,17 +295,17 @@ class Parts:
             counted=lambda table, name: metrics.of(metrics.semantic, table, name).inc(),
         )
 
-    def _tenants(self, database: Database) -> TenantStore:
+    def _tenants(self, database: Database) -> AccountStore:
         admin = self.config.admin
         if admin.store == "sqlite":
             return sqlite_store(database, admin)
-        from headrace.gateway.accounts.account_store import Retention
-        from headrace.gateway.accounts.postgres import PostgresStore
+        from headrace.gateway.accounts.account_store import AuditRetention
+        from headrace.gateway.accounts.postgres import PostgresAccountStore
 
-        return PostgresStore(
+        return PostgresAccountStore(
             self._secret(admin.dsn_env, "admin.dsn_env"),
             schema=admin.schema,
-            retention=Retention(admin.audit_rows, admin.audit_days),
+            retention=AuditRetention(admin.audit_rows, admin.audit_days),
             answer_s=admin.answer_s,
         )
 
@@ -385,9 +385,9 @@ class Parts:
     # Whose it is
 
     def settings_of(self, caller: Caller) -> TenantConfig:
-        return caller.settings if isinstance(caller, Identified) else STANDARD
+        return caller.settings if isinstance(caller, IdentifiedCaller) else STANDARD
 
-    def scopes(self, caller: Caller, variant: str, surface: str) -> Sequence[Scope]:
+    def scopes(self, caller: Caller, variant: str, surface: str) -> Sequence[LimitScope]:
         """All limits that a request comes under: its tenant's and key's, and the server's own."""
         found = limit_scopes(caller, variant, surface)
         if not (self._model_scopes or self._surface_scopes):
@@ -400,7 +400,7 @@ class Parts:
         if self.ledger is None:
             return None
         shares = [
-            max(0.0, 1.0 - (standing.spent + standing.held) / max(1, standing.budget.limit))
+            max(0.0, 1.0 - (standing.spent + standing.held) / max(1, standing.budget.limit_micros))
             for standing in self.ledger.standings(tenant)
             if standing.budget.endpoint in ("", endpoint)
         ]
@@ -415,7 +415,7 @@ class Parts:
         variant: str = "",
         hit: str = "",
         instead_of: str = "",
-        entry: Entry | None = None,
+        entry: LedgerEntry | None = None,
     ) -> None:
         """Into the journal, before this returns."""
         assert self.ledger is not None

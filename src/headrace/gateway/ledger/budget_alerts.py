@@ -19,24 +19,24 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from headrace.gateway.ledger.ledger_store import Alert
+from headrace.gateway.ledger.ledger_store import BudgetAlert
 
 log: Final = logging.getLogger(__name__)
 
 # url, body, headers, seconds → HTTP's status. It may raise what it likes.
 Post = Callable[[str, bytes, Mapping[str, str], float], Awaitable[int]]
 _LOOK_S: Final = 60.0  # between two looks at what is to be sent, where nobody wakes it
-Outcome = Literal["sent", "failed"]
+SendOutcome = Literal["sent", "failed"]
 
 
-class Alerts(Protocol):
+class AlertQueue(Protocol):
     """The store, as far as the courier uses it."""
 
-    async def next_alert(self) -> Alert | None: ...
-    async def alert_done(self, alert: Alert, *, sent: bool) -> None: ...
+    async def next_alert(self) -> BudgetAlert | None: ...
+    async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None: ...
 
 
-class Webhook(msgspec.Struct, frozen=True, kw_only=True):
+class AlertWebhook(msgspec.Struct, frozen=True, kw_only=True):
     """Where alerts go. The URL is the operator's own, and may lead wherever the operator likes."""
 
     url: str
@@ -47,14 +47,14 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
     longest_pause_s: float = 60.0
 
 
-class Courier:
+class AlertSender:
     def __init__(
         self,
-        alerts: Alerts,
-        webhook: Webhook | None,  # without one, alerts are in the log and the store alone
+        alerts: AlertQueue,
+        webhook: AlertWebhook | None,  # without one, alerts are in the log and the store alone
         *,
         post: Post | None = None,
-        count: Callable[[Outcome], None] = lambda outcome: None,
+        count: Callable[[SendOutcome], None] = lambda outcome: None,
     ) -> None:
         self._alerts = alerts
         self._webhook = webhook
@@ -83,7 +83,7 @@ class Courier:
                 await asyncio.sleep(1.0 if self._webhook is None else self._webhook.longest_pause_s)
                 self._woken.set()
 
-    async def _send(self, webhook: Webhook, alert: Alert) -> bool:
+    async def _send(self, webhook: AlertWebhook, alert: BudgetAlert) -> bool:
         body = msgspec.json.encode(alert.as_json())
         headers = {"content-type": "application/json", "idempotency-key": alert.id, **webhook.headers}
         pause = webhook.first_pause_s

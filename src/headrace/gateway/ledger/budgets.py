@@ -1,11 +1,11 @@
-"""Budgets: how much a tenant may spend in a day or a month, and what happens at the end of it.
+"""Decides whether a tenant's budgets have room for a request.
 
-Owns the declaration (Budget, Account), and the one decision: given what is spent and what is held for exchanges that
-run, may a further one be served? Pure: who keeps the sums, in this process or in a shared database, is holds.py's.
+A pure decision from what is spent and what is held for running requests; holds.py keeps those sums, in this process or
+in a shared database.
 
-A budget is never passed by what is reserved: an exchange is admitted when spent + held + its estimate are within the
-limit, and while it runs it holds more only where there is room. What an exchange takes beyond all it holds, because an
-engine made more tokens than it was asked for before it stopped, is still charged: see docs/explanation/ledger.md.
+Reservations never exceed a budget: a request is admitted when spent + held + its estimate are within the limit, and a
+running request holds more only where there is room. What a request takes beyond its hold, because the engine made more
+tokens before it stopped, is charged all the same: see docs/explanation/ledger.md.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from headrace.config.tenant_section import ALERTS, Period
+from headrace.config.tenant_section import BudgetConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import NO_RETRY, ApiError
-from headrace.gateway.ledger.periods import Calendar, is_month, month_of
+from headrace.gateway.ledger.periods import Calendar, is_month
 
-Why = Literal["budget", "held", "store", "full"]
+RefusalReason = Literal["budget", "held", "store", "full"]
 _SOON: Final = 1.0  # seconds; until a refusal that is no budget's end may be tried again
 
 
@@ -28,31 +28,10 @@ class BudgetError(HeadraceError):
     """Budgets that contradict each other."""
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    limit: int  # micros
-    period: Period
-    endpoint: str = ""  # a route's path; empty: all that the tenant spends
-    then: str = ""  # the variant to fall to at the end; empty: refuse
-    allowance: int = 0  # micros that this variant alone may spend beyond the limit
-    alerts: tuple[int, ...] = ALERTS
-
-    def limit_for(self, variant: str) -> int:
-        return self.limit + (self.allowance if self.then and variant == self.then else 0)
-
-    def label(self, day: str) -> str:
-        return day if self.period == "day" else month_of(day)
-
-    def passed(self, spent: int) -> list[int]:
-        """The thresholds that are reached, from the lowest on."""
-        if spent <= 0:
-            return []
-        return [percent for percent in sorted(self.alerts) if spent * 100 >= self.limit * percent]
-
-
-class Account(msgspec.Struct, frozen=True):
+class TenantBudgets(msgspec.Struct, frozen=True):
     """A tenant's budgets, and what it gets when the ledger cannot be written."""
 
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[BudgetConfig, ...] = ()
     when_down: Literal["open", "closed"] = "open"  # served, and charged later; or refused
 
     def __post_init__(self) -> None:
@@ -60,21 +39,23 @@ class Account(msgspec.Struct, frozen=True):
         if len(set(places)) != len(places):
             raise BudgetError("a tenant has at most one budget for each endpoint and period")
 
-    def applying(self, endpoint: str) -> tuple[Budget, ...]:
+    def applying(self, endpoint: str) -> tuple[BudgetConfig, ...]:
         return tuple(budget for budget in self.budgets if budget.endpoint in ("", endpoint))
 
 
-class Accounts:
+class BudgetBook:
     """By tenant; the others have the default."""
 
-    def __init__(self, accounts: Mapping[str, Account] | None = None, *, default: Account | None = None) -> None:
+    def __init__(
+        self, accounts: Mapping[str, TenantBudgets] | None = None, *, default: TenantBudgets | None = None
+    ) -> None:
         self._accounts = dict(accounts or {})
-        self._default = Account() if default is None else default
+        self._default = TenantBudgets() if default is None else default
 
-    def of(self, tenant: str) -> Account:
+    def of(self, tenant: str) -> TenantBudgets:
         return self._accounts.get(tenant, self._default)
 
-    def declare(self, tenant: str, account: Account | None) -> bool:
+    def declare(self, tenant: str, account: TenantBudgets | None) -> bool:
         """None: the default again. False where nothing changes."""
         before = self.of(tenant)
         if account is None:
@@ -83,7 +64,7 @@ class Accounts:
             self._accounts[tenant] = account
         return self.of(tenant) != before
 
-    def budget(self, tenant: str, endpoint: str, period: str) -> Budget | None:
+    def budget(self, tenant: str, endpoint: str, period: str) -> BudgetConfig | None:
         """The one that counts exactly this. Called from the threads of stores, too."""
         kind = "month" if is_month(period) else "day"
         for budget in self.of(tenant).budgets:
@@ -92,19 +73,19 @@ class Accounts:
         return None
 
 
-class Admit(msgspec.Struct, frozen=True):
+class Admitted(msgspec.Struct, frozen=True):
     micros: int  # reserved
     checked: bool = True  # False: the ledger is down, and this tenant is served all the same
 
 
-class Fallback(msgspec.Struct, frozen=True):
+class FallbackVariant(msgspec.Struct, frozen=True):
     """The budget has no room for this variant; it has for this one. Nothing is reserved yet."""
 
     variant: str
 
 
-class Refuse(msgspec.Struct, frozen=True):
-    why: Why
+class BudgetRefusal(msgspec.Struct, frozen=True):
+    why: RefusalReason
     retry_after: float  # seconds
     message: str
 
@@ -121,13 +102,13 @@ class Refuse(msgspec.Struct, frozen=True):
         return ApiError(self.message, kind=kind, code=code, retry_after=self.retry_after, headers=headers)
 
 
-Verdict: TypeAlias = Admit | Fallback | Refuse
+BudgetDecision: TypeAlias = Admitted | FallbackVariant | BudgetRefusal
 
 
-class Standing(msgspec.Struct, frozen=True):
+class BudgetStatus(msgspec.Struct, frozen=True):
     """A budget and where it stands, without the exchange that asks."""
 
-    budget: Budget
+    budget: BudgetConfig
     period: str
     spent: int
     held: int
@@ -141,14 +122,14 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def decide(
-    standings: Sequence[Standing],
+    standings: Sequence[BudgetStatus],
     variant: str,
     estimate: Callable[[str], int],
     calendar: Calendar,
     now: float,
     *,
     falls: bool = True,
-) -> Verdict:
+) -> BudgetDecision:
     """`estimate`: what the exchange would cost with a variant. Every budget must have room for it.
 
     `falls`: another variant may answer in its place.
@@ -156,25 +137,25 @@ def decide(
     micros = estimate(variant)
     blocking = [each for each in standings if not each.fits(micros, variant)]
     if not blocking:
-        return Admit(micros)
+        return Admitted(micros)
     thens = dict.fromkeys(each.budget.then for each in blocking)
     if falls and all(thens):  # a budget that refuses at its end does so whatever another one would do
         for then in thens:
             if then != variant and all(each.fits(estimate(then), then) for each in standings):
-                return Fallback(then)
+                return FallbackVariant(then)
     spent = [each for each in blocking if each.over(micros, variant)]
     if not spent:
         return HELD
     # The one that is over last; a refusal that could be tried again before that would only be refused again.
     end, period = max((calendar.end(each.period), each.period) for each in spent)
     what = "month" if is_month(period) else "day"
-    return Refuse(
+    return BudgetRefusal(
         "budget",
         max(_SOON, end - now),
         f"the budget of this {what} has no room for this request; the next one begins at {calendar.shown(end)}",
     )
 
 
-HELD: Final = Refuse("held", _SOON, "what is left of the budget is held by requests that are running; try again")
-UNAVAILABLE: Final = Refuse("store", _SOON, "the ledger cannot be written at the moment; try again")
-FULL: Final = Refuse("full", _SOON, "the ledger has as many open requests as it can keep; try again")
+HELD: Final = BudgetRefusal("held", _SOON, "what is left of the budget is held by requests that are running; try again")
+UNAVAILABLE: Final = BudgetRefusal("store", _SOON, "the ledger cannot be written at the moment; try again")
+FULL: Final = BudgetRefusal("full", _SOON, "the ledger has as many open requests as it can keep; try again")

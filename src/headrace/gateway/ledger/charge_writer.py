@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.ledger.budget_alerts import Courier
-from headrace.gateway.ledger.holds import Open
-from headrace.gateway.ledger.ledger_bounds import Bounds, Count
-from headrace.gateway.ledger.ledger_records import Charge
-from headrace.gateway.ledger.ledger_store import Alert, Batch, Moved, Store, Watch
+from headrace.gateway.ledger.budget_alerts import AlertSender
+from headrace.gateway.ledger.holds import OpenCharge
+from headrace.gateway.ledger.ledger_bounds import CountLedgerEvent, LedgerBounds
+from headrace.gateway.ledger.ledger_records import LedgerCharge
+from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, FindBudget, LedgerBatch, LedgerStore
 
 log: Final = logging.getLogger(__name__)
 
@@ -26,20 +26,22 @@ _BATCH: Final = 500  # charges in one transaction
 _LONGEST_PAUSE: Final = 5.0  # seconds, between two tries
 
 
-class Writer:
+class ChargeWriter:
     def __init__(
         self,
-        store: Store,
+        store: LedgerStore,
         *,
-        watch: Watch,
-        running: Mapping[str, Open],
-        written: Callable[[Open, bool], None],  # hears of each charge that the store has, and whether it had it before
+        watch: FindBudget,
+        running: Mapping[str, OpenCharge],
+        written: Callable[
+            [OpenCharge, bool], None
+        ],  # hears of each charge that the store has, and whether it had it before
         lock: asyncio.Lock,
-        bounds: Bounds,
-        courier: Courier | None,
+        bounds: LedgerBounds,
+        courier: AlertSender | None,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
-        count: Count,
+        count: CountLedgerEvent,
     ) -> None:
         self._store = store
         self._watch = watch
@@ -51,24 +53,24 @@ class Writer:
         self._clock = clock
         self._monotonic = monotonic
         self._count = count
-        self.waiting: dict[str, Open] = {}  # settled, the oldest first
-        self._alerts: list[Alert] = []
+        self.waiting: dict[str, OpenCharge] = {}  # settled, the oldest first
+        self._alerts: list[BudgetAlert] = []
         # For shared stores alone.
-        self._opened: dict[str, Open] = {}  # to be made known
+        self._opened: dict[str, OpenCharge] = {}  # to be made known
         self._released: dict[str, None] = {}  # to be forgotten
-        self._moved: list[Moved] = []
-        self._found: list[Charge] = []  # of other servers that died
+        self._moved: list[ChargeProgress] = []
+        self._found: list[LedgerCharge] = []  # of other servers that died
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def charge(self, open: Open) -> None:
+    def charge(self, open: OpenCharge) -> None:
         open.since = self._monotonic()
         self.waiting[open.id] = open
         self._opened.pop(open.id, None)
         self._stir()
 
-    def open(self, open: Open) -> None:
+    def open(self, open: OpenCharge) -> None:
         self._opened[open.id] = open
         self._stir()
 
@@ -77,20 +79,20 @@ class Writer:
         self._released[id] = None
         self._stir()
 
-    def drop(self, open: Open) -> None:
+    def drop(self, open: OpenCharge) -> None:
         """It never was."""
         self._opened.pop(open.id, None)
 
-    def alert(self, alert: Alert) -> None:
+    def alert(self, alert: BudgetAlert) -> None:
         self._alerts.append(alert)
         self._stir()
 
-    def move(self, moved: list[Moved]) -> None:
+    def move(self, moved: list[ChargeProgress]) -> None:
         """How far exchanges have come by now."""
         self._moved = moved
         self._stir()
 
-    def take_over(self, charges: list[Charge]) -> None:
+    def take_over(self, charges: list[LedgerCharge]) -> None:
         self._found += charges
         self._stir()
 
@@ -136,8 +138,8 @@ class Writer:
             settled = list(islice(self.waiting.values(), _BATCH))
             opened = list(islice(self._opened.values(), _BATCH))
             found, moved = self._found[:_BATCH], self._moved
-            batch = Batch(
-                charges=[Charge(open.reserved, open.settled) for open in settled if open.settled is not None],
+            batch = LedgerBatch(
+                charges=[LedgerCharge(open.reserved, open.settled) for open in settled if open.settled is not None],
                 alerts=self._alerts[:_BATCH],
                 opened=[open.reserved for open in opened],
                 moved=moved[:_BATCH],
@@ -166,7 +168,7 @@ class Writer:
         self._announce(written.alerts)
         return True
 
-    def _announce(self, alerts: list[Alert]) -> None:
+    def _announce(self, alerts: list[BudgetAlert]) -> None:
         for alert in alerts:
             log.warning("budget: %s", msgspec.json.encode(alert.as_json()).decode())
         if alerts:

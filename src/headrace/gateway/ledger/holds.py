@@ -18,18 +18,18 @@ from typing import Final, Protocol
 
 import msgspec
 
+from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.ledger.budgets import (
     HELD,
     UNAVAILABLE,
-    Accounts,
-    Admit,
-    Budget,
-    Standing,
-    Verdict,
+    Admitted,
+    BudgetBook,
+    BudgetDecision,
+    BudgetStatus,
     decide,
 )
-from headrace.gateway.ledger.ledger_records import Reserved, Scope, ScopeSums, Settled, scopes_of
-from headrace.gateway.ledger.ledger_store import BusyError, SharedStore
+from headrace.gateway.ledger.ledger_records import BudgetScope, ReservedCharge, ScopeSums, Settlement, scopes_of
+from headrace.gateway.ledger.ledger_store import SharedLedgerStore, StoreBusyError
 from headrace.gateway.ledger.periods import Calendar, month_of
 
 log: Final = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ log: Final = logging.getLogger(__name__)
 _LONGEST_PAUSE: Final = 30.0  # seconds, of a store that does not answer
 
 
-class Open(msgspec.Struct):
+class OpenCharge(msgspec.Struct):
     """An exchange from its reservation until the store has its charge."""
 
-    reserved: Reserved
+    reserved: ReservedCharge
     most: int | None = None  # output tokens that it can have
     slot: int | None = None  # of the journal
     held: int = 0  # micros
-    scopes: tuple[Scope, ...] = ()  # that it counts in; of budgets alone
+    scopes: tuple[BudgetScope, ...] = ()  # that it counts in; of budgets alone
     output_tokens: int = 0
     machine_us: int = 0
-    settled: Settled | None = None
+    settled: Settlement | None = None
     since: float = 0.0  # that it waits to be written
     denied: bool = False  # there was no room for more
     extending: asyncio.Task[None] | None = None
@@ -61,26 +61,26 @@ class Open(msgspec.Struct):
 
 
 Estimate = Callable[[str], int]  # variant → micros
-Ended = Callable[[Standing, Scope], None]
+Ended = Callable[[BudgetStatus, BudgetScope], None]
 
 
-class Holds(Protocol):
+class BudgetHolds(Protocol):
     early: bool  # an extension takes a while, and has to be asked for before it is needed
 
-    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict: ...
+    async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision: ...
 
-    def extend(self, open: Open, need: int, more: int) -> bool:
+    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
         """Whether it may go on: it is to hold what it needs now, and as much up to `more` as there is."""
         ...
 
-    def release(self, open: Open) -> None: ...
-    def settle(self, open: Open, micros: int) -> None: ...
-    def written(self, open: Open, micros: int, *, counted: bool) -> None: ...
-    def declared(self, tenant: str, running: Iterable[Open]) -> None: ...
+    def release(self, open: OpenCharge) -> None: ...
+    def settle(self, open: OpenCharge, micros: int) -> None: ...
+    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None: ...
+    def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None: ...
     def forget(self, now: float) -> None: ...
 
 
-class Pause:
+class StoreBackoff:
     """Of a store that did not answer: nobody waits for it again until a while later."""
 
     def __init__(self, monotonic: Callable[[], float], *, first_s: float = 1.0) -> None:
@@ -114,18 +114,18 @@ class _Sum(msgspec.Struct):
     def spent(self) -> int:
         return (self.stored or 0) + self.waiting
 
-    def fits(self, budget: Budget, micros: int, variant: str) -> bool:
+    def fits(self, budget: BudgetConfig, micros: int, variant: str) -> bool:
         return self.spent + self.held + micros <= budget.limit_for(variant)
 
 
-class LocalHolds:
+class LocalBudgetHolds:
     early = False
 
     def __init__(
         self,
-        accounts: Accounts,
+        accounts: BudgetBook,
         calendar: Calendar,
-        read: Callable[[Sequence[Scope]], Awaitable[ScopeSums]],
+        read: Callable[[Sequence[BudgetScope]], Awaitable[ScopeSums]],
         writing: asyncio.Lock,  # whoever has it knows that what the store has and what waits fit together
         *,
         wait_s: float,
@@ -138,15 +138,15 @@ class LocalHolds:
         self._writing = writing
         self._wait = wait_s
         self._ended = ended
-        self._pause = Pause(monotonic)
-        self._sums: dict[Scope, _Sum] = {}
-        self._reading: dict[Scope, asyncio.Task[None]] = {}
+        self._pause = StoreBackoff(monotonic)
+        self._sums: dict[BudgetScope, _Sum] = {}
+        self._reading: dict[BudgetScope, asyncio.Task[None]] = {}
 
-    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
+    async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
         entry = open.reserved.entry
         budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
         if not budgets:
-            return Admit(estimate(entry.variant))
+            return Admitted(estimate(entry.variant))
         scopes = _scopes(open, budgets)
         sums = [self._sum(scope) for scope in scopes]
         if not _known(sums):
@@ -169,9 +169,9 @@ class LocalHolds:
         open.scopes, open.held = scopes, micros
         for sum in sums:
             sum.held += micros
-        return Admit(micros, checked)
+        return Admitted(micros, checked)
 
-    def extend(self, open: Open, need: int, more: int) -> bool:
+    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
         entry = open.reserved.entry
         target = more
         for scope in open.scopes:
@@ -186,26 +186,26 @@ class LocalHolds:
         open.held = target
         return True
 
-    def release(self, open: Open) -> None:
+    def release(self, open: OpenCharge) -> None:
         for scope in open.scopes:
             self._sum(scope).held -= open.held
         open.held = 0
 
-    def settle(self, open: Open, micros: int) -> None:
+    def settle(self, open: OpenCharge, micros: int) -> None:
         entry = open.reserved.entry
         self.release(open)
         open.scopes = _scopes(open, self._accounts.of(entry.tenant).applying(entry.endpoint))
         for scope in open.scopes:
             self._sum(scope).waiting += micros
 
-    def written(self, open: Open, micros: int, *, counted: bool) -> None:
+    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None:
         for scope in open.scopes:
             sum = self._sum(scope)
             sum.waiting -= micros
             if counted and sum.stored is not None:
                 sum.stored += micros
 
-    def declared(self, tenant: str, running: Iterable[Open]) -> None:
+    def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None:
         """Another account is in force: what runs counts in its budgets from now on."""
         for scope in [scope for scope in self._sums if scope.tenant == tenant]:
             if self._accounts.budget(*scope) is None:
@@ -228,23 +228,23 @@ class LocalHolds:
             if scope.period not in (day, month_of(day)) and not sum.held and not sum.waiting:
                 del self._sums[scope]
 
-    def standings(self, tenant: str, day: str) -> list[Standing]:
+    def standings(self, tenant: str, day: str) -> list[BudgetStatus]:
         """Of budgets whose sums are known."""
         budgets = self._accounts.of(tenant).budgets
-        scopes = [Scope(tenant, budget.endpoint, budget.label(day)) for budget in budgets]
+        scopes = [BudgetScope(tenant, budget.endpoint, budget.label(day)) for budget in budgets]
         return [self._standing(*each) for each in zip(budgets, scopes, strict=True) if _known([self._sum(each[1])])]
 
-    def _standing(self, budget: Budget, scope: Scope) -> Standing:
+    def _standing(self, budget: BudgetConfig, scope: BudgetScope) -> BudgetStatus:
         sum = self._sum(scope)
-        return Standing(budget, scope.period, sum.spent, sum.held)
+        return BudgetStatus(budget, scope.period, sum.spent, sum.held)
 
-    def _sum(self, scope: Scope) -> _Sum:
+    def _sum(self, scope: BudgetScope) -> _Sum:
         found = self._sums.get(scope)
         if found is None:
             found = self._sums[scope] = _Sum()
         return found
 
-    async def _learn(self, scopes: Sequence[Scope]) -> None:
+    async def _learn(self, scopes: Sequence[BudgetScope]) -> None:
         """Reads what is not known; returns when that is done, or did not come in time."""
         wanted = [scope for scope in scopes if self._sum(scope).stored is None]
         new = [scope for scope in wanted if scope not in self._reading]
@@ -258,7 +258,7 @@ class LocalHolds:
             if late:
                 self._pause.failed()
 
-    async def _read_sums(self, scopes: Sequence[Scope]) -> None:
+    async def _read_sums(self, scopes: Sequence[BudgetScope]) -> None:
         try:
             async with self._writing:
                 found = await self._read(scopes)
@@ -275,14 +275,14 @@ class LocalHolds:
                 self._reading.pop(scope, None)
 
 
-class SharedHolds:
+class SharedBudgetHolds:
     early = True
 
     def __init__(
         self,
-        accounts: Accounts,
+        accounts: BudgetBook,
         calendar: Calendar,
-        store: SharedStore,
+        store: SharedLedgerStore,
         *,
         monotonic: Callable[[], float],
         ended: Ended,
@@ -293,29 +293,29 @@ class SharedHolds:
         self._store = store
         self._ended = ended
         self._let_go = let_go
-        self._pause = Pause(monotonic)
+        self._pause = StoreBackoff(monotonic)
 
-    async def hold(self, open: Open, estimate: Estimate, now: float, *, falls: bool) -> Verdict:
+    async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
         entry = open.reserved.entry
         account = self._accounts.of(entry.tenant)
         budgets = account.applying(entry.endpoint)
         micros = estimate(entry.variant)
         if not budgets:
-            return Admit(micros)
+            return Admitted(micros)
         open.scopes = _scopes(open, budgets)
         standings = await self._ask(open, budgets, micros)
         if standings is None:
-            return UNAVAILABLE if account.when_down == "closed" else Admit(micros, checked=False)
+            return UNAVAILABLE if account.when_down == "closed" else Admitted(micros, checked=False)
         if not standings:
-            return Admit(micros)
+            return Admitted(micros)
         for standing, scope in zip(standings, open.scopes, strict=True):
             if standing.over(micros, entry.variant):
                 self._ended(standing, scope)
         verdict = decide(standings, entry.variant, estimate, self._calendar, now, falls=falls)
         # The database judges by the same sums, so it is not admitted here.
-        return HELD if isinstance(verdict, Admit) else verdict
+        return HELD if isinstance(verdict, Admitted) else verdict
 
-    async def _ask(self, open: Open, budgets: Sequence[Budget], micros: int) -> list[Standing] | None:
+    async def _ask(self, open: OpenCharge, budgets: Sequence[BudgetConfig], micros: int) -> list[BudgetStatus] | None:
         """Why not; nothing where it is held; None where the database does not say."""
         if self._pause.on:
             return None
@@ -326,7 +326,7 @@ class SharedHolds:
         open.asked = True
         try:
             held, sums = await self._store.hold(open.reserved, micros, limits)
-        except BusyError:
+        except StoreBusyError:
             return None
         except Exception as error:
             if self._pause.failed():
@@ -338,16 +338,16 @@ class SharedHolds:
             return []
         open.asked = open.stored
         found = dict(zip(scopes, sums, strict=True))
-        return [Standing(budget, scope.period, *found[scope]) for scope, budget in by_scope.items()]
+        return [BudgetStatus(budget, scope.period, *found[scope]) for scope, budget in by_scope.items()]
 
-    def extend(self, open: Open, need: int, more: int) -> bool:
+    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
         """Asks, and lets the exchange go on meanwhile."""
         if open.extending is None and not open.denied:
             open.extending = asyncio.create_task(self._extend(open, more))
             open.extending.add_done_callback(partial(_extended, open))
         return need <= open.held or not open.denied
 
-    async def _extend(self, open: Open, more: int) -> None:
+    async def _extend(self, open: OpenCharge, more: int) -> None:
         entry = open.reserved.entry
         account = self._accounts.of(entry.tenant)
         budgets = account.applying(entry.endpoint)
@@ -364,17 +364,17 @@ class SharedHolds:
         if open.settled is not None:  # meanwhile; what it holds since then nobody else would give back
             self._let_go(open.id)
 
-    def release(self, open: Open) -> None:
+    def release(self, open: OpenCharge) -> None:
         if open.asked or open.stored:
             self._let_go(open.id)
         open.held = 0
 
-    def settle(self, open: Open, micros: int) -> None:
+    def settle(self, open: OpenCharge, micros: int) -> None:
         """The store takes back what was held when it writes the charge."""
 
-    def written(self, open: Open, micros: int, *, counted: bool) -> None: ...
+    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None: ...
 
-    def declared(self, tenant: str, running: Iterable[Open]) -> None: ...
+    def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None: ...
 
     def forget(self, now: float) -> None: ...
 
@@ -383,12 +383,12 @@ def _known(sums: Iterable[_Sum]) -> bool:
     return all(sum.stored is not None for sum in sums)
 
 
-def _scopes(open: Open, budgets: Iterable[Budget]) -> tuple[Scope, ...]:
+def _scopes(open: OpenCharge, budgets: Iterable[BudgetConfig]) -> tuple[BudgetScope, ...]:
     entry, day = open.reserved.entry, open.reserved.day
-    return tuple(Scope(entry.tenant, budget.endpoint, budget.label(day)) for budget in budgets)
+    return tuple(BudgetScope(entry.tenant, budget.endpoint, budget.label(day)) for budget in budgets)
 
 
-def _extended(open: Open, task: asyncio.Task[None]) -> None:
+def _extended(open: OpenCharge, task: asyncio.Task[None]) -> None:
     open.extending = None
     if not task.cancelled() and task.exception() is not None:
         log.error("a reservation could not be extended", exc_info=task.exception())

@@ -40,7 +40,7 @@ class JournalError(HeadraceError):
     """A journal that cannot be used."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class JournalRecord(msgspec.Struct, frozen=True):
     """What an earlier run left in a slot."""
 
     slot: int
@@ -61,7 +61,7 @@ class Journal:
         self.torn = 0  # slots that said nothing that can be read
 
     @classmethod
-    def open(cls, path: Path, *, slots: int, run: str) -> tuple[Journal, list[Found]]:
+    def open(cls, path: Path, *, slots: int, run: str) -> tuple[Journal, list[JournalRecord]]:
         """The journal and what is in it. JournalError where another process has it, or it is none; OSError else."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -88,8 +88,8 @@ class Journal:
             raise
         return journal, found
 
-    def _read(self, there: int) -> list[Found]:
-        found: list[Found] = []
+    def _read(self, there: int) -> list[JournalRecord]:
+        found: list[JournalRecord] = []
         chunk = 512  # slots: 512 KiB
         for first in range(0, there, chunk):
             block = os.pread(self._file, min(chunk, there - first) * _SLOT, _HEADER + first * _SLOT)
@@ -101,7 +101,7 @@ class Journal:
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
         return found
 
-    def _look(self, slot: int, data: bytes) -> Found | None:
+    def _look(self, slot: int, data: bytes) -> JournalRecord | None:
         length, _ = _RECORD.unpack_from(data, 0)
         if length == 0:
             return None
@@ -114,7 +114,7 @@ class Journal:
         if crc != zlib.crc32(data[_PROGRESS : _PROGRESS + 16], seal):
             tokens = machine_us = 0
         settled, _ = _record(data, _SETTLED, _SLOT, seal)
-        return Found(slot, reserved, tokens, machine_us, settled)
+        return JournalRecord(slot, reserved, tokens, machine_us, settled)
 
     def take(self) -> int | None:
         """A slot, or None where all are in use."""

@@ -27,41 +27,41 @@ from typing import Final
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.gateway.ledger.budget_alerts import Courier
+from headrace.gateway.ledger.budget_alerts import AlertSender
 from headrace.gateway.ledger.budgets import (
     FULL,
     UNAVAILABLE,
-    Account,
-    Accounts,
-    Admit,
-    Fallback,
-    Refuse,
-    Standing,
-    Verdict,
-    Why,
+    Admitted,
+    BudgetBook,
+    BudgetDecision,
+    BudgetRefusal,
+    BudgetStatus,
+    FallbackVariant,
+    RefusalReason,
+    TenantBudgets,
 )
-from headrace.gateway.ledger.charge_writer import Writer
-from headrace.gateway.ledger.charges import Charging, crashed
-from headrace.gateway.ledger.holds import Holds, LocalHolds, Open, SharedHolds
-from headrace.gateway.ledger.journal import Found, Journal, JournalError
-from headrace.gateway.ledger.ledger_bounds import Bounds, Count, Event, Statistics
-from headrace.gateway.ledger.ledger_records import Entry, Reserved, Scope, Settled
-from headrace.gateway.ledger.ledger_store import Alert, Moved, SharedStore, Store
+from headrace.gateway.ledger.charge_writer import ChargeWriter
+from headrace.gateway.ledger.charges import ChargeCalculator, crash_settlement
+from headrace.gateway.ledger.holds import BudgetHolds, LocalBudgetHolds, OpenCharge, SharedBudgetHolds
+from headrace.gateway.ledger.journal import Journal, JournalError, JournalRecord
+from headrace.gateway.ledger.ledger_bounds import CountLedgerEvent, LedgerBounds, LedgerEvent, LedgerStatistics
+from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ReservedCharge, Settlement
+from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, LedgerStore, SharedLedgerStore
 from headrace.gateway.ledger.periods import Calendar
 from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.requests.text_request import TokenUsage
 
 log: Final = logging.getLogger(__name__)
 
-_REFUSED: Final[dict[Why, Event]] = {
+_REFUSED: Final[dict[RefusalReason, LedgerEvent]] = {
     "budget": "refused_budget",
     "held": "refused_held",
     "store": "refused_store",
     "full": "refused_full",
 }
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode_reserved: Final = msgspec.msgpack.Decoder(Reserved).decode
-_decode_settled: Final = msgspec.msgpack.Decoder(Settled).decode
+_decode_reserved: Final = msgspec.msgpack.Decoder(ReservedCharge).decode
+_decode_settled: Final = msgspec.msgpack.Decoder(Settlement).decode
 
 _TEND_S: Final = 5.0  # between two rounds of the store's own work
 _COMPLAINT_S: Final = 10.0  # between two lines in the log about one disk
@@ -79,7 +79,7 @@ class Receipt(msgspec.Struct, frozen=True):
     saved: dict[str, int]
 
 
-def _ignore(event: Event, number: int) -> None: ...
+def _ignore(event: LedgerEvent, number: int) -> None: ...
 
 
 class Ledger:
@@ -87,23 +87,23 @@ class Ledger:
 
     def __init__(
         self,
-        store: Store,
+        store: LedgerStore,
         *,
         prices: PriceBook | None = None,
-        accounts: Accounts | None = None,
+        accounts: BudgetBook | None = None,
         calendar: Calendar | None = None,
         journal: Path | None = None,  # without one, a killed process takes along what it had not written yet
-        bounds: Bounds | None = None,
-        courier: Courier | None = None,
+        bounds: LedgerBounds | None = None,
+        courier: AlertSender | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        count: Count = _ignore,
+        count: CountLedgerEvent = _ignore,
     ) -> None:
         self.store = store
-        self._accounts = Accounts() if accounts is None else accounts
+        self._accounts = BudgetBook() if accounts is None else accounts
         self._calendar = Calendar() if calendar is None else calendar
-        self._charging = Charging(PriceBook() if prices is None else prices)
-        self._bounds = Bounds() if bounds is None else bounds
+        self._charging = ChargeCalculator(PriceBook() if prices is None else prices)
+        self._bounds = LedgerBounds() if bounds is None else bounds
         self._courier = courier
         self._clock = clock
         self._monotonic = monotonic
@@ -112,13 +112,13 @@ class Ledger:
         self._journal_path = journal
         self._journal: Journal | None = None
         self._complain_at = 0.0  # of the journal again
-        self._open: dict[str, Open] = {}  # running, or not in the store yet
+        self._open: dict[str, OpenCharge] = {}  # running, or not in the store yet
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # the last ones
-        self._ended: set[Scope] = set()  # budgets that have refused something
+        self._ended: set[BudgetScope] = set()  # budgets that have refused something
         self._tasks: list[asyncio.Task[None]] = []
         lock = asyncio.Lock()  # who has it knows that what the store has, and what waits for it, fit together
         self._lock = lock
-        self._writer = Writer(
+        self._writer = ChargeWriter(
             store,
             watch=self._accounts.budget,
             running=self._open,
@@ -130,10 +130,10 @@ class Ledger:
             monotonic=monotonic,
             count=count,
         )
-        self._shared = isinstance(store, SharedStore)
-        self._holds: Holds
-        if isinstance(store, SharedStore):
-            self._holds = SharedHolds(
+        self._shared = isinstance(store, SharedLedgerStore)
+        self._holds: BudgetHolds
+        if isinstance(store, SharedLedgerStore):
+            self._holds = SharedBudgetHolds(
                 self._accounts,
                 self._calendar,
                 store,
@@ -142,7 +142,7 @@ class Ledger:
                 let_go=self._writer.release,
             )
         else:
-            self._holds = LocalHolds(
+            self._holds = LocalBudgetHolds(
                 self._accounts,
                 self._calendar,
                 store.spent,
@@ -189,20 +189,20 @@ class Ledger:
 
     async def reserve(
         self,
-        entry: Entry,
+        entry: LedgerEntry,
         *,
         output_tokens: int,  # that it is expected to have
         most_tokens: int | None = None,  # that it can have
         machine_s: float = 0.0,  # that it is expected to take; as others of its variant did by default
         falls: bool = True,  # another variant may answer in its place
-    ) -> Verdict:
+    ) -> BudgetDecision:
         """Whether it may be served. Admit: it is to be settled, or released. Everything else leaves nothing behind."""
         if entry.id in self._receipts:
             raise LedgerError("this exchange is settled already")
         earlier = self._open.get(entry.id)
         if earlier is not None:
             if earlier.reserved.entry.variant == entry.variant:
-                return Admit(earlier.held)
+                return Admitted(earlier.held)
             self.release(entry.id)
         if self._accounts.of(entry.tenant).when_down == "closed" and self._writer.behind:
             return self._counted(UNAVAILABLE)
@@ -214,13 +214,13 @@ class Ledger:
         def estimate(variant: str) -> int:
             return self._charging.estimate(entry, variant, output_tokens, machine_s)
 
-        verdict: Verdict = UNAVAILABLE
+        verdict: BudgetDecision = UNAVAILABLE
         try:
             verdict = await self._holds.hold(open, estimate, self._clock(), falls=falls)
-            if isinstance(verdict, Admit):
+            if isinstance(verdict, Admitted):
                 verdict = self._note(open, verdict)
         finally:
-            if not isinstance(verdict, Admit):
+            if not isinstance(verdict, Admitted):
                 self._drop(open)
         return self._counted(verdict)
 
@@ -247,7 +247,7 @@ class Ledger:
         self._count("stopped", 1)
         return False
 
-    def _worth(self, open: Open, tokens: int) -> int:
+    def _worth(self, open: OpenCharge, tokens: int) -> int:
         return self._charging.worth(open, tokens if open.most is None else min(tokens, open.most))
 
     def settle(
@@ -260,7 +260,7 @@ class Ledger:
         hit: str = "",  # the cache that answered: then `usage` is what the answer took when it was made
         instead_of: str = "",  # the variant that would have answered, had it not been routed
         route: str = "route",  # the name by which this is told
-        entry: Entry | None = None,  # of an exchange that was not reserved
+        entry: LedgerEntry | None = None,  # of an exchange that was not reserved
     ) -> Receipt:
         """Charges it, once: every further time returns the same receipt. Never waits."""
         known = self._receipts.get(id)
@@ -299,14 +299,14 @@ class Ledger:
         if open is not None and open.settled is None:
             self._drop(open)
 
-    def _begun(self, entry: Entry, most: int | None = None) -> Open:
+    def _begun(self, entry: LedgerEntry, most: int | None = None) -> OpenCharge:
         now = self._clock()
         price = self._charging.prices.of(entry.variant)
-        open = Open(Reserved(entry, self._calendar.day(now), int(now), price), most=most)
+        open = OpenCharge(ReservedCharge(entry, self._calendar.day(now), int(now), price), most=most)
         self._open[entry.id] = open
         return open
 
-    def _unreserved(self, entry: Entry) -> Open:
+    def _unreserved(self, entry: LedgerEntry) -> OpenCharge:
         open = self._begun(entry)
         if self._journal is not None and (slot := self._journal.take()) is not None:
             open.slot = slot
@@ -316,14 +316,14 @@ class Ledger:
                 self._journal_failed(error)
         return open
 
-    def _drop(self, open: Open) -> None:
+    def _drop(self, open: OpenCharge) -> None:
         """As if it had never been."""
         self._open.pop(open.id, None)
         self._writer.drop(open)
         self._holds.release(open)
         self._free(open)
 
-    def _written(self, open: Open, known: bool) -> None:
+    def _written(self, open: OpenCharge, known: bool) -> None:
         """The store has its charge."""
         assert open.settled is not None
         self._holds.written(open, open.settled.micros, counted=not known)
@@ -332,38 +332,38 @@ class Ledger:
         self._open.pop(open.id, None)
         self._free(open)
 
-    def _counted(self, verdict: Verdict) -> Verdict:
+    def _counted(self, verdict: BudgetDecision) -> BudgetDecision:
         match verdict:
-            case Admit():
+            case Admitted():
                 self._count("admitted", 1)
-            case Fallback():
+            case FallbackVariant():
                 self._count("fallback", 1)
-            case Refuse():
+            case BudgetRefusal():
                 self._count(_REFUSED[verdict.why], 1)
         return verdict
 
     # Budgets
 
-    def declare(self, tenant: str, account: Account | None) -> None:
+    def declare(self, tenant: str, account: TenantBudgets | None) -> None:
         """From now on; None: the default account."""
         if self._accounts.declare(tenant, account):
             self._holds.declared(tenant, self._open.values())
 
-    def standings(self, tenant: str) -> list[Standing]:
+    def standings(self, tenant: str) -> list[BudgetStatus]:
         """Of this process's own budgets, as far as they were used; a shared database has its own."""
-        if isinstance(self._holds, LocalHolds):
+        if isinstance(self._holds, LocalBudgetHolds):
             return self._holds.standings(tenant, self._calendar.day(self._clock()))
         return []
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> LedgerStatistics:
         waiting = len(self._writer.waiting)
         journal = self._journal is not None or self._journal_path is None
-        return Statistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal)
+        return LedgerStatistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal)
 
-    def _budget_ended(self, standing: Standing, scope: Scope) -> None:
+    def _budget_ended(self, standing: BudgetStatus, scope: BudgetScope) -> None:
         if standing.budget.alerts and scope not in self._ended:
             self._ended.add(scope)
-            self._writer.alert(Alert(scope, 0, standing.budget.limit, standing.spent, int(self._clock())))
+            self._writer.alert(BudgetAlert(scope, 0, standing.budget.limit_micros, standing.spent, int(self._clock())))
 
     # The journal
 
@@ -384,7 +384,7 @@ class Ledger:
             self._count("recovered", len(found))
         return journal.previous_run
 
-    def _recover(self, found: Found) -> None:
+    def _recover(self, found: JournalRecord) -> None:
         try:
             reserved = _decode_reserved(found.reserved)
             settled = None if found.settled is None else _decode_settled(found.settled)
@@ -392,13 +392,13 @@ class Ledger:
             log.error("slot %d of the ledger's journal cannot be read; it stays as it is", found.slot)
             return
         if settled is None:
-            settled = crashed(reserved, found.output_tokens, found.machine_us)
-        open = Open(reserved, slot=found.slot, settled=settled)
+            settled = crash_settlement(reserved, found.output_tokens, found.machine_us)
+        open = OpenCharge(reserved, slot=found.slot, settled=settled)
         self._open[open.id] = open
         self._holds.settle(open, settled.micros)
         self._writer.charge(open)
 
-    def _note(self, open: Open, verdict: Admit) -> Verdict:
+    def _note(self, open: OpenCharge, verdict: Admitted) -> BudgetDecision:
         """Into the journal: with that it may be served."""
         if not verdict.checked:
             self._count("unchecked", 1)
@@ -418,7 +418,7 @@ class Ledger:
             self._writer.open(open)
         return verdict
 
-    def _free(self, open: Open) -> None:
+    def _free(self, open: OpenCharge) -> None:
         if open.slot is not None and self._journal is not None:
             try:
                 self._journal.free(open.slot)
@@ -433,7 +433,7 @@ class Ledger:
             self._complain_at = now + _COMPLAINT_S
             log.error("the ledger's journal cannot be written: %s", error)
 
-    def _lose(self, open: Open) -> None:
+    def _lose(self, open: OpenCharge) -> None:
         self._count("lost", 1)
         log.error("a charge could be kept nowhere: %s", msgspec.json.encode((open.reserved, open.settled)).decode())
 
@@ -465,10 +465,10 @@ class Ledger:
             except Exception as error:
                 log.error("the ledger could not be tended: %s", str(error) or type(error).__name__)
 
-    def _moved(self) -> list[Moved]:
+    def _moved(self) -> list[ChargeProgress]:
         """How far exchanges have come, as the store does not know it."""
         return [
-            Moved(open.id, open.output_tokens, open.machine_us, self._worth(open, open.output_tokens))
+            ChargeProgress(open.id, open.output_tokens, open.machine_us, self._worth(open, open.output_tokens))
             for open in self._open.values()
             if open.stored and open.settled is None and open.output_tokens > open.told
         ]
@@ -501,7 +501,7 @@ class Ledger:
             await asyncio.sleep(self._bounds.wait_s)  # others use the disk, too
 
 
-def _check(entry: Entry) -> None:
+def _check(entry: LedgerEntry) -> None:
     """A text that no database takes would keep all the others from being written."""
     texts = (entry.id, entry.tenant, entry.key, entry.endpoint, entry.model, entry.variant, entry.surface)
     joined = "\n".join(texts)

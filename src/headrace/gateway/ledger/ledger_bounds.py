@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 # What can be counted; each is a metric's label.
-Event: TypeAlias = Literal[
+LedgerEvent: TypeAlias = Literal[
     "admitted",
     "fallback",  # sent to another variant for want of money
     "refused_budget",
@@ -25,10 +25,10 @@ Event: TypeAlias = Literal[
     "lost",  # charges that could be kept nowhere; their amounts are in the log
     "alerts",
 ]
-Count: TypeAlias = Callable[[Event, int], None]
+CountLedgerEvent: TypeAlias = Callable[[LedgerEvent, int], None]
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class LedgerBounds(msgspec.Struct, frozen=True):
     exchanges: int = 16_384  # open, or not in the store yet
     wait_s: float = 0.05  # for the store, and that it may be behind before it counts as down
     gather_s: float = 0.004  # that charges are gathered before they are written together
@@ -39,7 +39,7 @@ class Bounds(msgspec.Struct, frozen=True):
     drain_s: float = 5.0  # that the last charges have to be written at the end
 
 
-class Statistics(msgspec.Struct, frozen=True):
+class LedgerStatistics(msgspec.Struct, frozen=True):
     open: int  # exchanges that run
     waiting: int  # charges that are not in the store yet
     behind_s: float  # how long the oldest of these has waited

@@ -16,7 +16,7 @@ from headrace.gateway.ledger.prices import Price
 CRASHED: Final = "crashed"  # how an exchange ended whose server died
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An exchange that wants to be served: whose it is, and of what."""
 
     id: str  # unique for as long as the ledger keeps charges
@@ -30,16 +30,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     counted: bool = True  # False: a further part of a request that is counted already (a cascade's draft, a hedge)
 
 
-class Reserved(msgspec.Struct, frozen=True, array_like=True):
+class ReservedCharge(msgspec.Struct, frozen=True, array_like=True):
     """What is fixed when an exchange is admitted. Its charge belongs to this day, whenever it ends."""
 
-    entry: Entry
+    entry: LedgerEntry
     day: str
     at: int  # seconds since 1970
     price: Price
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True):
+class Settlement(msgspec.Struct, frozen=True, array_like=True):
     """What an exchange took in the end."""
 
     variant: str
@@ -53,18 +53,18 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
     final: bool = True  # False: what is known of a server that seems dead; its own word replaces it
 
 
-class Charge(NamedTuple):
+class LedgerCharge(NamedTuple):
     """One exchange, ended."""
 
-    reserved: Reserved
-    settled: Settled
+    reserved: ReservedCharge
+    settled: Settlement
 
     @property
     def id(self) -> str:
         return self.reserved.entry.id
 
 
-class Scope(NamedTuple):
+class BudgetScope(NamedTuple):
     """What one budget counts: a tenant's money, all of it or that of one endpoint, in one day or month."""
 
     tenant: str
@@ -101,22 +101,22 @@ class DaySum(NamedTuple):
 
 
 DaySums: TypeAlias = dict[DayKey, DaySum]
-ScopeSums: TypeAlias = dict[Scope, int]
-NOTHING: Final = DaySum(0, 0, 0, 0, 0, 0)
+ScopeSums: TypeAlias = dict[BudgetScope, int]
+ZERO_SUM: Final = DaySum(0, 0, 0, 0, 0, 0)
 
 
-def scopes_of(tenant: str, endpoint: str, day: str) -> tuple[Scope, Scope, Scope, Scope]:
+def scopes_of(tenant: str, endpoint: str, day: str) -> tuple[BudgetScope, BudgetScope, BudgetScope, BudgetScope]:
     """Where a charge counts; in the order of their texts, which is the order in which rows are locked."""
     month = month_of(day)
     return (
-        Scope(tenant, "", month),
-        Scope(tenant, "", day),
-        Scope(tenant, endpoint, month),
-        Scope(tenant, endpoint, day),
+        BudgetScope(tenant, "", month),
+        BudgetScope(tenant, "", day),
+        BudgetScope(tenant, endpoint, month),
+        BudgetScope(tenant, endpoint, day),
     )
 
 
-def add_charge(charge: Charge, days: DaySums, scopes: ScopeSums, *, sign: int = 1) -> None:
+def add_charge(charge: LedgerCharge, days: DaySums, scopes: ScopeSums, *, sign: int = 1) -> None:
     """`sign` -1 takes a charge back."""
     entry, day, settled = charge.reserved.entry, charge.reserved.day, charge.settled
     took = DaySum(
@@ -129,12 +129,12 @@ def add_charge(charge: Charge, days: DaySums, scopes: ScopeSums, *, sign: int = 
     )
     _add(days, _day_key(entry, day, settled.variant, ""), took, sign)
     for source, micros in settled.saved.items():
-        _add(days, _day_key(entry, day, settled.variant, source), NOTHING._replace(requests=1, micros=micros), sign)
+        _add(days, _day_key(entry, day, settled.variant, source), ZERO_SUM._replace(requests=1, micros=micros), sign)
     for scope in scopes_of(entry.tenant, entry.endpoint, day):
         scopes[scope] = scopes.get(scope, 0) + sign * settled.micros
 
 
-def sums_of(charges: Iterable[Charge]) -> tuple[DaySums, ScopeSums]:
+def sums_of(charges: Iterable[LedgerCharge]) -> tuple[DaySums, ScopeSums]:
     days: DaySums = {}
     scopes: ScopeSums = {}
     for charge in charges:
@@ -142,9 +142,9 @@ def sums_of(charges: Iterable[Charge]) -> tuple[DaySums, ScopeSums]:
     return days, scopes
 
 
-def _day_key(entry: Entry, day: str, variant: str, source: str) -> DayKey:
+def _day_key(entry: LedgerEntry, day: str, variant: str, source: str) -> DayKey:
     return DayKey(day, entry.tenant, entry.key, entry.endpoint, entry.model, variant, entry.surface, source)
 
 
 def _add(days: DaySums, key: DayKey, sum: DaySum, sign: int) -> None:
-    days[key] = days.get(key, NOTHING).plus(sum if sign > 0 else sum.negated())
+    days[key] = days.get(key, ZERO_SUM).plus(sum if sign > 0 else sum.negated())

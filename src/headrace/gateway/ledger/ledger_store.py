@@ -12,23 +12,23 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from headrace.gateway.ledger.budgets import Budget
-from headrace.gateway.ledger.ledger_records import Charge, DayKey, DaySum, Reserved, Scope, ScopeSums
+from headrace.config.tenant_section import BudgetConfig
+from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, ReservedCharge, ScopeSums
 
 Dimension = Literal["day", "tenant", "key", "endpoint", "model", "variant", "surface"]
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("day", "tenant", "key", "endpoint", "model", "variant", "surface")
 # tenant, endpoint, period → the budget that counts this, if there is one
-Watch: TypeAlias = Callable[[str, str, str], Budget | None]
+FindBudget: TypeAlias = Callable[[str, str, str], BudgetConfig | None]
 
 
-class BusyError(TimeoutError):
+class StoreBusyError(TimeoutError):
     """The store is well, and has more to do than it can."""
 
 
-class Alert(msgspec.Struct, frozen=True):
+class BudgetAlert(msgspec.Struct, frozen=True):
     """A budget has reached a threshold. There is at most one of a scope and a threshold, ever."""
 
-    scope: Scope
+    scope: BudgetScope
     percent: int  # 0: a request was refused, or fell to another variant, for want of money
     limit: int  # micros
     spent: int
@@ -53,7 +53,7 @@ class Alert(msgspec.Struct, frozen=True):
         }
 
 
-class Moved(msgspec.Struct, frozen=True):
+class ChargeProgress(msgspec.Struct, frozen=True):
     """How far an exchange has come."""
 
     id: str
@@ -62,21 +62,21 @@ class Moved(msgspec.Struct, frozen=True):
     micros: int  # what it would be charged if it ended here
 
 
-class Batch(msgspec.Struct):
-    charges: list[Charge] = []
-    alerts: list[Alert] = []
+class LedgerBatch(msgspec.Struct):
+    charges: list[LedgerCharge] = []
+    alerts: list[BudgetAlert] = []
     # Of shared stores alone.
-    opened: list[Reserved] = []  # that run, and hold nothing of a budget
-    moved: list[Moved] = []
+    opened: list[ReservedCharge] = []  # that run, and hold nothing of a budget
+    moved: list[ChargeProgress] = []
     released: list[str] = []
 
 
-class Written(msgspec.Struct, frozen=True):
+class WriteResult(msgspec.Struct, frozen=True):
     known: frozenset[str]  # ids of charges that were there before and count no second time
-    alerts: list[Alert]  # that nobody had recorded before
+    alerts: list[BudgetAlert]  # that nobody had recorded before
 
 
-class Query(msgspec.Struct, frozen=True):
+class UsageQuery(msgspec.Struct, frozen=True):
     """Which sums, and what they are told apart by."""
 
     by: tuple[Dimension, ...] = ("day", "tenant", "key", "endpoint", "model", "variant")
@@ -88,34 +88,34 @@ class Query(msgspec.Struct, frozen=True):
 SumRow: TypeAlias = tuple[DayKey, DaySum]
 
 
-class Store(Protocol):
+class LedgerStore(Protocol):
     async def open(self, run: str, previous: str) -> None:
         """`run`: this process, among all that ever were; `previous`: the one before it in the same place, or empty."""
         ...
 
-    async def write(self, batch: Batch, watch: Watch, now: float) -> Written: ...
+    async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult: ...
 
-    async def spent(self, scopes: Sequence[Scope]) -> ScopeSums: ...
+    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums: ...
 
     async def prune(self, before: str) -> int:
         """Drops charges of days before this one, at most some; their sums stay. How many it were."""
         ...
 
-    async def next_alert(self) -> Alert | None:
+    async def next_alert(self) -> BudgetAlert | None:
         """One that still has to be sent, for this process alone to send."""
         ...
 
-    async def alert_done(self, alert: Alert, *, sent: bool) -> None: ...
+    async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None: ...
 
-    def sums(self, query: Query) -> AsyncIterator[list[SumRow]]:
+    def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
         """Daily sums, in the order of what they are told apart by, as of one moment, some at a time."""
         ...
 
-    async def sources(self, query: Query) -> list[str]:
+    async def sources(self, query: UsageQuery) -> list[str]:
         """What has saved money there."""
         ...
 
-    async def tend(self, running: Container[str]) -> list[Charge]:
+    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
         """Called every few seconds, with the exchanges that run here. Exchanges of servers that died, now ours to
         charge with what is known of them."""
         ...
@@ -124,11 +124,11 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class SharedStore(Store, Protocol):
+class SharedLedgerStore(LedgerStore, Protocol):
     """Several gateways have it, and it keeps what they hold of budgets."""
 
     async def hold(
-        self, reserved: Reserved, micros: int, limits: Sequence[int | None]
+        self, reserved: ReservedCharge, micros: int, limits: Sequence[int | None]
     ) -> tuple[bool, list[tuple[int, int]]]:
         """Reserve all or nothing, in one statement, in place of what this exchange held before. `limits` are those of
         records.scopes_of, where None is no budget; returned is what is spent and held in each by others."""

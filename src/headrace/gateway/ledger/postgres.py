@@ -24,22 +24,30 @@ from headrace.errors import HeadraceError
 from headrace.gateway.ledger import postgres_schema as sql
 from headrace.gateway.ledger.ledger_records import (
     CRASHED,
-    Charge,
+    BudgetScope,
     DayKey,
     DaySum,
     DaySums,
-    Entry,
-    Reserved,
-    Scope,
+    LedgerCharge,
+    LedgerEntry,
+    ReservedCharge,
     ScopeSums,
-    Settled,
+    Settlement,
     add_charge,
     scopes_of,
 )
-from headrace.gateway.ledger.ledger_store import DIMENSIONS, Alert, Batch, Query, SumRow, Watch, Written
-from headrace.gateway.ledger.postgres_connections import Connection, Connections, NoDriverError
-from headrace.gateway.ledger.postgres_holds import Asked, Holding, columns
+from headrace.gateway.ledger.ledger_store import (
+    DIMENSIONS,
+    BudgetAlert,
+    FindBudget,
+    LedgerBatch,
+    SumRow,
+    UsageQuery,
+    WriteResult,
+)
+from headrace.gateway.ledger.postgres_holds import HoldBatcher, HoldRequest, columns
 from headrace.gateway.ledger.prices import FREE
+from headrace.gateway.postgres_pool import MissingDriverError, PostgresConnection, PostgresPool
 
 log: Final = logging.getLogger(__name__)
 
@@ -61,7 +69,7 @@ class _ConflictError(Exception):
     """Another gateway wrote one of these charges in the same moment."""
 
 
-class PostgresLedger:
+class PostgresLedgerStore:
     def __init__(
         self,
         dsn: str,
@@ -77,10 +85,10 @@ class PostgresLedger:
         if not _SCHEMA.fullmatch(schema):
             raise SchemaError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
         self._schema = schema
-        self._connections = Connections(dsn, schema=schema, most=connections)
+        self._connections = PostgresPool(dsn, schema=schema, most=connections)
         self._silent = silent_s
         self._left = left_s
-        self._holding = Holding(self._connections, wait_s=wait_s)
+        self._holding = HoldBatcher(self._connections, wait_s=wait_s)
         self._run = ""
         self._ready = False
 
@@ -88,14 +96,14 @@ class PostgresLedger:
         """A database that is not there is found later. NoDriverError where asyncpg is missing."""
         self._run = self._holding.run = run
 
-        async def bury(connection: Connection) -> None:
+        async def bury(connection: PostgresConnection) -> None:
             await connection.execute(sql.DEAD, previous)
 
         try:
             await self._prepared()
             await self._connections.run(bury, _WRITE_S)
             await self._connections.warm(_WARM, _WRITE_S)
-        except (NoDriverError, SchemaError):
+        except (MissingDriverError, SchemaError):
             raise
         except Exception as error:
             log.error("the ledger's database cannot be reached yet: %s", str(error) or type(error).__name__)
@@ -105,7 +113,7 @@ class PostgresLedger:
             await self._connections.run(self._prepare, _WRITE_S)
             self._ready = True
 
-    async def _prepare(self, connection: Connection) -> None:
+    async def _prepare(self, connection: PostgresConnection) -> None:
         version = await _version(connection)
         if version < len(sql.STEPS):
             async with connection.transaction():
@@ -129,24 +137,26 @@ class PostgresLedger:
     # What exchanges hold
 
     async def hold(
-        self, reserved: Reserved, micros: int, limits: Sequence[int | None]
+        self, reserved: ReservedCharge, micros: int, limits: Sequence[int | None]
     ) -> tuple[bool, list[tuple[int, int]]]:
         if not self._ready:
             raise ConnectionError("the ledger's database was not reached yet")
-        return await self._holding.hold(Asked(reserved, micros, tuple(limits)))
+        return await self._holding.hold(HoldRequest(reserved, micros, tuple(limits)))
 
     # Batches
 
-    async def write(self, batch: Batch, watch: Watch, now: float) -> Written:
+    async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._prepared()
 
-        async def write(connection: Connection) -> Written:
+        async def write(connection: PostgresConnection) -> WriteResult:
             async with connection.transaction():
                 return await self._write(connection, batch, watch, int(now))
 
         return await self._connections.run(write, _WRITE_S)
 
-    async def _write(self, connection: Connection, batch: Batch, watch: Watch, now: int) -> Written:
+    async def _write(
+        self, connection: PostgresConnection, batch: LedgerBatch, watch: FindBudget, now: int
+    ) -> WriteResult:
         new, old = await _sorted_out(connection, batch.charges)
         days: DaySums = {}
         spent: ScopeSums = {}
@@ -173,18 +183,21 @@ class PostgresLedger:
         totals: ScopeSums = {}
         if sums:
             rows = await connection.fetch(sql.PERIODS, *columns(((*scope, *sum) for scope, sum in sums.items()), 5))
-            totals = {Scope(*row[:3]): row[3] for row in map(tuple, rows)}
+            totals = {BudgetScope(*row[:3]): row[3] for row in map(tuple, rows)}
         alerts = list(batch.alerts)
         for scope in spent:
             budget = watch(*scope)
             if budget is not None:
                 total = totals[scope]
-                alerts += [Alert(scope, percent, budget.limit, total, now) for percent in budget.passed(total)]
+                alerts += [
+                    BudgetAlert(scope, percent, budget.limit_micros, total, now)
+                    for percent in budget.alerts_reached(total)
+                ]
         recorded = [alert for alert in alerts if await _record(connection, alert)]
         known = {charge.id for charge in batch.charges} - {charge.id for charge in new}
-        return Written(frozenset(known), recorded)
+        return WriteResult(frozenset(known), recorded)
 
-    def _opened(self, opened: Sequence[Reserved]) -> list[Any]:
+    def _opened(self, opened: Sequence[ReservedCharge]) -> list[Any]:
         rows = [
             (each.entry.id, each.entry.tenant, each.entry.endpoint, each.day, msgspec.json.encode(each).decode())
             for each in opened
@@ -192,11 +205,11 @@ class PostgresLedger:
         first, *others = columns(rows, 5)
         return [first, self._run, *others]
 
-    async def spent(self, scopes: Sequence[Scope]) -> ScopeSums:
+    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
         await self._prepared()
         statement = "SELECT spent FROM ledger_periods WHERE tenant = $1 AND endpoint = $2 AND period = $3"
 
-        async def read(connection: Connection) -> ScopeSums:
+        async def read(connection: PostgresConnection) -> ScopeSums:
             return {scope: await connection.fetchval(statement, *scope) or 0 for scope in scopes}
 
         return await self._connections.run(read, _WRITE_S)
@@ -204,17 +217,17 @@ class PostgresLedger:
     async def prune(self, before: str) -> int:
         await self._prepared()
 
-        async def prune(connection: Connection) -> int:
+        async def prune(connection: PostgresConnection) -> int:
             return len(await connection.fetch(sql.PRUNE, before, _PRUNED))
 
         return await self._connections.run(prune, _WRITE_S)
 
     # Other gateways
 
-    async def tend(self, running: Container[str]) -> list[Charge]:
+    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
         await self._prepared()
 
-        async def tend(connection: Connection) -> list[Charge]:
+        async def tend(connection: PostgresConnection) -> list[LedgerCharge]:
             await connection.execute(sql.SEEN, self._run)
             rows = await connection.fetch(sql.TAKE, self._run, self._silent, _CHUNK)
             await connection.execute(sql.FORGET)
@@ -232,24 +245,24 @@ class PostgresLedger:
 
     # Alerts
 
-    async def next_alert(self) -> Alert | None:
+    async def next_alert(self) -> BudgetAlert | None:
         await self._prepared()
 
-        async def claim(connection: Connection) -> Alert | None:
+        async def claim(connection: PostgresConnection) -> BudgetAlert | None:
             row = await connection.fetchrow(sql.CLAIM, _CLAIM_S)
-            return None if row is None else Alert(Scope(*tuple(row)[:3]), *tuple(row)[3:])
+            return None if row is None else BudgetAlert(BudgetScope(*tuple(row)[:3]), *tuple(row)[3:])
 
         return await self._connections.run(claim, _WRITE_S)
 
-    async def alert_done(self, alert: Alert, *, sent: bool) -> None:
-        async def done(connection: Connection) -> None:
+    async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None:
+        async def done(connection: PostgresConnection) -> None:
             await connection.execute(sql.SENT, *alert.scope, alert.percent, sent)
 
         await self._connections.run(done, _WRITE_S)
 
     # Export
 
-    async def sums(self, query: Query) -> AsyncIterator[list[SumRow]]:
+    async def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
         await self._prepared()
         where, values = _where(query)
         order = ", ".join(dict.fromkeys((*query.by, *DIMENSIONS, "source")))
@@ -267,30 +280,32 @@ class PostgresLedger:
             timer.cancel()
             connection.terminate()
 
-    async def sources(self, query: Query) -> list[str]:
+    async def sources(self, query: UsageQuery) -> list[str]:
         await self._prepared()
         where, values = _where(query)
 
-        async def read(connection: Connection) -> list[str]:
+        async def read(connection: PostgresConnection) -> list[str]:
             statement = f"SELECT DISTINCT source FROM ledger_days WHERE {where} AND source <> '' ORDER BY source"
             return [row[0] for row in await connection.fetch(statement, *values)]
 
         return await self._connections.run(read, _WRITE_S)
 
 
-async def _version(connection: Connection) -> int:
+async def _version(connection: PostgresConnection) -> int:
     if await connection.fetchval("SELECT to_regclass('ledger_schema')") is None:
         return 0
     return await connection.fetchval("SELECT version FROM ledger_schema") or 0
 
 
-async def _sorted_out(connection: Connection, charges: Sequence[Charge]) -> tuple[list[Charge], list[Charge]]:
+async def _sorted_out(
+    connection: PostgresConnection, charges: Sequence[LedgerCharge]
+) -> tuple[list[LedgerCharge], list[LedgerCharge]]:
     """Those that are to be written, and those that they take the place of."""
     known: dict[str, Any] = {}
     if charges:
         known = {row["id"]: row for row in await connection.fetch(sql.KNOWN, [charge.id for charge in charges])}
-    new: list[Charge] = []
-    old: list[Charge] = []
+    new: list[LedgerCharge] = []
+    old: list[LedgerCharge] = []
     for charge in charges:
         row = known.get(charge.id)
         if row is None:
@@ -301,7 +316,7 @@ async def _sorted_out(connection: Connection, charges: Sequence[Charge]) -> tupl
     return new, old
 
 
-async def _end(connection: Connection, ids: Sequence[str]) -> ScopeSums:
+async def _end(connection: PostgresConnection, ids: Sequence[str]) -> ScopeSums:
     """These exchanges run no more; what they held, as negative amounts."""
     held: ScopeSums = {}
     if ids:
@@ -314,13 +329,13 @@ async def _end(connection: Connection, ids: Sequence[str]) -> ScopeSums:
     return held
 
 
-async def _record(connection: Connection, alert: Alert) -> bool:
+async def _record(connection: PostgresConnection, alert: BudgetAlert) -> bool:
     """False where it was recorded before."""
     values = (*alert.scope, alert.percent, alert.limit, alert.spent, alert.at)
     return await connection.fetchrow(sql.ALERT, *values) is not None
 
 
-def _row(charge: Charge) -> tuple[Any, ...]:
+def _row(charge: LedgerCharge) -> tuple[Any, ...]:
     reserved, settled = charge
     entry = reserved.entry
     return (
@@ -345,9 +360,9 @@ def _row(charge: Charge) -> tuple[Any, ...]:
     )
 
 
-def _charge(row: Any) -> Charge:
+def _charge(row: Any) -> LedgerCharge:
     """What `_row` has written, as far as sums go."""
-    entry = Entry(
+    entry = LedgerEntry(
         id=row["id"],
         tenant=row["tenant"],
         endpoint=row["endpoint"],
@@ -357,7 +372,7 @@ def _charge(row: Any) -> Charge:
         surface=row["surface"],
         counted=row["counted"],
     )
-    settled = Settled(
+    settled = Settlement(
         row["variant"],
         row["ended"],
         row["prompt_tokens"],
@@ -368,18 +383,18 @@ def _charge(row: Any) -> Charge:
         msgspec.json.decode(row["saved"], type=dict[str, int]),
         row["final"],
     )
-    return Charge(Reserved(entry, row["day"], row["at"], FREE), settled)
+    return LedgerCharge(ReservedCharge(entry, row["day"], row["at"], FREE), settled)
 
 
-def _provisional(row: Any) -> Charge:
+def _provisional(row: Any) -> LedgerCharge:
     """Of an exchange whose gateway is gone, what it would have been charged where it was last seen."""
-    reserved = msgspec.json.decode(row["reserved"], type=Reserved)
+    reserved = msgspec.json.decode(row["reserved"], type=ReservedCharge)
     tokens = row["output_tokens"]
     prompt = reserved.entry.prompt_tokens if tokens else 0
     amounts = (prompt, 0, tokens, row["machine_us"], row["micros"])
-    return Charge(reserved, Settled(reserved.entry.variant, CRASHED, *amounts, {}, final=False))
+    return LedgerCharge(reserved, Settlement(reserved.entry.variant, CRASHED, *amounts, {}, final=False))
 
 
-def _where(query: Query) -> tuple[str, tuple[Any, ...]]:
+def _where(query: UsageQuery) -> tuple[str, tuple[Any, ...]]:
     where, values = "day BETWEEN $1 AND $2", (query.first_day, query.last_day)
     return (where, values) if query.tenant is None else (f"{where} AND tenant = $3", (*values, query.tenant))

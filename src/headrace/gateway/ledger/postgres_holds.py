@@ -13,18 +13,18 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from headrace.gateway.ledger.ledger_records import Reserved
-from headrace.gateway.ledger.ledger_store import BusyError
-from headrace.gateway.ledger.postgres_connections import Connection, Connections
+from headrace.gateway.ledger.ledger_records import ReservedCharge
+from headrace.gateway.ledger.ledger_store import StoreBusyError
 from headrace.gateway.ledger.postgres_schema import HOLD
+from headrace.gateway.postgres_pool import PostgresConnection, PostgresPool
 
 _MOST: Final = 256  # in one statement
 
-Answer: TypeAlias = tuple[bool, list[tuple[int, int]]]  # held, and what others have spent and hold
+HoldResult: TypeAlias = tuple[bool, list[tuple[int, int]]]  # held, and what others have spent and hold
 
 
-class Asked(msgspec.Struct, frozen=True):
-    reserved: Reserved
+class HoldRequest(msgspec.Struct, frozen=True):
+    reserved: ReservedCharge
     micros: int
     limits: tuple[int | None, ...]
 
@@ -40,17 +40,17 @@ class Asked(msgspec.Struct, frozen=True):
         return entry.id, entry.tenant, entry.endpoint, day, reserved, self.micros, *self.limits
 
 
-class Holding:
-    def __init__(self, connections: Connections, *, wait_s: float) -> None:
+class HoldBatcher:
+    def __init__(self, connections: PostgresPool, *, wait_s: float) -> None:
         self.run = ""
         self._connections = connections
         self._wait = wait_s
-        self._queue: dict[asyncio.Future[Answer], Asked] = {}  # bounded by the ledger's own exchanges
+        self._queue: dict[asyncio.Future[HoldResult], HoldRequest] = {}  # bounded by the ledger's own exchanges
         self._worker: asyncio.Task[None] | None = None
 
-    async def hold(self, asked: Asked) -> Answer:
+    async def hold(self, asked: HoldRequest) -> HoldResult:
         """BusyError where it was not even asked in time; TimeoutError where it was, and may be held."""
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[HoldResult] = asyncio.get_running_loop().create_future()
         self._queue[future] = asked
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
@@ -59,7 +59,7 @@ class Holding:
                 return await future
         except TimeoutError:
             if future in self._queue:
-                raise BusyError("others ask for too much") from None
+                raise StoreBusyError("others ask for too much") from None
             raise TimeoutError("the database did not answer in time") from None
         finally:
             self._queue.pop(future, None)
@@ -77,7 +77,7 @@ class Holding:
             del self._queue[future]
         rows = [asked.row() for _, asked in some]
 
-        async def ask(connection: Connection) -> list[Any]:
+        async def ask(connection: PostgresConnection) -> list[Any]:
             return await connection.fetch(HOLD, self.run, max(1, round(self._wait * 1000)), *columns(rows, 10))
 
         try:

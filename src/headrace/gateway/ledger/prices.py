@@ -73,7 +73,7 @@ class PriceBook:
         return found
 
 
-def price(
+def make_price(
     *,
     input: str | float = 0,
     cached: str | float | None = None,  # as `input` by default
@@ -85,15 +85,15 @@ def price(
     if not 0 <= hit_percent <= 100:
         raise PriceError(f"a price for hits must be from 0 to 100 percent, and {hit_percent} is not")
     return Price(
-        micros_of(input),
-        micros_of(input if cached is None else cached),
-        micros_of(output),
-        micros_of(second),
+        parse_micros(input),
+        parse_micros(input if cached is None else cached),
+        parse_micros(output),
+        parse_micros(second),
         hit_percent,
     )
 
 
-def micros_of(amount: str | float | Decimal, *, most: int = MOST_PRICE) -> int:
+def parse_micros(amount: str | float | Decimal, *, most: int = MOST_PRICE) -> int:
     """0.15 → 150000. A float counts as the shortest decimal that it is written as. PriceError for what is none."""
     try:
         exact = Decimal(str(amount)).scaleb(6)
@@ -107,7 +107,7 @@ def micros_of(amount: str | float | Decimal, *, most: int = MOST_PRICE) -> int:
     return found
 
 
-def text_of(micros: int) -> str:
+def format_micros(micros: int) -> str:
     """150000 → 0.150000."""
     whole, rest = divmod(abs(micros), MICROS)
     return f"{'-' if micros < 0 else ''}{whole}.{rest:06d}"

@@ -17,8 +17,16 @@ import msgspec
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
-from headrace.gateway.ledger.ledger_records import Charge, DayKey, DaySum, Scope, ScopeSums, sums_of
-from headrace.gateway.ledger.ledger_store import DIMENSIONS, Alert, Batch, Query, SumRow, Watch, Written
+from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, ScopeSums, sums_of
+from headrace.gateway.ledger.ledger_store import (
+    DIMENSIONS,
+    BudgetAlert,
+    FindBudget,
+    LedgerBatch,
+    SumRow,
+    UsageQuery,
+    WriteResult,
+)
 
 log: Final = logging.getLogger(__name__)
 
@@ -103,7 +111,7 @@ _SPENT: Final = "SELECT spent FROM ledger_periods WHERE tenant = ? AND endpoint 
 _ALERT: Final = "INSERT INTO ledger_alerts VALUES (?, ?, ?, ?, ?, ?, ?, NULL) ON CONFLICT DO NOTHING"
 
 
-class SqliteLedger:
+class SqliteLedgerStore:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._ready = False
@@ -116,11 +124,11 @@ class SqliteLedger:
         except ApiError as error:
             log.error("the ledger's tables cannot be made yet: %s", error)
 
-    async def write(self, batch: Batch, watch: Watch, now: float) -> Written:
+    async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._make_tables()
         return await self._db.run(lambda connection: _write(connection, batch, watch, int(now)))
 
-    async def spent(self, scopes: Sequence[Scope]) -> ScopeSums:
+    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
         await self._make_tables()
         return await self._db.run(lambda connection: {scope: _spent(connection, scope) for scope in scopes})
 
@@ -135,19 +143,19 @@ class SqliteLedger:
 
         return await self._db.run(prune)
 
-    async def next_alert(self) -> Alert | None:
+    async def next_alert(self) -> BudgetAlert | None:
         await self._make_tables()
 
-        def find(connection: sqlite3.Connection) -> Alert | None:
+        def find(connection: sqlite3.Connection) -> BudgetAlert | None:
             row = connection.execute(
                 "SELECT tenant, endpoint, period, percent, budget, spent, at FROM ledger_alerts "
                 "WHERE sent IS NULL ORDER BY at, tenant, endpoint, period, percent LIMIT 1"
             ).fetchone()
-            return None if row is None else Alert(Scope(*row[:3]), *row[3:])
+            return None if row is None else BudgetAlert(BudgetScope(*row[:3]), *row[3:])
 
         return await self._db.run(find)
 
-    async def alert_done(self, alert: Alert, *, sent: bool) -> None:
+    async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None:
         values = (int(sent), *alert.scope, alert.percent)
         await self._db.run(
             lambda connection: connection.execute(
@@ -156,7 +164,7 @@ class SqliteLedger:
             )
         )
 
-    async def sums(self, query: Query) -> AsyncIterator[list[SumRow]]:
+    async def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
         """From a connection of its own that only reads: however slowly they are taken, nobody waits for it."""
         await self._make_tables()
         path = await self._db.run(lambda connection: connection.execute("PRAGMA database_list").fetchone()[2])
@@ -172,7 +180,7 @@ class SqliteLedger:
             connection.interrupt()  # a cancelled step may still be running
             await asyncio.to_thread(connection.close)
 
-    async def sources(self, query: Query) -> list[str]:
+    async def sources(self, query: UsageQuery) -> list[str]:
         await self._make_tables()
         where, values = _where(query)
 
@@ -182,7 +190,7 @@ class SqliteLedger:
 
         return await self._db.run(find)
 
-    async def tend(self, running: Container[str]) -> list[Charge]:
+    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
         """Nobody else writes this ledger, so nobody else can have left anything."""
         return []
 
@@ -202,7 +210,7 @@ def _make_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _write(connection: sqlite3.Connection, batch: Batch, watch: Watch, now: int) -> Written:
+def _write(connection: sqlite3.Connection, batch: LedgerBatch, watch: FindBudget, now: int) -> WriteResult:
     known = _known(connection, [charge.id for charge in batch.charges])
     charges = [charge for charge in batch.charges if charge.id not in known]
     connection.executemany(_CHARGE, map(_row, charges))
@@ -214,9 +222,11 @@ def _write(connection: sqlite3.Connection, batch: Batch, watch: Watch, now: int)
         budget = watch(*scope)
         if budget is not None:
             spent = _spent(connection, scope)
-            due = [Alert(scope, percent, budget.limit, spent, now) for percent in budget.passed(spent)]
+            due = [
+                BudgetAlert(scope, percent, budget.limit_micros, spent, now) for percent in budget.alerts_reached(spent)
+            ]
             alerts += [alert for alert in due if _record(connection, alert)]
-    return Written(frozenset(known), alerts)
+    return WriteResult(frozenset(known), alerts)
 
 
 def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> set[str]:
@@ -227,7 +237,7 @@ def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> set[str]:
     return found
 
 
-def _row(charge: Charge) -> tuple[Any, ...]:
+def _row(charge: LedgerCharge) -> tuple[Any, ...]:
     reserved, settled = charge
     entry = reserved.entry
     return (
@@ -250,12 +260,12 @@ def _row(charge: Charge) -> tuple[Any, ...]:
     )
 
 
-def _spent(connection: sqlite3.Connection, scope: Scope) -> int:
+def _spent(connection: sqlite3.Connection, scope: BudgetScope) -> int:
     row = connection.execute(_SPENT, scope).fetchone()
     return 0 if row is None else row[0]
 
 
-def _record(connection: sqlite3.Connection, alert: Alert) -> bool:
+def _record(connection: sqlite3.Connection, alert: BudgetAlert) -> bool:
     """False where it was recorded before."""
     values = (*alert.scope, alert.percent, alert.limit, alert.spent, alert.at)
     return connection.execute(_ALERT, values).rowcount == 1
@@ -268,6 +278,6 @@ def _reader(path: str) -> sqlite3.Connection:
     return connection
 
 
-def _where(query: Query) -> tuple[str, tuple[Any, ...]]:
+def _where(query: UsageQuery) -> tuple[str, tuple[Any, ...]]:
     where, values = "day BETWEEN ? AND ?", (query.first_day, query.last_day)
     return (where, values) if query.tenant is None else (f"{where} AND tenant = ?", (*values, query.tenant))

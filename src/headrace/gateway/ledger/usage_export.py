@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.ledger.ledger_records import NOTHING, DaySum
-from headrace.gateway.ledger.ledger_store import Query, Store
-from headrace.gateway.ledger.prices import text_of
+from headrace.gateway.ledger.ledger_records import ZERO_SUM, DaySum
+from headrace.gateway.ledger.ledger_store import LedgerStore, UsageQuery
+from headrace.gateway.ledger.prices import format_micros
 
 _AMOUNTS: Final = (
     "requests",
@@ -35,7 +35,7 @@ _CHUNK: Final = 64 * 1024  # 64 KiB written at once
 
 class UsageRow(msgspec.Struct):
     group: dict[str, str]  # in the order of the query's `by`
-    sum: DaySum = NOTHING
+    sum: DaySum = ZERO_SUM
     saved: dict[str, DaySum] = {}  # by source: its requests and micros
 
     def amounts(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class UsageRow(msgspec.Struct):
             "input_tokens": sum.prompt_tokens,
             "cached_tokens": sum.cached_tokens,  # of the input
             "output_tokens": sum.output_tokens,
-            "machine_seconds": text_of(sum.machine_us),
+            "machine_seconds": format_micros(sum.machine_us),
             "micros": sum.micros,
             "micros_per_1000_requests": quotient(sum.micros * 1000, sum.requests),
             "micros_per_million_tokens": quotient(sum.micros * 1_000_000, sum.prompt_tokens + sum.output_tokens),
@@ -61,7 +61,7 @@ def quotient(amount: int, by: int) -> int | None:
     return (2 * amount + by) // (2 * by) if by else None
 
 
-async def usage(store: Store, query: Query) -> AsyncIterator[UsageRow]:
+async def usage_rows(store: LedgerStore, query: UsageQuery) -> AsyncIterator[UsageRow]:
     """Rows in the order of what they are told apart by."""
     current: UsageRow | None = None
     async for rows in store.sums(query):
@@ -72,14 +72,14 @@ async def usage(store: Store, query: Query) -> AsyncIterator[UsageRow]:
                     yield current
                 current = UsageRow(group)
             if key.source:
-                current.saved[key.source] = current.saved.get(key.source, NOTHING).plus(sum)
+                current.saved[key.source] = current.saved.get(key.source, ZERO_SUM).plus(sum)
             else:
                 current.sum = current.sum.plus(sum)
     if current is not None:
         yield current
 
 
-async def as_csv(store: Store, query: Query) -> AsyncIterator[bytes]:
+async def usage_csv(store: LedgerStore, query: UsageQuery) -> AsyncIterator[bytes]:
     """A header and a line for each row. Each source of savings has two columns."""
     sources = await store.sources(query)
     header = [*query.by, *_AMOUNTS]
@@ -88,18 +88,18 @@ async def as_csv(store: Store, query: Query) -> AsyncIterator[bytes]:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
     writer.writerow(header)
-    async for row in usage(store, query):
+    async for row in usage_rows(store, query):
         writer.writerow([*row.group.values(), *row.amounts().values(), *_columns(row, sources)])
         if buffer.tell() >= _CHUNK:
             yield _taken(buffer)
     yield _taken(buffer)
 
 
-async def as_json(store: Store, query: Query) -> AsyncIterator[bytes]:
+async def usage_json(store: LedgerStore, query: UsageQuery) -> AsyncIterator[bytes]:
     """One object, {"by": [...], "rows": [...]}."""
     found = [b'{"by":', msgspec.json.encode(query.by), b',"rows":[']
     size, first = 0, True
-    async for row in usage(store, query):
+    async for row in usage_rows(store, query):
         encoded = msgspec.json.encode(row.as_json())
         found += [encoded] if first else [b",\n", encoded]
         first = False
@@ -113,7 +113,7 @@ async def as_json(store: Store, query: Query) -> AsyncIterator[bytes]:
 def _columns(row: UsageRow, sources: Sequence[str]) -> list[int]:
     found: list[int] = []
     for source in sources:
-        sum = row.saved.get(source, NOTHING)
+        sum = row.saved.get(source, ZERO_SUM)
         found += [sum.requests, sum.micros]
     return found
 

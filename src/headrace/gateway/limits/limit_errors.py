@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from headrace.gateway.api_errors import NO_RETRY, ApiError
-from headrace.gateway.limits.limit_set import Refusal, Scope, windows_of
+from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, windows_of
 from headrace.gateway.limits.ratelimit_headers import rate_headers
 
 _WHAT: Final = {
@@ -41,7 +41,7 @@ class LimitError(ApiError):
         self.exact = exact  # at `retry_after` there is room, however long others take
 
 
-def refused(refusal: Refusal) -> LimitError:
+def limit_reached_error(refusal: LimitRefusal) -> LimitError:
     what = f"the {refusal.scope.kind}'s limit of {refusal.limit} {_WHAT[refusal.field]}"
     headers = rate_headers(refusal.standings)
     code = f"{refusal.scope.kind}_{refusal.field}"
@@ -57,7 +57,7 @@ def refused(refusal: Refusal) -> LimitError:
     )
 
 
-def check_size(scopes: Sequence[Scope], input_tokens: int) -> None:
+def check_size(scopes: Sequence[LimitScope], input_tokens: int) -> None:
     """LimitError for a prompt that no time is right for."""
     for scope in scopes:
         for window in windows_of(scope.limits):
@@ -70,7 +70,7 @@ def check_size(scopes: Sequence[Scope], input_tokens: int) -> None:
                 )
 
 
-def check_context(limit: int, scope: Scope, input_tokens: int) -> None:
+def check_context(limit: int, scope: LimitScope, input_tokens: int) -> None:
     if input_tokens >= limit:
         raise LimitError(
             f"the {scope.kind}'s limit on the context is {limit} tokens, and the prompt alone has {input_tokens}",
@@ -80,7 +80,7 @@ def check_context(limit: int, scope: Scope, input_tokens: int) -> None:
         )
 
 
-def unavailable(retry_after: float) -> LimitError:
+def limits_unavailable_error(retry_after: float) -> LimitError:
     return LimitError(
         "the limits cannot be checked right now",
         kind="overloaded_error",
@@ -90,7 +90,7 @@ def unavailable(retry_after: float) -> LimitError:
     )
 
 
-def too_many_scopes() -> LimitError:
+def too_many_scopes_error() -> LimitError:
     return LimitError(
         "more tenants and keys are active than limits are kept for",
         kind="overloaded_error",

@@ -16,9 +16,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headrace.gateway.limits.limit_errors import too_many_scopes
-from headrace.gateway.limits.limit_set import Refusal, Scope, Standing, WindowLimit, Wish, windows_of
-from headrace.gateway.limits.rate_windows import Steady, Window
+from headrace.gateway.limits.limit_errors import too_many_scopes_error
+from headrace.gateway.limits.limit_scopes import (
+    LimitRefusal,
+    LimitRequest,
+    LimitScope,
+    WindowLimit,
+    WindowStatus,
+    windows_of,
+)
+from headrace.gateway.limits.rate_windows import SlidingWindow, SteadyClock
 
 UNLIMITED: Final = 1 << 62  # tokens
 _LOOK: Final = 64  # rooms that are looked at for one to give up
@@ -34,9 +41,9 @@ class _Room:
         self.concurrent: int | None = None
         self.running = 0
         self.tickets = 0  # that know this room
-        self.windows: list[tuple[WindowLimit, Window]] = []
+        self.windows: list[tuple[WindowLimit, SlidingWindow]] = []
 
-    def follow(self, scope: Scope, entries: int) -> None:
+    def follow(self, scope: LimitScope, entries: int) -> None:
         """The limits may have changed since: what is counted stays, and a limit that is new begins with nothing."""
         if self.limits == scope.limits:
             return
@@ -46,7 +53,7 @@ class _Room:
         for limit in windows_of(scope.limits):
             window = before.get(limit.field)
             if window is None:
-                window = Window(limit.limit, limit.span, entries=entries)
+                window = SlidingWindow(limit.limit, limit.span, entries=entries)
             window.limit = limit.limit
             self.windows.append((limit, window))
 
@@ -60,17 +67,17 @@ class _Short:
     __slots__ = ("exact", "found", "wait")
 
     def __init__(self) -> None:
-        self.found: tuple[Scope, str, int] | None = None
+        self.found: tuple[LimitScope, str, int] | None = None
         self.wait = 0
         self.exact = True
 
-    def add(self, scope: Scope, field: str, limit: int, wait: int, exact: bool) -> None:
+    def add(self, scope: LimitScope, field: str, limit: int, wait: int, exact: bool) -> None:
         self.exact = self.exact and exact
         if self.found is None or wait > self.wait:
             self.found, self.wait = (scope, field, limit), wait
 
 
-class LocalStore:
+class LocalLimitStore:
     def __init__(
         self,
         *,
@@ -78,7 +85,7 @@ class LocalStore:
         entries: int = 1024,  # of one window
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.now: Final = Steady(clock)
+        self.now: Final = SteadyClock(clock)
         self._most = max(scopes, _LOOK)
         self._entries = entries
         self._rooms: OrderedDict[tuple[str, str], _Room] = OrderedDict()
@@ -87,7 +94,9 @@ class LocalStore:
         """Scopes that are kept."""
         return len(self._rooms)
 
-    def reserve(self, scopes: Sequence[Scope], wish: Wish, *, begins: bool = True) -> LocalTicket | Refusal:
+    def reserve(
+        self, scopes: Sequence[LimitScope], wish: LimitRequest, *, begins: bool = True
+    ) -> LocalGrant | LimitRefusal:
         """`begins`: it is a request, and not more output for one that runs. LimitError where there is no memory."""
         now = self.now()
         rooms = [self._room(scope, now) for scope in scopes]
@@ -103,10 +112,10 @@ class LocalStore:
                 if amount and missing > 0:
                     short.add(scope, limit.field, limit.limit, *window.wait(now, missing, wish.ahead))
         if short.found is not None:
-            return Refusal(*short.found, short.wait, short.exact, _standings(rooms, now))
-        return LocalTicket(self.now, scopes, rooms, wish, begins)
+            return LimitRefusal(*short.found, short.wait, short.exact, _standings(rooms, now))
+        return LocalGrant(self.now, scopes, rooms, wish, begins)
 
-    def _room(self, scope: Scope, now: int) -> _Room:
+    def _room(self, scope: LimitScope, now: int) -> _Room:
         name = (scope.kind, scope.name)
         room = self._rooms.get(name)
         if room is None:
@@ -126,10 +135,10 @@ class LocalStore:
                 del self._rooms[name]
                 return
             self._rooms.move_to_end(name)
-        raise too_many_scopes()
+        raise too_many_scopes_error()
 
 
-class LocalTicket:
+class LocalGrant:
     """What one request was granted here. Tokens are counted from `taken`, those that it has let out."""
 
     __slots__ = (
@@ -149,7 +158,12 @@ class LocalTicket:
     )
 
     def __init__(
-        self, now: Callable[[], int], scopes: Sequence[Scope], rooms: Sequence[_Room], wish: Wish, begins: bool
+        self,
+        now: Callable[[], int],
+        scopes: Sequence[LimitScope],
+        rooms: Sequence[_Room],
+        wish: LimitRequest,
+        begins: bool,
     ) -> None:
         self._now, self._rooms, self._wish, self._begins = now, rooms, wish, begins
         self._at = at = now()
@@ -158,9 +172,9 @@ class LocalTicket:
         self._granted = [UNLIMITED, UNLIMITED]
         self._wanted = [0, 0]
         # The windows as they are now: one that comes later knows nothing of this request.
-        self._requests: list[Window] = []
-        self._inputs: list[Window] = []
-        self._outputs: list[tuple[Scope, WindowLimit, Window]] = []
+        self._requests: list[SlidingWindow] = []
+        self._inputs: list[SlidingWindow] = []
+        self._outputs: list[tuple[LimitScope, WindowLimit, SlidingWindow]] = []
         for scope, room in zip(scopes, rooms, strict=True):
             room.tickets += 1
             room.running += begins
@@ -193,11 +207,11 @@ class LocalTicket:
                 window.use(now, count)
         return True
 
-    async def more(self, count: int) -> Refusal | None:
+    async def more(self, count: int) -> LimitRefusal | None:
         """Has so many more granted. None: they are."""
         return self._grow(count)
 
-    def _grow(self, count: int) -> Refusal | None:
+    def _grow(self, count: int) -> LimitRefusal | None:
         now = self._now()
         needs = [self.taken + count - granted for granted in self._granted]
         adds = [
@@ -207,7 +221,7 @@ class LocalTicket:
         short = _Short()
         for scope, limit, window in self._outputs:
             if count > limit.limit:
-                return Refusal(scope, limit.field, limit.limit, None, True)
+                return LimitRefusal(scope, limit.field, limit.limit, None, True)
             need = needs[limit.pace]
             if need > 0:
                 window.forget(now)
@@ -223,7 +237,7 @@ class LocalTicket:
             window.wanted += wanted[limit.pace] - self._wanted[limit.pace]
         self._wanted = wanted
         if short.found is not None:
-            return Refusal(*short.found, short.wait, short.exact, _standings(self._rooms, now))
+            return LimitRefusal(*short.found, short.wait, short.exact, _standings(self._rooms, now))
         for _, limit, window in self._outputs:
             if needs[limit.pace] > 0:
                 window.held += adds[limit.pace]
@@ -259,14 +273,14 @@ class LocalTicket:
             window.give_back(now, self._at, -extra)
         return None
 
-    def standings(self) -> tuple[Standing, ...]:
+    def standings(self) -> tuple[WindowStatus, ...]:
         return _standings(self._rooms, self._now())
 
 
-def _standings(rooms: Sequence[_Room], now: int) -> tuple[Standing, ...]:
-    found: list[Standing] = []
+def _standings(rooms: Sequence[_Room], now: int) -> tuple[WindowStatus, ...]:
+    found: list[WindowStatus] = []
     for room in rooms:
         for limit, window in room.windows:
             window.forget(now)
-            found.append(Standing(limit, window.room_for_new(), window.reset(now)))
+            found.append(WindowStatus(limit, window.room_for_new(), window.reset(now)))
     return tuple(found)

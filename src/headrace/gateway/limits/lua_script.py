@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from headrace.gateway.limits.limit_set import Refusal, Scope, Standing, windows_of
+from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, WindowStatus, windows_of
 from headrace.gateway.limits.local_limits import UNLIMITED
 
 _LONG_NAME: Final = 100  # characters of a scope's name in a key; of a longer one, a digest
@@ -24,17 +24,17 @@ def script() -> str:
     return files("headrace.gateway.limits").joinpath("limits.lua").read_text()
 
 
-class AskedScope(msgspec.Struct, frozen=True):
+class ScriptScope(msgspec.Struct, frozen=True):
     concurrent: int  # -1: as many as there are
     windows: tuple[tuple[str, int, int, int], ...]  # meter, pace (1 or 2), limit, span
 
 
-class Ask(msgspec.Struct, kw_only=True):
+class ScriptArguments(msgspec.Struct, kw_only=True):
     """What the script is told. Times are microseconds, but for `keep`."""
 
     operation: str
     id: str = ""
-    scopes: tuple[AskedScope, ...] = ()
+    scopes: tuple[ScriptScope, ...] = ()
     ahead: int = 0
     # reserve
     amounts: tuple[int, ...] = ()  # of each window
@@ -57,56 +57,56 @@ class Ask(msgspec.Struct, kw_only=True):
     raw: int | msgspec.UnsetType = msgspec.UNSET  # in place of the server's time, for tests
 
 
-class Layout:
+class ScriptKeys:
     """What is the same in every call for these scopes."""
 
     __slots__ = ("asked", "keys", "limits", "paced", "scopes", "smallest", "windows")
 
-    def __init__(self, prefix: str, scopes: tuple[Scope, ...]) -> None:
+    def __init__(self, prefix: str, scopes: tuple[LimitScope, ...]) -> None:
         # One hash tag for all keys, so that those of a request are in one place where keys are spread over several.
         base = f"{{{prefix}:limits}}"
         self.scopes = scopes
         self.keys = [f"{base}:clock"]
         self.limits = [windows_of(scope.limits) for scope in scopes]
         self.windows = [limit for limits in self.limits for limit in limits]
-        asked: list[AskedScope] = []
+        asked: list[ScriptScope] = []
         for scope, limits in zip(scopes, self.limits, strict=True):
             own = f"{base}:{scope.kind}:{_in_keys(scope.name)}"
             self.keys += [f"{own}:book", f"{own}:leases", *(f"{own}:{limit.field}" for limit in limits)]
             concurrent = scope.limits.concurrent
             windows = tuple((limit.meter, limit.pace + 1, limit.limit, limit.span) for limit in limits)
-            asked.append(AskedScope(-1 if concurrent is None else concurrent, windows))
+            asked.append(ScriptScope(-1 if concurrent is None else concurrent, windows))
         self.asked = tuple(asked)
         outputs = [limit for limit in self.windows if limit.meter == "output_tokens"]
         self.paced = tuple(any(limit.pace == pace for limit in outputs) for pace in (0, 1))
         self.smallest = min((limit.limit for limit in outputs), default=UNLIMITED)
 
-    def refusal(self, found: Sequence[int], standings: tuple[Standing, ...] = ()) -> Refusal:
+    def refusal(self, found: Sequence[int], standings: tuple[WindowStatus, ...] = ()) -> LimitRefusal:
         """From what the script says: the wait, whether it is exact, and the places of the scope and the window."""
         wait, exact, scope, window = found
         whose = self.scopes[scope - 1]
         if window == 0:
-            return Refusal(whose, "concurrent", whose.limits.concurrent or 0, wait, bool(exact), standings)
+            return LimitRefusal(whose, "concurrent", whose.limits.concurrent or 0, wait, bool(exact), standings)
         limit = self.limits[scope - 1][window - 1]
-        return Refusal(whose, limit.field, limit.limit, wait, bool(exact), standings)
+        return LimitRefusal(whose, limit.field, limit.limit, wait, bool(exact), standings)
 
-    def never(self, count: int) -> Refusal | None:
+    def never(self, count: int) -> LimitRefusal | None:
         """Where a limit is smaller than so many output tokens."""
         for scope, limits in zip(self.scopes, self.limits, strict=True):
             for limit in limits:
                 if limit.meter == "output_tokens" and limit.limit < count:
-                    return Refusal(scope, limit.field, limit.limit, None, True)
+                    return LimitRefusal(scope, limit.field, limit.limit, None, True)
         return None
 
-    def standings(self, numbers: Sequence[int]) -> tuple[Standing, ...]:
+    def standings(self, numbers: Sequence[int]) -> tuple[WindowStatus, ...]:
         return tuple(
-            Standing(limit, numbers[2 * place], numbers[2 * place + 1]) for place, limit in enumerate(self.windows)
+            WindowStatus(limit, numbers[2 * place], numbers[2 * place + 1]) for place, limit in enumerate(self.windows)
         )
 
 
 @lru_cache(maxsize=4096)
-def layout_of(prefix: str, scopes: tuple[Scope, ...]) -> Layout:
-    return Layout(prefix, scopes)
+def script_keys(prefix: str, scopes: tuple[LimitScope, ...]) -> ScriptKeys:
+    return ScriptKeys(prefix, scopes)
 
 
 def _in_keys(name: str) -> str:

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from typing import Final
 
-from headrace.gateway.limits.limit_set import SECOND
+from headrace.gateway.limits.limit_scopes import SECOND
 
 _UNKNOWN_MICROS: Final = 5 * SECOND  # that an answer takes, as long as nothing is known
 
@@ -40,7 +40,7 @@ class _Recent:
         return self._sorted[-1]
 
 
-class Estimates:
+class OutputEstimates:
     def __init__(
         self,
         *,

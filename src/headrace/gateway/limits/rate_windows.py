@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 
-class Steady:
+class SteadyClock:
     """A clock's time in whole microseconds. Where the clock jumps back, it goes on from where it was."""
 
     __slots__ = ("_clock", "_now", "_raw")
@@ -34,7 +34,7 @@ class Steady:
         return self._now
 
 
-class Window:
+class SlidingWindow:
     """What was used in the last `span` microseconds, and what is held besides.
 
         limit ≥ used (let through, younger than the span) + held (promised, not used as yet)

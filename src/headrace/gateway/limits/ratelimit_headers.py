@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.gateway.limits.limit_set import Standing
+from headrace.gateway.limits.limit_scopes import WindowStatus
 
 
-def rate_headers(standings: Iterable[Standing]) -> dict[str, str]:
+def rate_headers(standings: Iterable[WindowStatus]) -> dict[str, str]:
     """Of requests and of tokens, each where there is such a limit. Input and output tokens have one set of headers."""
     found: dict[str, str] = {}
     every = tuple(standings)
@@ -20,11 +20,11 @@ def rate_headers(standings: Iterable[Standing]) -> dict[str, str]:
             tightest = min(these, key=lambda each: (each.left / each.window.limit, -each.reset))
             found[f"x-ratelimit-limit-{what}"] = str(tightest.window.limit)
             found[f"x-ratelimit-remaining-{what}"] = str(max(0, tightest.left))
-            found[f"x-ratelimit-reset-{what}"] = duration(tightest.reset)
+            found[f"x-ratelimit-reset-{what}"] = format_duration(tightest.reset)
     return found
 
 
-def duration(micros: int) -> str:
+def format_duration(micros: int) -> str:
     """As "6m0s", "1.2s", "12ms"; never less than it is."""
     millis = -(-micros // 1000)
     if millis <= 0:

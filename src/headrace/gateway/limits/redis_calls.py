@@ -22,17 +22,17 @@ from headrace.gateway.circuit_breaker import StoreBreaker
 Result = TypeVar("Result")
 # Why a call did not come through: no answer in time; no connection, or a broken one; no memory; another error of the
 # server's; the breaker is open; too many calls wait; the store was closed.
-Gone = Literal["timeout", "reset", "full", "error", "skipped", "crowded", "closed"]
+UnavailableReason = Literal["timeout", "reset", "full", "error", "skipped", "crowded", "closed"]
 
 _LOOKS: Final = 32  # at whether the answer is there, within the bound
 
 
-class GoneError(Exception):
+class RedisUnavailableError(Exception):
     """The shared store is not there, or not in time. What was asked may have been done all the same."""
 
-    def __init__(self, why: Gone) -> None:
+    def __init__(self, why: UnavailableReason) -> None:
         super().__init__(why)
-        self.why: Final[Gone] = why
+        self.why: Final[UnavailableReason] = why
 
 
 class _Call(msgspec.Struct, eq=False):
@@ -41,7 +41,7 @@ class _Call(msgspec.Struct, eq=False):
     answer: asyncio.Future[list[int]]
 
 
-class RedisCalls:
+class RedisCallBatcher:
     def __init__(
         self,
         url: str,
@@ -74,11 +74,11 @@ class RedisCalls:
     async def call(self, keys: Sequence[str], payload: bytes, *, probe: bool = False) -> list[int]:
         """What the script answers. GoneError. `probe`: also while the breaker is open."""
         if self._closed:
-            raise GoneError("closed")
+            raise RedisUnavailableError("closed")
         if self.breaker.open and not probe:
-            raise GoneError("skipped")
+            raise RedisUnavailableError("skipped")
         if len(self._queue) >= self._waiting:
-            raise GoneError("crowded")
+            raise RedisUnavailableError("crowded")
         answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._queue.append(_Call(keys, payload, answer))
         if self._sending is None:
@@ -113,20 +113,20 @@ class RedisCalls:
         for call, answer in zip(batch, answers, strict=True):
             if not call.answer.done():
                 if isinstance(answer, Exception):
-                    call.answer.set_exception(GoneError(_why(answer)))
+                    call.answer.set_exception(RedisUnavailableError(_why(answer)))
                 else:
                     call.answer.set_result(answer)
 
-    def _failed(self, batch: list[_Call], why: Gone) -> None:
+    def _failed(self, batch: list[_Call], why: UnavailableReason) -> None:
         """Those that wait behind fail with it: they would wait as long again, one batch after the other."""
         self._count(why)
         self._disconnect()
         for call in (*batch, *self._queue):
             if not call.answer.done():
-                call.answer.set_exception(GoneError(why))
+                call.answer.set_exception(RedisUnavailableError(why))
         self._queue.clear()
 
-    def _count(self, why: Gone) -> None:
+    def _count(self, why: UnavailableReason) -> None:
         self.breaker.failed()
         self._note(why)
 
@@ -209,7 +209,7 @@ def _library() -> Any:
         raise HeadraceError("shared limits need the package redis: pip install 'headrace[redis]'") from None
 
 
-def _why(error: Exception) -> Gone:
+def _why(error: Exception) -> UnavailableReason:
     # By name, so that nothing here needs the package to be there.
     name = type(error).__name__
     if name == "OutOfMemoryError" or str(error).startswith("OOM"):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.config.shaping_section import Degrade
+from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 
@@ -73,7 +73,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "standard"
     priority: int = 0
     cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
-    degrade: Degrade | None = None  # what may become of the answer under pressure; None: all that is declared
+    degrade: DegradeMode | None = None  # what may become of the answer under pressure; None: all that is declared
     user: str | None = None
     metadata: Mapping[str, str] = {}
 

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from headrace.config.routing_section import Then
+from headrace.config.routing_section import AfterBreak
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import (
@@ -48,7 +48,7 @@ def may_fall_back(error: ApiError) -> bool:
 class FallbackStep(msgspec.Struct, frozen=True):
     variant: str
     make: AnswererFactory
-    then: Then = "error"  # with a stream that broke after it had begun
+    then: AfterBreak = "error"  # with a stream that broke after it had begun
 
 
 class FallbackAnswerer(CompositeAnswerer):

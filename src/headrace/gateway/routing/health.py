@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from headrace.config.breaker_section import BreakerConfig
-from headrace.config.routing_section import HealthConfig
+from headrace.config.routing_section import VariantHealthConfig
 from headrace.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.gateway.routing.composite_answerer import Clock
 
@@ -19,7 +19,7 @@ from headrace.gateway.routing.composite_answerer import Clock
 class HealthCheck:
     """Whether a variant answers when it is asked if it is there. At first it counts as there."""
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: VariantHealthConfig) -> None:
         self._config = config
         self._in_a_row = 0  # answers that speak against what it counts as
         self.well = True
@@ -50,14 +50,14 @@ class VariantHealth:
     def __init__(
         self,
         breaker: BreakerConfig | None = None,
-        check: HealthConfig | None = None,
+        check: VariantHealthConfig | None = None,
         *,
         clock: Clock = time.monotonic,
         changed: Callable[[str, BreakerState], None] | None = None,
     ) -> None:
         """`changed` hears of every new state of a variant's breaker."""
         self._breaker = breaker or BreakerConfig()
-        self._check = check or HealthConfig()
+        self._check = check or VariantHealthConfig()
         self._clock = clock
         self._changed = changed
         self._breakers: dict[str, CircuitBreaker] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleConfig, When
+from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleConditions, RuleConfig
 from headrace.config.toml_text import key_path, quoted
 from headrace.gateway.routing.calibration import CalibrationError, read_labelled
 from headrace.gateway.routing.language import LANGUAGES
@@ -85,7 +85,7 @@ def _rule(rule: RuleConfig, config: RoutingConfig, variants: Collection[str], wh
     yield from _when(rule.when, f"{where}.when")
 
 
-def _when(when: When, where: str) -> Iterator[Finding]:
+def _when(when: RuleConditions, where: str) -> Iterator[Finding]:
     for name, values, known in (
         ("surfaces", when.surfaces, SURFACES),
         ("profiles", when.profiles, PROFILES),

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.config.routing_section import DAYS, RuleConfig, When
+from headrace.config.routing_section import DAYS, RuleConditions, RuleConfig
 from headrace.gateway.routing.complexity import complexity
 from headrace.gateway.routing.language import language_of
 from headrace.gateway.serving.exchange import Exchange
@@ -103,7 +103,7 @@ def first_match(rules: Sequence[Rule], facts: RoutingFacts) -> Rule | None:
     return None
 
 
-def _tests(when: When) -> list[Test]:
+def _tests(when: RuleConditions) -> list[Test]:
     tests: list[Test] = []
     if when.models:
         models = frozenset(when.models)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.config.upstream_section import UpstreamConfig, takes_of
+from headrace.config.upstream_section import UpstreamConfig, features_of
 from headrace.errors import ModelError
 from headrace.models.formats.safetensors_file import SafetensorsFile
 from headrace.models.model_folder import ModelFolder
@@ -71,7 +71,7 @@ def of_upstream(config: UpstreamConfig) -> str:
     headers' values are in it, because clients are told it. What the operators of the server change there, it does not
     show."""
     address = urlsplit(config.url)
-    sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, takes_of(config))
+    sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, features_of(config))
     return _fingerprint(_named("upstream", msgspec.msgpack.encode((sent, sorted(config.headers)))))
 
 

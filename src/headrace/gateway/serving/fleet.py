@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
-from headrace.config import Config, ModelConfig, Server, names_of, upstreams_of, variants_of
+from headrace.config import Config, ModelConfig, ServerConfig, names_of, upstreams_of, variants_of
 from headrace.engine.interface.request import Request
 from headrace.engine.process.engine_client import Waits
 from headrace.engine.process.output_stream import Stream
@@ -245,7 +245,7 @@ class Fleet:
 def _engine(
     variant: Variant,
     model: ModelConfig,
-    server: Server,
+    server: ServerConfig,
     progress: Callable[[int, int], None] | None,
     *,
     early: bool,

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import structlog
 
 from headrace.config.tenant_section import AdminConfig, TenantConfig
-from headrace.gateway.accounts.account_records import Scope
-from headrace.gateway.accounts.admin_operations import NewKey, Operations, Who
-from headrace.gateway.accounts.audit_log import told
-from headrace.gateway.accounts.directory import Identified
+from headrace.gateway.accounts.account_records import KeyScope
+from headrace.gateway.accounts.admin_operations import Actor, AdminOperations, NewKey
+from headrace.gateway.accounts.audit_log import audit_row_json
+from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.accounts.key_secrets import hidden, holds_secret
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.database import Page
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.database import ListPage
+from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.admin_protocols import UsageExport, UsageFilters
 from headrace.server.http.api_call import ApiCall, Response
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log: Final = structlog.stdlib.get_logger("headrace.admin")
 
 LOCAL: Final = "headrace.local"  # in the scope of a call that came by the socket for administrators
-_LOCAL_CALLER: Final = Identified(key="local", admin="write")
+_LOCAL_CALLER: Final = IdentifiedCaller(key="local", admin="write")
 _BODY_S: Final = 30.0  # for a body
 _DAY: Final = 86_400.0  # seconds
 
@@ -45,7 +45,7 @@ Work = Callable[[ApiCall], Awaitable[Any]]
 class AdminRoutes:
     def __init__(
         self,
-        operations: Operations,
+        operations: AdminOperations,
         config: AdminConfig,
         *,
         usage: UsageExport | None = None,
@@ -104,7 +104,7 @@ class AdminRoutes:
         # Open for the application, which would ask for a key before it says that there is no such path.
         return Route(method, path, handler, about, table, open=True, listed=self._listed)
 
-    def _admitted(self, call: ApiCall) -> Identified:
+    def _admitted(self, call: ApiCall) -> IdentifiedCaller:
         if call.scope.get(LOCAL) is True:
             return _LOCAL_CALLER
         directory = self._operations.directory
@@ -128,8 +128,8 @@ class AdminRoutes:
             raise invalid("the body has texts that are no Unicode", code="invalid_value")
         return converted(values, table)
 
-    def _who(self, call: ApiCall) -> Who:
-        return Who(call.caller.key, hidden(call.id))
+    def _who(self, call: ApiCall) -> Actor:
+        return Actor(call.caller.key, hidden(call.id))
 
     # The state
 
@@ -215,7 +215,7 @@ class AdminRoutes:
         new = NewKey(
             name=given["name"],
             tenant=given["tenant"],
-            scope=Scope(given.get("models"), given.get("surfaces"), given.get("profiles"), given.get("admin")),
+            scope=KeyScope(given.get("models"), given.get("surfaces"), given.get("profiles"), given.get("admin")),
             surface=given.get("surface"),
             weight=given.get("weight", 1.0),
             limits=given.get("limits", LimitSet()),
@@ -304,7 +304,7 @@ class AdminRoutes:
             limit=limit + 1,
             newest=newest,
         )
-        rows = [told(row) for row in span.rows[:limit]]
+        rows = [audit_row_json(row) for row in span.rows[:limit]]
         return {
             "object": "list",
             "data": rows,
@@ -314,7 +314,7 @@ class AdminRoutes:
         }
 
 
-def _listed(page: Page[dict[str, Any]], id: str) -> dict[str, Any]:
+def _listed(page: ListPage[dict[str, Any]], id: str) -> dict[str, Any]:
     return {
         "object": "list",
         "data": page.data,

@@ -15,7 +15,7 @@ from headrace.config import Weight
 from headrace.config.tenant_section import BudgetConfig, CachesConfig, Rights, TenantConfig
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.ledger.ledger_store import Dimension
-from headrace.gateway.limits.limit_set import LimitSet
+from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import Parameter, Table, convert
 from headrace.surfaces import SURFACES
@@ -24,59 +24,59 @@ MOST_LISTED: Final = 1000
 _LONGEST: Final = 200  # characters of a name or a reason
 
 # Texts that are shown and logged: of printable characters, and of them not too many.
-Line = Annotated[
+_Line = Annotated[
     str, Meta(min_length=1, max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+$")
 ]
-Names = Annotated[tuple[Line, ...], Meta(max_length=256)]
-Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
-Surfaces = Annotated[tuple[Surface, ...], Meta(max_length=len(SURFACES))]
-Profile = Literal["standard", "fast", "golden"]
-Profiles = Annotated[tuple[Profile, ...], Meta(max_length=3)]
-Limits = Annotated[dict[Line, LimitSet], Meta(max_length=256)]
-Metadata = Annotated[dict[Line, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
-Budgets = Annotated[tuple[BudgetConfig, ...], Meta(max_length=64)]
-Span = Annotated[float, Meta(gt=0, le=10 * 366 * 86_400)]  # seconds
-Time = Annotated[int, Meta(ge=0, le=2**40)]  # seconds since 1970
+_Names = Annotated[tuple[_Line, ...], Meta(max_length=256)]
+_Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
+_Surfaces = Annotated[tuple[_Surface, ...], Meta(max_length=len(SURFACES))]
+_Profile = Literal["standard", "fast", "golden"]
+_Profiles = Annotated[tuple[_Profile, ...], Meta(max_length=3)]
+_ModelLimits = Annotated[dict[_Line, LimitSet], Meta(max_length=256)]
+_Metadata = Annotated[dict[_Line, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+_Budgets = Annotated[tuple[BudgetConfig, ...], Meta(max_length=64)]
+_Seconds = Annotated[float, Meta(gt=0, le=10 * 366 * 86_400)]  # seconds
+_Time = Annotated[int, Meta(ge=0, le=2**40)]  # seconds since 1970
 
 _SCOPE: Final[Table] = {
-    "models": Parameter("Models that may be used; MODEL allows its variants. All by default.", Names),
-    "surfaces": Parameter("Surfaces that may be used. All by default.", Surfaces),
-    "profiles": Parameter("Profiles that may be used. All by default.", Profiles),
+    "models": Parameter("Models that may be used; MODEL allows its variants. All by default.", _Names),
+    "surfaces": Parameter("Surfaces that may be used. All by default.", _Surfaces),
+    "profiles": Parameter("Profiles that may be used. All by default.", _Profiles),
 }
 LIMITS: Final[Table] = {
     "limits": Parameter("Limits on all requests of the tenant.", LimitSet),
-    "model_limits": Parameter("Limits on its requests to single models.", Limits),
-    "surface_limits": Parameter("Limits on its requests on single surfaces.", Limits),
+    "model_limits": Parameter("Limits on its requests to single models.", _ModelLimits),
+    "surface_limits": Parameter("Limits on its requests on single surfaces.", _ModelLimits),
 }
 BUDGETS: Final[Table] = {
-    "budgets": Parameter("What may be spent, by endpoint and by day or month.", Budgets, required=True),
+    "budgets": Parameter("What may be spent, by endpoint and by day or month.", _Budgets, required=True),
 }
 _SETTINGS: Final[Table] = {
     "weight": Parameter("Of its fair share in the engine.", Weight),
     **_SCOPE,
     **LIMITS,
-    "budgets": Parameter("What may be spent, by endpoint and by day or month.", Budgets),
+    "budgets": Parameter("What may be spent, by endpoint and by day or month.", _Budgets),
     "fail": Parameter("Where a shared dependency is gone: open or closed.", Literal["open", "closed"]),
     "caches": Parameter("Modes of the caches of answers, where they differ from the server's.", CachesConfig),
     "ladder": Parameter("Whether its answers may become less under pressure.", bool),
     "suspended": Parameter("Whether all its requests are refused.", bool),
-    "metadata": Parameter("Pairs of texts that are handed back.", Metadata),
+    "metadata": Parameter("Pairs of texts that are handed back.", _Metadata),
 }
-TENANT: Final[Table] = {"name": Parameter("The tenant's name.", Line, required=True), **_SETTINGS}
+TENANT: Final[Table] = {"name": Parameter("The tenant's name.", _Line, required=True), **_SETTINGS}
 TENANT_CHANGE: Final[Table] = {
     **_SETTINGS,
     "unset": Parameter("Settings that go back to their defaults.", tuple[Literal[tuple(_SETTINGS)], ...]),  # pyright: ignore[reportInvalidTypeForm]
 }
 KEY: Final[Table] = {
-    "name": Parameter("What the key is for.", Line, required=True),
-    "tenant": Parameter("Whose it is.", Line, required=True),
+    "name": Parameter("What the key is for.", _Line, required=True),
+    "tenant": Parameter("Whose it is.", _Line, required=True),
     **_SCOPE,
     "admin": Parameter("Rights on the admin API: read, or write. None by default.", Rights),
-    "surface": Parameter("Of requests that name none.", Surface),
+    "surface": Parameter("Of requests that name none.", _Surface),
     "weight": Parameter("A factor of the tenant's.", Weight),
     "limits": Parameter("Limits on the key's requests.", LimitSet),
-    "expires_at": Parameter("When it ends, in seconds since 1970. Never by default.", Time),
-    "expires_in_s": Parameter("The same, in seconds from now.", Span),
+    "expires_at": Parameter("When it ends, in seconds since 1970. Never by default.", _Time),
+    "expires_in_s": Parameter("The same, in seconds from now.", _Seconds),
 }
 ROTATE: Final[Table] = {
     "overlap_s": Parameter(
@@ -86,21 +86,21 @@ ROTATE: Final[Table] = {
 }
 FAST: Final[Table] = {
     "on": Parameter("Whether it is on. false, of a tenant: not even while it is on for all.", bool),
-    "ttl_s": Parameter("Seconds after which it ends by itself.", Span, required=True),
-    "reason": Parameter("Why; kept in the audit log.", Line, required=True),
+    "ttl_s": Parameter("Seconds after which it ends by itself.", _Seconds, required=True),
+    "reason": Parameter("Why; kept in the audit log.", _Line, required=True),
 }
 INVALIDATE: Final[Table] = {
-    "tags": Parameter("Tags whose entries go.", Names),
-    "events": Parameter("Events, as the configuration has them, whose tags' entries go.", Names),
-    "tenant": Parameter("Only this tenant's entries.", Line),
+    "tags": Parameter("Tags whose entries go.", _Names),
+    "events": Parameter("Events, as the configuration has them, whose tags' entries go.", _Names),
+    "tenant": Parameter("Only this tenant's entries.", _Line),
     "all": Parameter("Every entry, where neither tags nor events are named.", bool),
 }
 # Of the query of an export.
-Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+_Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 USAGE: Final[Mapping[str, Any]] = {
     "tenant": str,
-    "first_day": Day,
-    "last_day": Day,
+    "first_day": _Day,
+    "last_day": _Day,
     "by": str,
     "format": Literal["csv", "json"],
 }

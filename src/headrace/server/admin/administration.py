@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from headrace.config import Config, KeyConfig, names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
-from headrace.gateway.accounts.account_store import Retention, SqliteStore, Store
-from headrace.gateway.accounts.account_sync import Shared
-from headrace.gateway.accounts.admin_operations import Operations
-from headrace.gateway.accounts.cache_invalidations import Forgetting, Invalidations
-from headrace.gateway.accounts.directory import Directory
-from headrace.gateway.accounts.fast_mode import Switches
+from headrace.gateway.accounts.account_store import AccountStore, AuditRetention, SqliteAccountStore
+from headrace.gateway.accounts.account_sync import AccountSync
+from headrace.gateway.accounts.admin_operations import AdminOperations
+from headrace.gateway.accounts.cache_invalidations import CacheInvalidations, InvalidatableCache
+from headrace.gateway.accounts.directory import AccountDirectory
+from headrace.gateway.accounts.fast_mode import FastModeSwitches
 from headrace.gateway.database import Database
 from headrace.server.admin.admin_protocols import UsageExport
 from headrace.server.admin.admin_routes import AdminRoutes
@@ -38,7 +38,7 @@ class Administration:
     def __init__(
         self,
         config: Config,
-        store: Store,
+        store: AccountStore,
         environ: Mapping[str, str],
         *,
         keys: Sequence[KeyConfig] = (),
@@ -47,7 +47,7 @@ class Administration:
         fast: FastConfig | None = None,
         served: Collection[str] | None = None,
         usage: UsageExport | None = None,
-        caches: Mapping[str, Forgetting] | None = None,
+        caches: Mapping[str, InvalidatableCache] | None = None,
         events: Mapping[str, Sequence[str]] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -57,8 +57,8 @@ class Administration:
         self._config = config
         self._admin = admin = admin or AdminConfig()
         fast, served = fast or FastConfig(), names_of(config) if served is None else served
-        self.shared = Shared(store, poll_s=admin.poll_s, taken_uses=self._taken_uses, monotonic=monotonic)
-        self.directory = Directory(
+        self.shared = AccountSync(store, poll_s=admin.poll_s, taken_uses=self._taken_uses, monotonic=monotonic)
+        self.directory = AccountDirectory(
             keys,
             tenants or {},
             environ,
@@ -67,11 +67,11 @@ class Administration:
             stale_s=admin.stale_s,
             clock=clock,
         )
-        self.switches = Switches(fast, served=served, monotonic=monotonic)
-        self.invalidations = Invalidations(caches or {})
+        self.switches = FastModeSwitches(fast, served=served, monotonic=monotonic)
+        self.invalidations = CacheInvalidations(caches or {})
         self.shared.listen(self.switches.take)
         self.shared.listen(self.invalidations.take)
-        self.operations = Operations(
+        self.operations = AdminOperations(
             self.shared,
             self.directory,
             self.switches,
@@ -109,6 +109,8 @@ class Administration:
         await self.shared.close()
 
 
-def sqlite_store(database: Database, admin: AdminConfig, *, clock: Callable[[], float] = time.time) -> SqliteStore:
-    retention = Retention(admin.audit_rows, admin.audit_days)
-    return SqliteStore(database, retention=retention, answer_s=admin.answer_s, clock=clock)
+def sqlite_store(
+    database: Database, admin: AdminConfig, *, clock: Callable[[], float] = time.time
+) -> SqliteAccountStore:
+    retention = AuditRetention(admin.audit_rows, admin.audit_days)
+    return SqliteAccountStore(database, retention=retention, answer_s=admin.answer_s, clock=clock)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.database import Page, rows_of, select_page
+from headrace.gateway.database import ListPage, rows_of, select_page
 from headrace.server.api import batch_lines
 from headrace.server.api.batch_lines import Line
 from headrace.server.api.files import hold, release
@@ -168,10 +168,10 @@ def unfinished(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     return rows_of(connection, f"SELECT * FROM batches WHERE {_IN} ORDER BY seq")
 
 
-def page(connection: sqlite3.Connection, tenant: str, after: str | None, limit: int) -> Page[BatchRecord]:
+def page(connection: sqlite3.Connection, tenant: str, after: str | None, limit: int) -> ListPage[BatchRecord]:
     """The newest first."""
     found = select_page(connection, "batches", tenant, after=after, limit=limit, order="desc")
-    return Page([record(row) for row in found.data], found.has_more)
+    return ListPage([record(row) for row in found.data], found.has_more)
 
 
 def begin(connection: sqlite3.Connection, seq: int, lines: list[Line], now: int) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid
-from headrace.gateway.database import Database, Page, check_listing
+from headrace.gateway.database import Database, ListPage, check_listing
 from headrace.server.api import batch_lines
 from headrace.server.api import batch_table as table
 from headrace.server.api.batch_lines import Line
@@ -180,7 +180,7 @@ class Batches:
     async def retrieve(self, id: str, tenant: str) -> BatchRecord:
         return table.record(await self._db.run(lambda connection: table.find(connection, id, tenant)))
 
-    async def list(self, tenant: str, *, after: str | None = None, limit: int = 20) -> Page[BatchRecord]:
+    async def list(self, tenant: str, *, after: str | None = None, limit: int = 20) -> ListPage[BatchRecord]:
         check_listing(limit=limit, most=100, order="desc")
         return await self._db.run(lambda connection: table.page(connection, tenant, after, limit))
 

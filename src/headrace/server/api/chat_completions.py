@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError, invalid
@@ -153,11 +153,11 @@ TABLE: Final[Table] = {
 }
 
 
-def read_chat(body: bytes, headers: Mapping[str, str], limits: Limits) -> Asked:
+def read_chat(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     return chat_of(read(body, TABLE), headers, limits)
 
 
-def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -> Asked:
+def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     """`given`: converted by the table."""
     tools = _tools(given.get("tools") or [], limits)
     choosing, only = _choosing(given.get("tool_choice"), tools)
@@ -188,7 +188,7 @@ def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -
     )
 
 
-def messages_of(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[Message], limits: RequestLimits) -> list[dict[str, Any]]:
     """As chat templates take them."""
     check_count("messages", len(messages), limits.messages)
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -243,7 +243,7 @@ def text_of(content: str | list[Part] | None, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tools(tools: Sequence[FunctionTool], limits: Limits) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[FunctionTool], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(
         Tool(tool.function.name, tool.function.description, tool.function.parameters, bool(tool.function.strict))
@@ -292,7 +292,7 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
     return Grammar("json_schema", msgspec.json.encode(wanted.json_schema.schema).decode())
 
 
-def _sampling(given: Mapping[str, Any], limits: Limits) -> Sampling:
+def _sampling(given: Mapping[str, Any], limits: RequestLimits) -> Sampling:
     top = given.get("top_logprobs")
     if top is not None and not given.get("logprobs"):
         raise invalid("'top_logprobs' goes with logprobs: true", "top_logprobs")

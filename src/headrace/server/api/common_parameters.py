@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.config import Limits
-from headrace.config.shaping_section import Degrade
+from headrace.config import RequestLimits
+from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError, invalid
@@ -74,7 +74,7 @@ EXTRAS: Final = {
     "cache": Parameter(
         "off: the prompt is computed anew, no cache of answers is used, and nothing is kept.", Literal["on", "off"]
     ),
-    "degrade": Parameter("What may become less under pressure: on, off, or a list of steps.", Degrade),
+    "degrade": Parameter("What may become less under pressure: on, off, or a list of steps.", DegradeMode),
     "sources": Parameter("Texts that the answer is to be made from, each with its id.", list[SourceField]),
     "overflow": Parameter("What becomes of a conversation that is too long.", Literal["refuse", "drop", "summarise"]),
     "user": Parameter("Whom the request is for; kept in the log.", Annotated[str, Meta(max_length=512)]),
@@ -158,7 +158,7 @@ def check_least(given: Mapping[str, Any], most: int | None) -> None:
         raise invalid(f"'min_tokens' must be 0 to {most}, the most tokens of the answer, not {least}", "min_tokens")
 
 
-def stops_of(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
+def stops_of(stop: str | list[str] | None, limits: RequestLimits) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     check_count("stop", len(stops), limits.stop, least=0)
     return stops

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import invalid
 from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage, combine_usages
 from headrace.gateway.serving.exchange import Exchange
@@ -48,11 +48,11 @@ TABLE: Final[Table] = {
 }
 
 
-def read_completion(body: bytes, headers: Mapping[str, str], limits: Limits) -> Asked:
+def read_completion(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     return completion_of(read(body, TABLE), headers, limits)
 
 
-def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -> Asked:
+def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     options: StreamOptions | None = given.get("stream_options")
     if options is not None and not given.get("stream"):
         raise invalid("'stream_options' goes with stream: true", "stream_options")

@@ -26,7 +26,15 @@ from typing import Any, BinaryIO, Final, Protocol, TypeVar
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.database import Database, Page, check_listing, full, rows_of, select_page, storage_error
+from headrace.gateway.database import (
+    Database,
+    ListPage,
+    check_listing,
+    rows_of,
+    select_page,
+    storage_error,
+    storage_full,
+)
 from headrace.models.formats.atomic_file import NewFile
 
 log = logging.getLogger(__name__)
@@ -173,11 +181,11 @@ class Files:
         limit: int = 10_000,
         order: str = "desc",
         purpose: str | None = None,
-    ) -> Page[FileRecord]:
+    ) -> ListPage[FileRecord]:
         checked = check_listing(limit=limit, most=10_000, order=order)
         now = self._clock()
 
-        def select(connection: sqlite3.Connection) -> Page[FileRecord]:
+        def select(connection: sqlite3.Connection) -> ListPage[FileRecord]:
             page = select_page(
                 connection,
                 "files",
@@ -188,7 +196,7 @@ class Files:
                 where="(expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)",
                 values=(now, purpose, purpose),
             )
-            return Page([_record(row) for row in page.data], page.has_more)
+            return ListPage([_record(row) for row in page.data], page.has_more)
 
         return await self._db.run(select)
 
@@ -240,7 +248,7 @@ class Files:
     ) -> FileRecord:
         await self.sweep()
         if self._files >= self._count:
-            raise full("the server keeps no more files; delete some")
+            raise storage_full("the server keeps no more files; delete some")
         id = "file-" + "".join(secrets.choice(_ALPHABET) for _ in range(24))
         size = await self._receive(stream, id, most)
         now = int(self._clock())
@@ -263,7 +271,7 @@ class Files:
                         f"a file may have at most {most} bytes", parameter="file", code="file_too_large", status=413
                     )
                 if self._bytes + len(piece) > self._limits.files_bytes:
-                    raise full("the server has no more room for files; delete some")
+                    raise storage_full("the server has no more room for files; delete some")
                 size += len(piece)
                 self._take(0, len(piece))
                 gathered += piece

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
@@ -215,7 +215,7 @@ TABLE: Final[Table] = {
 COUNT_TABLE: Final[Table] = _PROMPT
 
 
-def read_message(body: bytes, headers: Mapping[str, str], limits: Limits) -> Asked:
+def read_message(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     given = read(body, TABLE)
     asked = message_of(given, headers, limits)
     assert asked.messages is not None
@@ -225,12 +225,12 @@ def read_message(body: bytes, headers: Mapping[str, str], limits: Limits) -> Ask
     return asked
 
 
-def read_count(body: bytes, headers: Mapping[str, str], limits: Limits) -> Asked:
+def read_count(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     """For `/v1/messages/count_tokens`: what is asked is only a prompt."""
     return message_of(read(body, COUNT_TABLE), headers, limits)
 
 
-def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -> Asked:
+def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
     """`given`: converted by one of the tables."""
     stops = check_count("stop_sequences", len(given.get("stop_sequences", ())), limits.stop, least=0)
     tools = _tools(given.get("tools", []), limits)
@@ -279,7 +279,7 @@ def _grammar(given: Mapping[str, Any], config: OutputConfig) -> Grammar | None:
     return Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
 
 
-def _tools(tools: Sequence[dict[str, Any]], limits: Limits) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[dict[str, Any]], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
     check_names(found)
@@ -323,7 +323,7 @@ def _choosing(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolCho
 # Messages
 
 
-def _messages(system: str | list[Text] | None, messages: Sequence[Turn], limits: Limits) -> list[dict[str, Any]]:
+def _messages(system: str | list[Text] | None, messages: Sequence[Turn], limits: RequestLimits) -> list[dict[str, Any]]:
     check_count("messages", len(messages), limits.messages)
     plain: list[dict[str, Any]] = []
     if system:

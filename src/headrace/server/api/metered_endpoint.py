@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.gateway.accounts.access import surface_of
+from headrace.gateway.accounts.access import choose_surface
 from headrace.gateway.api_errors import as_api_error
 from headrace.gateway.flow.services import Parts
-from headrace.gateway.ledger.budgets import Refuse
-from headrace.gateway.ledger.ledger_records import Entry
+from headrace.gateway.ledger.budgets import BudgetRefusal
+from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
 from headrace.server.api.vectors import Prepared
@@ -26,7 +26,7 @@ async def measured(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answer, and headers beside it. ApiError where it is refused or fails."""
     served = prepared.work.served
-    surface = surface_of(caller, prepared.work.wished, "batch")
+    surface = choose_surface(caller, prepared.work.wished, "batch")
     prepared.work.on(surface)
     reservation = await parts.limiter.reserve(
         parts.scopes(caller, served.name, surface),
@@ -41,7 +41,7 @@ async def measured(
     ended, charged = "finished", False
     try:
         if parts.ledger is not None:
-            entry = Entry(
+            entry = LedgerEntry(
                 id=id,
                 tenant=caller.tenant,
                 endpoint=endpoint,
@@ -53,7 +53,7 @@ async def measured(
             )
             # Another variant's vectors are of another kind, so none stands in for this one.
             verdict = await parts.ledger.reserve(entry, output_tokens=0, most_tokens=0, falls=False)
-            if isinstance(verdict, Refuse):
+            if isinstance(verdict, BudgetRefusal):
                 raise verdict.error()
             charged = True
         return await prepared.run(), headers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Asked, Choice
@@ -73,7 +73,7 @@ class Answered:
 
 
 async def read(
-    body: bytes, headers: Mapping[str, str], limits: Limits, store: ResponseStore, tenant: str
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, store: ResponseStore, tenant: str
 ) -> ResponsesAsked:
     """What is asked, after the conversation that it goes on from."""
     found = read_response(body, headers, limits)

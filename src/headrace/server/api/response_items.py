@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.server.api.common_parameters import check_count
 from headrace.server.api.messages import object_of
@@ -68,7 +68,7 @@ class ItemPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None  # common prefixes are found without it
 
 
-def items_of(given: str | list[dict[str, Any]], limits: Limits, *, least: int) -> list[dict[str, Any]]:
+def items_of(given: str | list[dict[str, Any]], limits: RequestLimits, *, least: int) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     check_count("input", len(given), limits.messages, least=least)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.database import Database, Page, check_listing, rows_of
+from headrace.gateway.database import Database, ListPage, check_listing, rows_of
 
 _LIST_MOST: Final = 100
 
@@ -73,7 +73,7 @@ class ResponseStore:
 
     async def items(
         self, id: str, tenant: str, *, after: str | None = None, limit: int = 20, order: str = "desc"
-    ) -> Page[Any]:
+    ) -> ListPage[Any]:
         """A part of its items; `after` is the id of one of them."""
         checked = check_listing(limit=limit, most=_LIST_MOST, order=order)
         items = (await self.get(id, tenant)).items
@@ -84,7 +84,7 @@ class ResponseStore:
             if not places:
                 raise invalid("there is nothing with this id to list from", "after")
             items = items[places[0] + 1 :]
-        return Page(items[:limit], len(items) > limit)
+        return ListPage(items[:limit], len(items) > limit)
 
     async def delete(self, id: str, tenant: str) -> None:
         now = self._clock()

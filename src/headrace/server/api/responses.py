@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
@@ -182,11 +182,11 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     most: int  # items
 
 
-def read_response(body: bytes, headers: Mapping[str, str], limits: Limits) -> ResponsesAsked:
+def read_response(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> ResponsesAsked:
     return response_of(read(body, TABLE), headers, limits)
 
 
-def response_of(given: dict[str, Any], headers: Mapping[str, str], limits: Limits) -> ResponsesAsked:
+def response_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> ResponsesAsked:
     """`given`: converted by the table."""
     if "stream_options" in given and not given.get("stream"):
         raise invalid("'stream_options' goes with stream: true", "stream_options")
@@ -233,7 +233,7 @@ def with_history(found: ResponsesAsked, earlier_items: Sequence[Any]) -> Respons
     return replace(found, items=items, asked=found.asked.but(messages=messages))
 
 
-def _logprobs_wanted(given: Mapping[str, Any], limits: Limits) -> int | None:
+def _logprobs_wanted(given: Mapping[str, Any], limits: RequestLimits) -> int | None:
     top: int | None = given.get("top_logprobs")
     if top is not None:
         return check_count("top_logprobs", top, limits.logprobs, least=0)
@@ -251,7 +251,7 @@ def _grammar(given: Mapping[str, Any], text: TextConfig) -> Grammar | None:
     return Grammar("json_schema", msgspec.json.encode(text.format.schema).decode())
 
 
-def _tools(tools: Sequence[Any], limits: Limits) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[Any], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
     check_names(found)

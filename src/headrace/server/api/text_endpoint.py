@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.flow.text_flow import Way
 from headrace.gateway.requests.event_writer import EventWriter
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Dialect(msgspec.Struct, frozen=True):
     name: str
     table: Table
-    read: Callable[[bytes, Mapping[str, str], Limits], Asked]
+    read: Callable[[bytes, Mapping[str, str], RequestLimits], Asked]
     whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
     events: Callable[[Exchange], EventWriter]
     errors: str = "openai"  # the shape of errors

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import invalid
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
 from headrace.server.api.chat_completions import Message, messages_of
 from headrace.server.http.body_parameters import Parameter, Table
 
-_LIMITS: Final = Limits()
+_LIMITS: Final = RequestLimits()
 _MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
 TOKENIZE: Final[Table] = {

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from headrace.config import Limits
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
@@ -106,7 +106,7 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
 
 
 async def prepared_embeddings(
-    served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits
+    served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
 ) -> Prepared:
     texts = prompts_of(given["input"], "input", limits.texts)
     dimensions: int | None = given.get("dimensions")
@@ -146,7 +146,9 @@ def _base64(vector: NDArray[np.float32]) -> str:
 # Rerank
 
 
-async def prepared_rerank(served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+async def prepared_rerank(
+    served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
+) -> Prepared:
     """By the cosine between the embeddings of the query and of each document."""
     documents = [_document(each, place) for place, each in enumerate(given["documents"])]
     check_count("documents", len(documents), limits.texts)
@@ -180,7 +182,9 @@ def _document(document: str | dict[str, str], place: int) -> str:
 # Score
 
 
-async def prepared_score(served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: Limits) -> Prepared:
+async def prepared_score(
+    served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
+) -> Prepared:
     """The log-probability of each continuation after its prompt."""
     if served.upstream is not None:
         raise ApiError(

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import httptools
 import msgspec
 
-from headrace.config import Server
+from headrace.config import ServerConfig
 from headrace.observe import metrics
 from headrace.server.http.request_cycle import STATUS, Message, RequestCycle
 
@@ -53,7 +53,7 @@ class ConnectionBounds(msgspec.Struct, frozen=True):
     reader_s: float
 
     @classmethod
-    def of(cls, server: Server) -> ConnectionBounds:
+    def of(cls, server: ServerConfig) -> ConnectionBounds:
         return cls(server.connections, server.header_bytes, server.header_s, server.idle_s, server.reader_s)
 
 

@@ -18,13 +18,13 @@ from typing import Any, Final, TextIO, cast
 import msgspec
 import structlog
 
-from headrace.config import Log
+from headrace.config import LogConfig
 
 _LONGEST: Final = 1024  # characters of one value
 _BARE: Final = re.compile(r"[^\s\"=]+")  # a text that needs no quotes
 
 
-def configure_log(config: Log, stream: TextIO | None = None) -> None:
+def configure_log(config: LogConfig, stream: TextIO | None = None) -> None:
     """`stream`: standard error by default."""
     output: TextIO = sys.stderr if stream is None else stream
     level = getattr(logging, config.level.upper())

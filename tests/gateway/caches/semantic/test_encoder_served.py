@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Config, ModelConfig, Storage
-from headrace.config import Server as ServerConfig
+from headrace.config import Config, ModelConfig, ServerConfig, StorageConfig
 from headrace.config.cache_section import CacheConfig, ExactConfig, SemanticConfig
 from headrace.server.server import Server
 from tests.support.running_server import Answer, Client, asynchronous, until
@@ -33,7 +32,7 @@ def configured(folder: Path, **semantic: Any) -> Config:
             "mini": ModelConfig(options={"weights": "int8", "context": 512, "threads": 1}),
             "minilm": ModelConfig(path=encoder, options={"weights": "int8", "threads": 1}),
         },
-        storage=Storage(folder=str(folder)),
+        storage=StorageConfig(folder=str(folder)),
         cache=CacheConfig(exact=ExactConfig(mode="on"), semantic=SemanticConfig(**given)),
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.shaping_section import Degrade
+from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.degradation.ladder.ladder_options import ORDER, LadderOptions, StepOptions, Threshold, by_patience
@@ -57,7 +57,9 @@ def test_a_milder_level_changes_less() -> None:
         ((["trim", "stale"], ["stale", "extract"]), {"stale", "refuse"}),
     ],
 )
-def test_steps_can_be_declined_by_request_and_by_tenant(wishes: tuple[Degrade | None, ...], steps: set[str]) -> None:
+def test_steps_can_be_declined_by_request_and_by_tenant(
+    wishes: tuple[DegradeMode | None, ...], steps: set[str]
+) -> None:
     assert AllowedSteps.of(*wishes).steps == steps
 
 

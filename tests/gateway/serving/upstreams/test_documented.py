@@ -15,11 +15,11 @@ from headrace.config.breaker_section import UpstreamBreakerConfig
 DOCUMENT = Path(__file__).parents[4] / "docs" / "how-to" / "use-upstreams.md"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME.upstream]`": upstreams.UpstreamConfig,
-    "`timeouts`": upstreams.Timeouts,
-    "`retries`": upstreams.Retries,
+    "`timeouts`": upstreams.UpstreamTimeouts,
+    "`retries`": upstreams.UpstreamRetries,
     "`breaker`": UpstreamBreakerConfig,
-    "`health`": upstreams.HealthConfig,
-    "`takes`": upstreams.Takes,
+    "`health`": upstreams.UpstreamHealthConfig,
+    "`takes`": upstreams.UpstreamFeatures,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.upstream_section import HealthConfig, Timeouts
+from headrace.config.upstream_section import UpstreamHealthConfig, UpstreamTimeouts
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
@@ -172,7 +172,7 @@ async def test_time_that_the_client_takes_is_not_the_upstreams() -> None:
         await asyncio.sleep(0.5)
         await line.say(sse(chunk("b"), chunk(finish="stop"), used()))
 
-    timeouts = Timeouts(first_s=20.0, chunk_s=0.4, total_s=60.0)
+    timeouts = UpstreamTimeouts(first_s=20.0, chunk_s=0.4, total_s=60.0)
     async with faking(later) as fake, upstream_of(fake, timeouts=timeouts) as upstream:
         answering = UpstreamGeneration(exchange(stream=True), upstream)
         await answering.begin()
@@ -200,7 +200,7 @@ async def test_the_health_check_shuts_and_opens_the_upstream() -> None:
         await line.say(b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\nok" % status)
 
     statuses = [200, 503, 503, 200]
-    config = HealthConfig(path="/health", interval_s=3600.0, failures=2)
+    config = UpstreamHealthConfig(path="/health", interval_s=3600.0, failures=2)
     async with faking(health) as fake, upstream_of(fake, health=config) as upstream:
         await until(lambda: upstream.healthy is not None)
         assert fake.heard[0].path == "/health"
@@ -222,7 +222,7 @@ async def test_the_health_check_shuts_and_opens_the_upstream() -> None:
 async def test_one_that_cannot_be_reached_is_not_well() -> None:
     async with faking(hangs) as fake:
         url = fake.url
-    config = HealthConfig(path="/health", interval_s=0.01, timeout_s=0.5, failures=2)
+    config = UpstreamHealthConfig(path="/health", interval_s=0.01, timeout_s=0.5, failures=2)
     async with upstream_of(url, health=config) as upstream:
         await until(lambda: upstream.healthy is False)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.config.breaker_section import UpstreamBreakerConfig
-from headrace.config.upstream_section import Retries, Timeouts
+from headrace.config.upstream_section import UpstreamRetries, UpstreamTimeouts
 from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
@@ -42,8 +42,8 @@ from tests.support.fake_upstream import (
 )
 from tests.support.running_server import asynchronous
 
-QUICK = Timeouts(connect_s=0.1, first_s=0.1, chunk_s=0.1, usage_s=0.1, total_s=30.0)
-ONCE = Retries(most=0)
+QUICK = UpstreamTimeouts(connect_s=0.1, first_s=0.1, chunk_s=0.1, usage_s=0.1, total_s=30.0)
+ONCE = UpstreamRetries(most=0)
 
 
 async def hangs_in_the_head(line: Line) -> None:
@@ -100,7 +100,7 @@ async def test_one_that_takes_no_connection_is_left_in_time() -> None:
             other = stack.enter_context(socket.socket())
             other.setblocking(False)
             other.connect_ex(full.getsockname())
-        times = Timeouts(connect_s=0.1, first_s=20.0)
+        times = UpstreamTimeouts(connect_s=0.1, first_s=20.0)
         url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
         async with upstream_of(url, timeouts=times, retries=ONCE) as upstream:
             with pytest.raises(UpstreamError) as error:
@@ -113,7 +113,7 @@ async def test_one_that_is_not_there_is_told_apart() -> None:
     async with faking(streams()) as fake:
         url = fake.url
     for address in (url, "http://nobody.invalid/v1"):
-        async with upstream_of(address, **failing(timeouts=Timeouts())) as upstream:
+        async with upstream_of(address, **failing(timeouts=UpstreamTimeouts())) as upstream:
             with pytest.raises(UpstreamError) as error:
                 await soon(pieces_of(upstream))
             assert (error.value.status, error.value.reason) == (503, "connect")
@@ -150,7 +150,7 @@ async def test_the_whole_answer_has_its_bound_too() -> None:
             await line.say(sse(chunk("x"), done=False))
             await asyncio.sleep(0.02)
 
-    timeouts = Timeouts(first_s=20.0, chunk_s=20.0, total_s=0.3)
+    timeouts = UpstreamTimeouts(first_s=20.0, chunk_s=20.0, total_s=0.3)
     async with faking(goes_on) as fake, upstream_of(fake, timeouts=timeouts) as upstream:
         with pytest.raises(BrokenStreamError, match="whole answer") as error:
             await soon(pieces_of(upstream))
@@ -235,7 +235,7 @@ async def test_a_whole_answer_that_breaks_is_asked_for_anew() -> None:
 @pytest.mark.parametrize("handler", [resets, hangs_after_the_head, refuses(503), refuses(500), says(b"what?")])
 @asynchronous
 async def test_before_the_first_word_another_attempt_is_made(handler: Any) -> None:
-    timeouts = Timeouts(first_s=0.2, chunk_s=20.0)
+    timeouts = UpstreamTimeouts(first_s=0.2, chunk_s=20.0)
     async with faking(handler, streams()) as fake, upstream_of(fake, timeouts=timeouts) as upstream:
         assert text_of(await soon(pieces_of(upstream))) == "Hello!"
         assert len(fake.heard) == 2
@@ -426,7 +426,10 @@ async def test_the_key_the_address_and_the_name_there_are_never_told() -> None:
 
 @asynchronous
 async def test_further_attempts_are_bounded() -> None:
-    async with faking(refuses(503)) as fake, upstream_of(fake, retries=Retries(most=3, base_s=0.001)) as upstream:
+    async with (
+        faking(refuses(503)) as fake,
+        upstream_of(fake, retries=UpstreamRetries(most=3, base_s=0.001)) as upstream,
+    ):
         with pytest.raises(UpstreamError) as error:
             await soon(pieces_of(upstream))
         assert error.value.status == 503
@@ -438,7 +441,7 @@ async def test_further_attempts_are_bounded() -> None:
 @asynchronous
 async def test_a_storm_of_refusals_is_not_answered_with_a_storm_of_attempts() -> None:
     quiet = UpstreamBreakerConfig(least_calls=10_000)
-    retries = Retries(most=2, base_s=0.001, share=0.1, reserve=3)
+    retries = UpstreamRetries(most=2, base_s=0.001, share=0.1, reserve=3)
     async with faking(refuses(429)) as fake, upstream_of(fake, breaker=quiet, retries=retries) as upstream:
         for _ in range(50):
             with pytest.raises(UpstreamError) as error:

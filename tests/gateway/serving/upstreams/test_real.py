@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.upstream_section import HealthConfig, Takes
+from headrace.config.upstream_section import UpstreamFeatures, UpstreamHealthConfig
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.request import Finish
 from headrace.engine.interface.sampling import Sampling
@@ -150,7 +150,7 @@ async def test_headraces_own_deadline_is_an_end() -> None:
 @asynchronous
 async def test_headraces_health_is_asked_for() -> None:
     async with serving(loaded=False) as running:
-        config = HealthConfig(interval_s=0.01, failures=1)
+        config = UpstreamHealthConfig(interval_s=0.01, failures=1)
         async with headrace(running, health=config) as upstream:
             await until(lambda: upstream.healthy is False)
             running.fleet.loaded.set()
@@ -192,7 +192,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @asynchronous
 async def test_llama_cpp_streams_and_tells_its_usage(llama: str) -> None:
-    async with upstream_of(llama, kind="llama.cpp", health=HealthConfig(interval_s=0.1)) as upstream:
+    async with upstream_of(llama, kind="llama.cpp", health=UpstreamHealthConfig(interval_s=0.1)) as upstream:
         await until(lambda: upstream.healthy is True)
         found = await soon(pieces_of(upstream, max_tokens=8, ignore_eos=True), 60.0)
         assert found[-1].finish == "length"
@@ -232,7 +232,7 @@ async def test_llama_cpp_takes_all_that_its_kind_says(llama: str) -> None:
 
 @asynchronous
 async def test_llama_cpps_errors_come_through(llama: str) -> None:
-    async with upstream_of(llama, kind="llama.cpp", takes=Takes(n=True)) as upstream:
+    async with upstream_of(llama, kind="llama.cpp", takes=UpstreamFeatures(n=True)) as upstream:
         with pytest.raises(UpstreamError) as error:
             await soon(pieces_of(upstream, messages=[{"role": "user", "content": "word " * 9000}]), 60.0)
         assert (error.value.status, error.value.code) == (400, "context_length_exceeded")

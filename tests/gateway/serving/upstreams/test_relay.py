@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.upstream_section import Retries, Takes, Timeouts
+from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries, UpstreamTimeouts
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.requests.text_request import Tool
 from headrace.gateway.serving.upstreams.relay import ChunkRenamer
@@ -99,7 +99,10 @@ async def test_completions_are_handed_on_too() -> None:
         head | {"choices": [{"index": 0, "text": word, "finish_reason": end}]}
         for word, end in (("a", None), ("", "stop"))
     ]
-    async with faking(streams(*said, used())) as fake, upstream_of(fake, takes=Takes(completions=True)) as upstream:
+    async with (
+        faking(streams(*said, used())) as fake,
+        upstream_of(fake, takes=UpstreamFeatures(completions=True)) as upstream,
+    ):
         found = events(await soon(relayed(upstream, prompts=["Say"])))
         assert [each["choices"][0]["text"] for each in found] == ["a", ""]
         assert {each["id"] for each in found} == {"cmpl-ours"}
@@ -108,15 +111,15 @@ async def test_completions_are_handed_on_too() -> None:
 @pytest.mark.parametrize(
     ("asked", "takes"),
     [
-        ({"tools": (Tool("look"),), "parallel_calls": False}, Takes()),
-        ({"think": False}, Takes()),
-        ({"prompts": ["Say"], "echo": True}, Takes(completions=True)),
-        ({}, Takes(stream=False)),
-        ({"stream": False}, Takes()),
+        ({"tools": (Tool("look"),), "parallel_calls": False}, UpstreamFeatures()),
+        ({"think": False}, UpstreamFeatures()),
+        ({"prompts": ["Say"], "echo": True}, UpstreamFeatures(completions=True)),
+        ({}, UpstreamFeatures(stream=False)),
+        ({"stream": False}, UpstreamFeatures()),
     ],
 )
 @asynchronous
-async def test_what_is_changed_here_is_not_handed_on(asked: dict[str, Any], takes: Takes) -> None:
+async def test_what_is_changed_here_is_not_handed_on(asked: dict[str, Any], takes: UpstreamFeatures) -> None:
     async with faking(streams()) as fake, upstream_of(fake, takes=takes) as upstream:
         fields: dict[str, Any] = {"stream": True, **asked}
         answering = UpstreamGeneration(exchange(**fields), upstream)
@@ -230,8 +233,11 @@ async def test_one_that_hangs_is_left() -> None:
         await line.head()
         await line.gone()
 
-    timeouts = Timeouts(first_s=0.1)
-    async with faking(silent) as fake, upstream_of(fake, timeouts=timeouts, retries=Retries(most=0)) as upstream:
+    timeouts = UpstreamTimeouts(first_s=0.1)
+    async with (
+        faking(silent) as fake,
+        upstream_of(fake, timeouts=timeouts, retries=UpstreamRetries(most=0)) as upstream,
+    ):
         with pytest.raises(UpstreamError) as error:
             await soon(relayed(upstream))
         assert error.value.reason == "timeout"

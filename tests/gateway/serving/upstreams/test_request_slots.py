@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.config.upstream_section import Retries
+from headrace.config.upstream_section import UpstreamRetries
 from headrace.gateway.serving.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
 from tests.support.running_server import asynchronous
@@ -72,7 +72,7 @@ async def test_who_leaves_the_queue_takes_no_place() -> None:
 
 
 def test_further_attempts_are_a_share_of_the_first_ones_and_a_reserve() -> None:
-    budget = RetryBudget(Retries(share=0.25, reserve=2))
+    budget = RetryBudget(UpstreamRetries(share=0.25, reserve=2))
     assert [budget.try_spend() for _ in range(3)] == [True, True, False]
     spent = 0
     for _ in range(1000):
@@ -85,6 +85,6 @@ def test_further_attempts_are_a_share_of_the_first_ones_and_a_reserve() -> None:
 
 
 def test_without_a_share_and_a_reserve_there_are_none() -> None:
-    budget = RetryBudget(Retries(share=0.0, reserve=0))
+    budget = RetryBudget(UpstreamRetries(share=0.0, reserve=0))
     budget.record_request()
     assert not budget.try_spend()

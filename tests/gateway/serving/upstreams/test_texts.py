@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.config import Config, Limits, ModelConfig
-from headrace.config.upstream_section import Retries, Takes
+from headrace.config import Config, ModelConfig, RequestLimits
+from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
 from headrace.gateway.serving.exchange import Caller
@@ -23,7 +23,7 @@ from tests.support.fake_upstream import Fake, Handler, Line, faking, refuses, so
 from tests.support.running_server import asynchronous
 
 CALLER = Caller("key", "tenant", 2.0)
-EMBEDS = Takes(embeddings=True)
+EMBEDS = UpstreamFeatures(embeddings=True)
 ROWS = {"Hello": [3.0, 4.0, 0.0], "world": [0.0, 2.0, 0.0], "Hello there": [3.0, 3.9, 0.0]}
 
 
@@ -65,20 +65,20 @@ async def refused(work: Awaitable[Any], parameter: str) -> ApiError:
 @asynchronous
 async def test_embeddings_are_the_upstreams_scaled_as_ours_are() -> None:
     async with far() as (served, fake):
-        found = await soon(embeddings(served, CALLER, {"input": ["Hello", "world"]}, Limits()))
+        found = await soon(embeddings(served, CALLER, {"input": ["Hello", "world"]}, RequestLimits()))
         assert found["model"] == "mini@far"
         assert [each["embedding"] for each in found["data"]] == [pytest.approx([0.6, 0.8, 0.0]), [0.0, 1.0, 0.0]]
         assert found["usage"] == {"prompt_tokens": 20, "total_tokens": 20}
         assert len(fake.heard) == 1  # all texts in one request
         assert served.width == 3
-        await refused(embeddings(served, CALLER, {"input": "Hello", "dimensions": 4}, Limits()), "dimensions")
+        await refused(embeddings(served, CALLER, {"input": "Hello", "dimensions": 4}, RequestLimits()), "dimensions")
         assert len(fake.heard) == 1  # by now it is known how long they are
 
 
 @asynchronous
 async def test_embeddings_are_counted_before_the_upstream_hears_of_them() -> None:
     async with far(tokenizer=tokenizer()) as (served, fake):
-        prepared = await prepared_embeddings(served, CALLER, {"input": ["Hello", "world"]}, Limits())
+        prepared = await prepared_embeddings(served, CALLER, {"input": ["Hello", "world"]}, RequestLimits())
         assert prepared.input_tokens == sum(len(tokenizer().encode(text)) for text in ("Hello", "world"))
         assert (prepared.usage.prompt_tokens, prepared.surface, fake.heard) == (0, "batch", [])
         await soon(prepared.run())
@@ -88,8 +88,8 @@ async def test_embeddings_are_counted_before_the_upstream_hears_of_them() -> Non
 @asynchronous
 async def test_dimensions_that_there_are_not_are_refused_once_that_is_known() -> None:
     async with far() as (served, _):
-        await refused(embeddings(served, CALLER, {"input": "Hello", "dimensions": 4}, Limits()), "dimensions")
-        found = await soon(embeddings(served, CALLER, {"input": "Hello", "dimensions": 1}, Limits()))
+        await refused(embeddings(served, CALLER, {"input": "Hello", "dimensions": 4}, RequestLimits()), "dimensions")
+        found = await soon(embeddings(served, CALLER, {"input": "Hello", "dimensions": 1}, RequestLimits()))
         assert found["data"][0]["embedding"] == [1.0]
 
 
@@ -97,33 +97,33 @@ async def test_dimensions_that_there_are_not_are_refused_once_that_is_known() ->
 async def test_documents_are_ranked_by_the_upstreams_vectors() -> None:
     asked = {"query": "Hello", "documents": ["world", "Hello there"], "return_documents": True}
     async with far() as (served, _):
-        found = await soon(rerank(served, CALLER, asked, Limits()))
+        found = await soon(rerank(served, CALLER, asked, RequestLimits()))
         assert [each["document"]["text"] for each in found["results"]] == ["Hello there", "world"]
         assert found["usage"]["prompt_tokens"] == 30
 
 
 @asynchronous
 async def test_what_an_upstream_cannot_do_with_texts_is_refused_before_it_hears_of_it() -> None:
-    async with far(takes=Takes()) as (served, fake):
-        await refused(embeddings(served, CALLER, {"input": "Hello"}, Limits()), "model")
-        await refused(score(served, CALLER, {"prompt": "a", "continuations": ["b"]}, Limits()), "model")
+    async with far(takes=UpstreamFeatures()) as (served, fake):
+        await refused(embeddings(served, CALLER, {"input": "Hello"}, RequestLimits()), "model")
+        await refused(score(served, CALLER, {"prompt": "a", "continuations": ["b"]}, RequestLimits()), "model")
         assert fake.heard == []
     async with far() as (served, fake):
-        await refused(embeddings(served, CALLER, {"input": [[1, 2]]}, Limits()), "input[0]")
+        await refused(embeddings(served, CALLER, {"input": [[1, 2]]}, RequestLimits()), "input[0]")
         assert fake.heard == []
 
 
 @asynchronous
 async def test_an_upstream_that_fails_is_told_as_with_texts_that_it_writes() -> None:
-    async with far(refuses(500), retries=Retries(most=0)) as (served, _):
+    async with far(refuses(500), retries=UpstreamRetries(most=0)) as (served, _):
         with pytest.raises(ApiError) as error:
-            await soon(embeddings(served, CALLER, {"input": "Hello"}, Limits()))
+            await soon(embeddings(served, CALLER, {"input": "Hello"}, RequestLimits()))
         assert (error.value.status, error.value.code) == (502, "upstream_failed")
 
 
 @asynchronous
 async def test_the_semantic_cache_may_have_its_vectors_from_an_upstream() -> None:
-    async with far(takes=Takes(chat=False, embeddings=True)) as (served, _):
+    async with far(takes=UpstreamFeatures(chat=False, embeddings=True)) as (served, _):
         vector = await BoundedEmbedding(wait_s=10.0).vector(ServedEmbedder(served, CALLER), "Hello")
         assert vector is not None
         assert vector == pytest.approx(np.array([0.6, 0.8, 0.0]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.upstream_section import Takes
+from headrace.config.upstream_section import UpstreamFeatures
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TokenUsage, Tool, ToolCall
@@ -40,8 +40,8 @@ def counts(usage: TokenUsage) -> tuple[int, int]:
     return usage.prompt_tokens, usage.output_tokens
 
 
-async def one(handler: Handler, *, takes: Takes | None = None, **asked: Any) -> Choice:
-    async with faking(handler) as fake, upstream_of(fake, takes=takes or Takes()) as upstream:
+async def one(handler: Handler, *, takes: UpstreamFeatures | None = None, **asked: Any) -> Choice:
+    async with faking(handler) as fake, upstream_of(fake, takes=takes or UpstreamFeatures()) as upstream:
         (choice,) = await answered(upstream, **asked)
         return choice
 
@@ -97,7 +97,7 @@ async def test_an_answer_that_is_not_streamed_is_read_as_well() -> None:
     message = {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "tool_calls": [call]}
     body = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}], "usage": used()["usage"]}
     whole = says(json.dumps(body).encode(), kind="application/json")
-    for takes in (Takes(stream=False), Takes()):  # whether it was asked for or not
+    for takes in (UpstreamFeatures(stream=False), UpstreamFeatures()):  # whether it was asked for or not
         choice = await one(whole, takes=takes, tools=(LOOK,))
         assert (choice.content, choice.reasoning, choice.finish) == ("Hi", "hm", "tool_calls")
         assert choice.calls == [ToolCall("c1", "look", '{"a":1}')]
@@ -108,7 +108,7 @@ async def test_an_answer_that_is_not_streamed_is_read_as_well() -> None:
 async def test_completions_are_texts() -> None:
     said = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("a", "b")]
     end = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-    choice = await one(streams(*said, end, used()), takes=Takes(completions=True), prompts=["Say"])
+    choice = await one(streams(*said, end, used()), takes=UpstreamFeatures(completions=True), prompts=["Say"])
     assert (choice.content, choice.finish) == ("ab", "length")
 
 
@@ -116,7 +116,10 @@ async def test_completions_are_texts() -> None:
 async def test_a_prompt_is_put_before_its_answers_where_the_upstream_does_not() -> None:
     said = [{"choices": [{"index": index, "text": f"<{index}>", "finish_reason": None}]} for index in (1, 0, 2, 3)]
     ends = [{"choices": [{"index": index, "text": "", "finish_reason": "stop"}]} for index in range(4)]
-    async with faking(streams(*said, *ends)) as fake, upstream_of(fake, takes=Takes(completions=True)) as upstream:
+    async with (
+        faking(streams(*said, *ends)) as fake,
+        upstream_of(fake, takes=UpstreamFeatures(completions=True)) as upstream,
+    ):
         found = await answered(upstream, prompts=["one", "two"], n=2, echo=True)
         assert [choice.content for choice in found] == ["one<0>", "one<1>", "two<2>", "two<3>"]
 
@@ -271,7 +274,7 @@ async def test_log_probabilities_of_completions() -> None:
         "text_offset": [0, 1],
     }
     said = {"choices": [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": logprobs}]}
-    takes = Takes(completions=True, echo=True)
+    takes = UpstreamFeatures(completions=True, echo=True)
     choice = await one(streams(said), takes=takes, prompts=["a"], echo=True, sampling=Sampling(logprobs=2))
     assert choice.logprobs is not None
     first, second = choice.logprobs
@@ -480,7 +483,7 @@ async def test_each_choice_s_pieces_make_up_its_own_usage() -> None:
 async def test_a_prompt_that_the_upstream_repeats_brings_no_tokens() -> None:
     said = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("Say ", "something", " a")]
     end = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
-    takes = Takes(completions=True, echo=True)
+    takes = UpstreamFeatures(completions=True, echo=True)
     async with (
         faking(streams(*said, end, used(completion_tokens=1))) as fake,
         upstream_of(fake, takes=takes) as upstream,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.upstream_section import UpstreamConfig, takes_of
+from headrace.config.upstream_section import UpstreamConfig, features_of
 from headrace.gateway.serving.upstreams import upstream_usage as usage
 from headrace.gateway.serving.upstreams.relay import RelayReader
 from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
@@ -82,7 +82,7 @@ def test_halves_of_a_character_that_follow_each_other_are_whole() -> None:
 def readers() -> tuple[UpstreamAnswerReader, RelayReader]:
     config = UpstreamConfig(url="http://upstream/v1")
     asked = exchange(stream=True)
-    wanted = build_upstream_request(asked, config, takes_of(config), model="theirs")
+    wanted = build_upstream_request(asked, config, features_of(config), model="theirs")
 
     def inner() -> UpstreamAnswerReader:
         return UpstreamAnswerReader(wanted, name="mini", n=1, prompt_tokens=3, prompt_bytes=10)

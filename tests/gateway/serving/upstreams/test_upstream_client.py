@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.config.upstream_section import Takes, UpstreamConfig
+from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.upstreams.upstream import Upstream
@@ -134,7 +134,7 @@ def vectors(*rows: list[float], **fields: Any) -> Handler:
     return says(json.dumps(body).encode(), kind="application/json")
 
 
-EMBEDS = Takes(embeddings=True)
+EMBEDS = UpstreamFeatures(embeddings=True)
 
 
 @asynchronous
@@ -194,14 +194,14 @@ async def test_a_usage_that_cannot_be_is_not_that_of_texts() -> None:
 @asynchronous
 async def test_texts_are_counted_and_checked_before_anything_is_sent() -> None:
     texts = {"one": "Hello there", "two": [1, 2, 3]}
-    takes = Takes(embeddings=True, token_prompts=True)
+    takes = UpstreamFeatures(embeddings=True, token_prompts=True)
     async with faking(vectors()) as fake, upstream_of(fake, takes=takes) as upstream:
         assert await count_embedding_tokens(upstream, texts) == 3 + 3
     async with faking(vectors()) as fake, upstream_of(fake, takes=takes, tokenizer=tokenizer()) as upstream:
         assert await count_embedding_tokens(upstream, texts) == len(tokenizer().encode("Hello there")) + 3
     async with faking(vectors()) as fake, upstream_of(fake, takes=EMBEDS, tokenizer=tokenizer(), context=4) as upstream:
         wrong = {"model": {}, "two": texts, "long": {"long": "word " * 9}, "half": {"half": "\ud800"}}
-        upstream.takes = Takes(chat=True)
+        upstream.takes = UpstreamFeatures(chat=True)
         for parameter, each in wrong.items():
             with pytest.raises(ApiError) as error:
                 await count_embedding_tokens(upstream, each)

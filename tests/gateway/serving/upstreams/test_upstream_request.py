@@ -8,7 +8,14 @@ from typing import Any, Final, get_args
 import msgspec
 import pytest
 
-from headrace.config.upstream_section import KINDS, Kind, Takes, UpstreamConfig, findings, takes_of
+from headrace.config.upstream_section import (
+    KINDS,
+    UpstreamConfig,
+    UpstreamFeatures,
+    UpstreamKind,
+    check_upstream,
+    features_of,
+)
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.api_errors import ApiError
@@ -20,16 +27,18 @@ TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}}}'
 
 
-def wanted(kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> UpstreamRequest:
-    config = UpstreamConfig(url="http://upstream/v1", kind=kind, takes=takes or Takes(), context=4096)
-    return build_upstream_request(exchange(**asked), config, takes_of(config), model="theirs", secret="s")
+def wanted(kind: UpstreamKind = "compatible", takes: UpstreamFeatures | None = None, **asked: Any) -> UpstreamRequest:
+    config = UpstreamConfig(url="http://upstream/v1", kind=kind, takes=takes or UpstreamFeatures(), context=4096)
+    return build_upstream_request(exchange(**asked), config, features_of(config), model="theirs", secret="s")
 
 
-def body(kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> dict[str, Any]:
+def body(kind: UpstreamKind = "compatible", takes: UpstreamFeatures | None = None, **asked: Any) -> dict[str, Any]:
     return json.loads(wanted(kind, takes, **asked).body)
 
 
-def refused(parameter: str, kind: Kind = "compatible", takes: Takes | None = None, **asked: Any) -> str:
+def refused(
+    parameter: str, kind: UpstreamKind = "compatible", takes: UpstreamFeatures | None = None, **asked: Any
+) -> str:
     with pytest.raises(ApiError) as error:
         wanted(kind, takes, **asked)
     assert error.value.status == 400
@@ -87,10 +96,10 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
 FIELDS: Final = list(Asked.__struct_fields__) + list(Sampling.__struct_fields__)
 # Chat and completions, and nothing beyond them.
 _SWITCHES: Final[dict[str, Any]] = {
-    name: False for name in Takes.__struct_fields__ if isinstance(getattr(KINDS["vllm"], name), bool)
+    name: False for name in UpstreamFeatures.__struct_fields__ if isinstance(getattr(KINDS["vllm"], name), bool)
 }
 _LEAST: Final[dict[str, Any]] = {"chat": True, "completions": True, "grammars": (), "stops": 0, "thinking": "none"}
-NOTHING: Final = Takes(**(_SWITCHES | _LEAST))
+NOTHING: Final = UpstreamFeatures(**(_SWITCHES | _LEAST))
 
 
 def test_every_field_has_a_fate_and_a_trial() -> None:
@@ -118,7 +127,7 @@ def test_no_field_is_dropped_by_an_upstream_that_takes_little(field: str) -> Non
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_an_upstream_takes_changes_the_body(field: str) -> None:
-    everything = Takes(user=True, priority=True, token_prompts=True, thinking="template")
+    everything = UpstreamFeatures(user=True, priority=True, token_prompts=True, thinking="template")
     asked, _ = ASKING[field]
     plain = wanted("vllm", everything)
     told = wanted("vllm", everything, **asked)
@@ -130,16 +139,16 @@ def test_what_an_upstream_takes_changes_the_body(field: str) -> None:
         assert json.loads(told.body) != json.loads(plain.body)
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
-def test_every_kind_says_everything_of_itself(kind: Kind) -> None:
-    takes = takes_of(UpstreamConfig(url="http://upstream/v1", kind=kind))
-    assert [name for name in Takes.__struct_fields__ if getattr(takes, name) is None] == []
+@pytest.mark.parametrize("kind", get_args(UpstreamKind))
+def test_every_kind_says_everything_of_itself(kind: UpstreamKind) -> None:
+    takes = features_of(UpstreamConfig(url="http://upstream/v1", kind=kind))
+    assert [name for name in UpstreamFeatures.__struct_fields__ if getattr(takes, name) is None] == []
     assert json.loads(wanted(kind).body)["messages"] == [{"role": "user", "content": "Hello there"}]
 
 
 def test_what_the_configuration_says_has_the_last_word() -> None:
-    refused("tools", "vllm", Takes(tools=False), tools=(TOOL,))
-    assert "top_k" not in body("vllm", Takes(top_k=False))
+    refused("tools", "vllm", UpstreamFeatures(tools=False), tools=(TOOL,))
+    assert "top_k" not in body("vllm", UpstreamFeatures(top_k=False))
 
 
 def test_a_chat_in_the_shape_of_the_api() -> None:
@@ -174,14 +183,14 @@ def test_the_body_of_a_plain_chat_has_nothing_that_is_not_needed() -> None:
         "stream_options": {"include_usage": True},
     }
     assert body("openai", **asked)["max_completion_tokens"] == 9
-    assert "stream" not in body(takes=Takes(stream=False))
-    assert "stream_options" not in body(takes=Takes(stream_options=False))
-    assert "seed" not in body(takes=Takes(seed=False))
+    assert "stream" not in body(takes=UpstreamFeatures(stream=False))
+    assert "stream_options" not in body(takes=UpstreamFeatures(stream_options=False))
+    assert "seed" not in body(takes=UpstreamFeatures(seed=False))
 
 
 def test_servers_with_defaults_of_their_own_are_told_every_setting() -> None:
     common = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    told_more: tuple[tuple[Kind, dict[str, float]], ...] = (
+    told_more: tuple[tuple[UpstreamKind, dict[str, float]], ...] = (
         ("vllm", {"top_k": -1, "repetition_penalty": 1.0}),
         ("sglang", {"top_k": -1, "repetition_penalty": 1.0}),
         ("llama.cpp", {"top_k": 0, "repeat_penalty": 1.0}),
@@ -251,7 +260,7 @@ def test_completions_are_prompts() -> None:
     refused("prompt", prompts=["one"])
     refused("prompt", "tgi", prompts=["one", "two"])
     refused("prompt", "tgi", prompts=[[1]])
-    refused("messages", takes=Takes(chat=False, completions=True))
+    refused("messages", takes=UpstreamFeatures(chat=False, completions=True))
 
 
 def test_a_prompt_is_put_before_its_answer_by_the_upstream_or_here() -> None:
@@ -275,7 +284,7 @@ def test_lengths_are_held_to_the_context_where_the_prompt_is_known() -> None:
     config = UpstreamConfig(url="http://upstream/v1", context=100)
     for most, known, told in ((50, 90, 10), (50, 20, 50), (50, None, 50), (5, 200, 1)):
         made = build_upstream_request(
-            exchange(max_tokens=most), config, takes_of(config), model="x", prompt_tokens=known
+            exchange(max_tokens=most), config, features_of(config), model="x", prompt_tokens=known
         )
         assert json.loads(made.body)["max_tokens"] == told
 
@@ -306,7 +315,7 @@ def test_tenants_have_salts_of_their_own_that_do_not_tell_their_names() -> None:
 
 def test_priorities_are_told_the_way_round_that_the_server_has_them() -> None:
     assert body("headrace", priority=3)["priority"] == 3
-    assert body("vllm", Takes(priority=True), priority=3)["priority"] == -3
+    assert body("vllm", UpstreamFeatures(priority=True), priority=3)["priority"] == -3
     assert "priority" not in body("vllm", priority=3)
 
 
@@ -329,20 +338,21 @@ def test_half_a_character_is_refused() -> None:
         ({"headers": {"x y": "z"}}, "u.headers"),
         ({"headers": {"x": "a\r\nb: c"}}, "u.headers"),
         ({"headers": {"Content-Length": "3"}}, "u.headers"),
-        ({"takes": Takes(chat=False)}, "u.takes"),
+        ({"takes": UpstreamFeatures(chat=False)}, "u.takes"),
         ({"health": {"path": "health"}}, "u.health.path"),
     ],
 )
 def test_what_is_wrong_with_a_configuration_is_told_with_its_place(changes: dict[str, Any], where: str) -> None:
     fields = {"url": "http://host/v1"} | {
-        name: msgspec.to_builtins(value) if isinstance(value, Takes) else value for name, value in changes.items()
+        name: msgspec.to_builtins(value) if isinstance(value, UpstreamFeatures) else value
+        for name, value in changes.items()
     }
     config = msgspec.convert(fields, UpstreamConfig)
-    found = list(findings(config, {"KEY": "k"}, "u"))
+    found = list(check_upstream(config, {"KEY": "k"}, "u"))
     assert [place for place, _ in found] == [where]
     assert "secret" not in str(found)
 
 
 def test_a_right_configuration_has_nothing_wrong() -> None:
     config = UpstreamConfig(url="https://[::1]:8443/v1", key_env="KEY", headers={"x-team": "a"}, key_header="api-key")
-    assert list(findings(config, {"KEY": "k"}, "u")) == []
+    assert list(check_upstream(config, {"KEY": "k"}, "u")) == []

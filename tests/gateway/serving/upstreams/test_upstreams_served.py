@@ -14,7 +14,7 @@ import pytest
 
 from headrace.config import ModelConfig
 from headrace.config.routing_section import RoutingConfig, RuleConfig
-from headrace.config.upstream_section import Retries, Takes, Timeouts
+from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries, UpstreamTimeouts
 from headrace.server.server import Server
 from tests.support.fake_upstream import (
     ANSWER,
@@ -126,7 +126,7 @@ async def test_other_dialects_are_answered_too() -> None:
 @asynchronous
 async def test_an_error_before_the_first_word_has_its_status() -> None:
     for status, ours in ((400, 400), (429, 429), (500, 502), (503, 503)):
-        async with through(refuses(status), retries=Retries(most=0)) as (running, _):
+        async with through(refuses(status), retries=UpstreamRetries(most=0)) as (running, _):
             answer = await soon(running.ask("POST", "/v1/chat/completions", STREAM))
             assert answer.status == ours
             if status in (429, 503):
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_ends_the_upstreams_work() -> None:
 
 @asynchronous
 async def test_a_deadline_ends_the_answer_in_the_dialects_way() -> None:
-    async with through(hangs, timeouts=Timeouts()) as (running, _):
+    async with through(hangs, timeouts=UpstreamTimeouts()) as (running, _):
         answer = await soon(running.ask("POST", "/v1/chat/completions", STREAM | {"deadline_ms": 100}))
         assert answer.status == 200
         assert answer.events[-1]["choices"][0]["finish_reason"] == "deadline"
@@ -181,7 +181,7 @@ async def test_the_model_is_listed_and_the_metrics_need_no_engine() -> None:
 async def test_completions_and_embeddings_are_answered_too() -> None:
     text = {"choices": [{"index": 0, "text": "on", "finish_reason": "stop"}]}
     vectors = json.dumps({"data": [{"index": 0, "embedding": [3.0, 4.0]}], "usage": {"prompt_tokens": 2}}).encode()
-    takes = Takes(completions=True, embeddings=True)
+    takes = UpstreamFeatures(completions=True, embeddings=True)
     async with through(streams(text, used()), says(vectors, kind="application/json"), takes=takes) as (running, fake):
         answer = await soon(running.ask("POST", "/v1/completions", {"prompt": "Go"}))
         assert answer.json["choices"][0]["text"] == "on"

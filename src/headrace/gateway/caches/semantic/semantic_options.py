@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.gateway.caches.cache_modes import Mode
+from headrace.gateway.caches.cache_modes import CacheMode
 from headrace.gateway.caches.semantic.agreement import AgreementMethod
 from headrace.gateway.caches.semantic.vector_index import EXACT, VectorFormat
 
@@ -17,9 +17,9 @@ from headrace.gateway.caches.semantic.vector_index import EXACT, VectorFormat
 class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[cache.semantic]` of the configuration."""
 
-    mode: Mode = "off"
+    mode: CacheMode = "off"
     share: float = 0.1  # of tenants, with mode "share"
-    modes: dict[str, Mode] = {}  # of tenants that have one of their own
+    modes: dict[str, CacheMode] = {}  # of tenants that have one of their own
     serve: Literal["answer", "prime"] = "answer"  # the kept answer itself, or as an example before the question
     delta: float = 0.02  # the bound on wrong answers
     per: Literal["hit", "request"] = "hit"  # what the bound is a share of

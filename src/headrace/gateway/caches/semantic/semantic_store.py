@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
 from headrace.gateway.caches.semantic.thresholds import Evidence
-from headrace.gateway.database import Database, unavailable
+from headrace.gateway.database import Database, storage_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class SemanticStore:
                 await self.open()
                 await self._db.run(invalidate)
         except TimeoutError:
-            raise unavailable("the semantic cache's table did not answer in time") from None
+            raise storage_unavailable("the semantic cache's table did not answer in time") from None
 
     async def sweep(self, now: float) -> bool:
         """Removes what has expired, of all tenants."""

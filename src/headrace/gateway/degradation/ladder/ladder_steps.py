@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.config.shaping_section import Degrade
+from headrace.config.shaping_section import DegradeMode
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.degradation.ladder.ladder_options import ORDER, StepName, StepOptions
 from headrace.gateway.degradation.ladder.levels import LadderLevel, PressureSignals
@@ -32,7 +32,7 @@ class AllowedSteps(msgspec.Struct, frozen=True):
     steps: frozenset[StepName] = frozenset(ORDER)
 
     @classmethod
-    def of(cls, *wishes: Degrade | None) -> AllowedSteps:
+    def of(cls, *wishes: DegradeMode | None) -> AllowedSteps:
         """What all of them allow: the request's, the tenant's. None allows everything."""
         found: set[StepName] = set(ORDER)
         for wish in wishes:

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.config.upstream_section import Takes
+from headrace.config.upstream_section import UpstreamFeatures
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta
 from headrace.gateway.serving.exchange import Exchange
@@ -22,7 +22,7 @@ from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAn
 from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
 
 
-def can_relay(exchange: Exchange, request: UpstreamRequest, takes: Takes) -> bool:
+def can_relay(exchange: Exchange, request: UpstreamRequest, takes: UpstreamFeatures) -> bool:
     """Whether nothing of the answer would be changed here. The caller knows whether the client speaks the same dialect,
     and whether anybody else wants to read along."""
     return bool(exchange.asked.stream and takes.stream and request.plain)

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import itertools
 
-from headrace.config.upstream_section import Retries
+from headrace.config.upstream_section import UpstreamRetries
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 
 
@@ -75,7 +75,7 @@ class RequestSlots:
 class RetryBudget:
     """Further attempts: a share of the first ones, and a reserve for the beginning."""
 
-    def __init__(self, config: Retries) -> None:
+    def __init__(self, config: UpstreamRetries) -> None:
         self._share = config.share
         self._most = float(config.reserve)
         self._left = float(config.reserve)

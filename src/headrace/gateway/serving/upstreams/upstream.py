@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
-from headrace.config.upstream_section import UpstreamConfig, health_path, takes_of
+from headrace.config.upstream_section import UpstreamConfig, features_of, health_path
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.serving.upstreams import upstream_errors as faults
@@ -73,7 +73,7 @@ class Upstream:
 
         self.name = name
         self.config = config
-        self.takes = takes_of(config)
+        self.takes = features_of(config)
         self.tokenizer = tokenizer
         self.clock = clock
         self.chance = chance

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.config.upstream_section import Takes, UpstreamConfig
+from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import Asked, Tool
@@ -95,7 +95,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
 def build_upstream_request(
     exchange: Exchange,
     config: UpstreamConfig,
-    takes: Takes,
+    takes: UpstreamFeatures,
     *,
     model: str,
     prompt_tokens: int | None = None,
@@ -163,7 +163,7 @@ def _cannot(parameter: str) -> ApiError:
 # Messages and prompts
 
 
-def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], takes: UpstreamFeatures) -> dict[str, Any]:
     """From the shape that templates take to the one that the API has."""
     role = message["role"]
     plain: dict[str, Any] = {"role": role, "content": message.get("content") or ""}
@@ -187,7 +187,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _add_prompts(body: dict[str, Any], asked: Asked, takes: Takes) -> tuple[str, ...]:
+def _add_prompts(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> tuple[str, ...]:
     """The prompts' texts where they are to be put before the answers here."""
     prompts = asked.prompts or []
     if not takes.token_prompts and any(not isinstance(prompt, str) for prompt in prompts):
@@ -208,7 +208,7 @@ def _add_prompts(body: dict[str, Any], asked: Asked, takes: Takes) -> tuple[str,
     return tuple(texts)
 
 
-def _add_tools(body: dict[str, Any], asked: Asked, takes: Takes) -> None:
+def _add_tools(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> None:
     if not asked.tools or asked.choosing == "none":
         return
     if not takes.tools:
@@ -235,7 +235,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 _NO_SCHEMA: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 
-def _add_template(body: dict[str, Any], asked: Asked, takes: Takes) -> None:
+def _add_template(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> None:
     settings = dict(asked.template)
     if takes.thinking == "effort" and "reasoning_effort" in settings:
         body["reasoning_effort"] = settings.pop("reasoning_effort")
@@ -253,7 +253,9 @@ def _add_template(body: dict[str, Any], asked: Asked, takes: Takes) -> None:
 # What an answer is held to
 
 
-def _add_grammar(body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: Takes, *, chat: bool) -> None:
+def _add_grammar(
+    body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+) -> None:
     grammar = asked.grammar
     if grammar is None:
         return
@@ -298,7 +300,7 @@ def _check_json(grammar: Grammar, parameter: str) -> object:
 # How it is drawn, and how long it is
 
 
-def _add_sampling(body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: Takes) -> None:
+def _add_sampling(body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures) -> None:
     sampling = asked.sampling
     body["temperature"] = sampling.temperature
     if sampling.top_p != 1.0 or takes.defaults:
@@ -335,7 +337,9 @@ def fold_seed(seed: int) -> int:
     return seed if seed < 2**31 else seed % (2**31 - 1)
 
 
-def _add_logprobs(body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: Takes, *, chat: bool) -> None:
+def _add_logprobs(
+    body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+) -> None:
     wished = asked.sampling.logprobs
     if wished is None:
         return
@@ -353,7 +357,7 @@ def _add_lengths(
     body: dict[str, Any],
     exchange: Exchange,
     config: UpstreamConfig,
-    takes: Takes,
+    takes: UpstreamFeatures,
     *,
     chat: bool,
     prompt_tokens: int | None,
@@ -385,7 +389,9 @@ def _add_lengths(
 # What belongs to the caller
 
 
-def _add_ours(body: dict[str, Any], exchange: Exchange, config: UpstreamConfig, takes: Takes, secret: str) -> None:
+def _add_ours(
+    body: dict[str, Any], exchange: Exchange, config: UpstreamConfig, takes: UpstreamFeatures, secret: str
+) -> None:
     asked, tenant = exchange.asked, exchange.caller.tenant
     if asked.cache != "on" and not takes.bypass:
         raise _cannot("cache")

@@ -18,14 +18,28 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
-from headrace.gateway.limits.limit_errors import LimitError, check_context, check_size, refused, unavailable
-from headrace.gateway.limits.limit_set import Refusal, Scope, Standing, Wish, context_of, counted, smallest
-from headrace.gateway.limits.local_limits import UNLIMITED, LocalStore
-from headrace.gateway.limits.output_estimates import Estimates
-from headrace.gateway.limits.rate_windows import Steady
+from headrace.gateway.limits.limit_errors import (
+    LimitError,
+    check_context,
+    check_size,
+    limit_reached_error,
+    limits_unavailable_error,
+)
+from headrace.gateway.limits.limit_scopes import (
+    LimitRefusal,
+    LimitRequest,
+    LimitScope,
+    WindowStatus,
+    scopes_to_count,
+    shortest_context,
+    smallest_limit,
+)
+from headrace.gateway.limits.local_limits import UNLIMITED, LocalLimitStore
+from headrace.gateway.limits.output_estimates import OutputEstimates
+from headrace.gateway.limits.rate_windows import SteadyClock
 from headrace.gateway.limits.ratelimit_headers import rate_headers
-from headrace.gateway.limits.redis_calls import GoneError
-from headrace.gateway.limits.shared_limits import SharedStore
+from headrace.gateway.limits.redis_calls import RedisUnavailableError
+from headrace.gateway.limits.redis_limits import RedisLimitStore
 
 # Of a limit a second, what a stream holds at a time: a small part, so that many streams can run under it.
 _PART_OF_A_SECOND: Final = 32
@@ -33,10 +47,10 @@ _LEAST_STEP: Final = 16  # tokens
 _PART_OF_AN_ANSWER: Final = 4  # of the estimate, what is held further at a time
 _LONGEST_SLEEP: Final = 0.25  # seconds; others may give back in between
 
-Note = Callable[[str, str], None]
+CountEvent = Callable[[str, str], None]
 
 
-class Ticket(Protocol):
+class LimitGrant(Protocol):
     """What one request was granted by a store. Tokens are counted from `taken`."""
 
     taken: int
@@ -46,38 +60,38 @@ class Ticket(Protocol):
 
     def take(self, count: int) -> bool: ...
 
-    async def more(self, count: int) -> Refusal | None: ...
+    async def more(self, count: int) -> LimitRefusal | None: ...
 
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Future[None] | None: ...
 
-    def standings(self) -> tuple[Standing, ...]: ...
+    def standings(self) -> tuple[WindowStatus, ...]: ...
 
 
-class Limiter:
+class RateLimiter:
     def __init__(
         self,
         *,
-        local: LocalStore | None = None,
-        shared: SharedStore | None = None,
+        local: LocalLimitStore | None = None,
+        shared: RedisLimitStore | None = None,
         closed: bool = False,  # where the shared store is gone: nothing is let in, or each gateway counts for itself
         patience_s: float = 2.0,  # that a stream may wait for more before it is stopped
-        estimates: Estimates | None = None,
-        note: Note = lambda event, what: None,  # told what to count; see docs/explanation/limits.md
+        estimates: OutputEstimates | None = None,
+        note: CountEvent = lambda event, what: None,  # told what to count; see docs/explanation/limits.md
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.estimates: Final = Estimates() if estimates is None else estimates
+        self.estimates: Final = OutputEstimates() if estimates is None else estimates
         self.note: Final = note
-        self.now: Final = Steady(clock)
+        self.now: Final = SteadyClock(clock)
         self.sleep: Final = sleep
         self.patience_s: Final = patience_s
-        self._local = LocalStore(clock=clock) if local is None else local
+        self._local = LocalLimitStore(clock=clock) if local is None else local
         self._shared = shared
         self._closed = closed
 
     async def reserve(
         self,
-        scopes: Sequence[Scope],
+        scopes: Sequence[LimitScope],
         *,
         input_tokens: int,
         most_output: int,  # tokens of all answers together
@@ -89,39 +103,41 @@ class Limiter:
 
         All limits of all scopes have room for it, or nothing is taken of any.
         """
-        context = context_of(scopes)
+        context = shortest_context(scopes)
         if context is not None:
             check_context(*context, input_tokens)
             most_output = min(most_output, context[0] - input_tokens)
-        limited = counted(scopes)
+        limited = scopes_to_count(scopes)
         if not limited:
             wish = _no_wish(input_tokens, most_output)
-            return Reservation(self, (), NO_TICKET, wish, tenant=tenant, surface=surface)
+            return Reservation(self, (), UNLIMITED_GRANT, wish, tenant=tenant, surface=surface)
         check_size(limited, input_tokens)
         wish = self._wish(limited, input_tokens, most_output, tenant, surface)
-        found: Ticket | Refusal | None = None
+        found: LimitGrant | LimitRefusal | None = None
         closed = self._closed if closed is None else closed
         if self._shared is not None:
             try:
                 found = await self._shared.reserve(limited, wish)
-            except GoneError as gone:
+            except RedisUnavailableError as gone:
                 self.note("gone", gone.why)
                 if closed:
-                    raise unavailable(max(1.0, self._shared.skipped_s)) from None
+                    raise limits_unavailable_error(max(1.0, self._shared.skipped_s)) from None
         if found is None:
             found = self._local.reserve(limited, wish)
-        if isinstance(found, Refusal):
+        if isinstance(found, LimitRefusal):
             self.note("refused", f"{found.scope.kind}_{found.field}")
-            raise refused(found)
+            raise limit_reached_error(found)
         return Reservation(self, limited, found, wish, tenant=tenant, surface=surface, closed=closed)
 
-    def _wish(self, scopes: Sequence[Scope], input_tokens: int, most_output: int, tenant: str, surface: str) -> Wish:
+    def _wish(
+        self, scopes: Sequence[LimitScope], input_tokens: int, most_output: int, tenant: str, surface: str
+    ) -> LimitRequest:
         likely = self.estimates.tokens(tenant, surface, most_output)
-        second = smallest(scopes, "output_tokens", 0) or UNLIMITED
-        minute = smallest(scopes, "output_tokens", 1) or UNLIMITED
+        second = smallest_limit(scopes, "output_tokens", 0) or UNLIMITED
+        minute = smallest_limit(scopes, "output_tokens", 1) or UNLIMITED
         part = min(second, max(_LEAST_STEP, second // _PART_OF_A_SECOND))
         step = min(minute, max(_LEAST_STEP, likely // _PART_OF_AN_ANSWER))
-        return Wish(
+        return LimitRequest(
             input_tokens=input_tokens,
             most_output=most_output,
             first=(min(likely, part), min(likely, minute)),
@@ -129,10 +145,12 @@ class Limiter:
             ahead=self.estimates.micros(tenant, surface),
         )
 
-    def instead(self, scopes: Sequence[Scope], wish: Wish, count: int, taken: int) -> Ticket | Refusal:
+    def instead(
+        self, scopes: Sequence[LimitScope], wish: LimitRequest, count: int, taken: int
+    ) -> LimitGrant | LimitRefusal:
         """Goes on here with what the shared store no longer answers for: `count` tokens, and `taken` are out."""
         left = max(count, wish.most_output - taken)
-        rest = Wish(input_tokens=0, most_output=left, first=(count, count), step=wish.step, ahead=wish.ahead)
+        rest = LimitRequest(input_tokens=0, most_output=left, first=(count, count), step=wish.step, ahead=wish.ahead)
         return self._local.reserve(scopes, rest, begins=False)
 
     async def open(self) -> None:
@@ -163,10 +181,10 @@ class Reservation:
 
     def __init__(
         self,
-        limiter: Limiter,
-        scopes: Sequence[Scope],
-        ticket: Ticket,
-        wish: Wish,
+        limiter: RateLimiter,
+        scopes: Sequence[LimitScope],
+        ticket: LimitGrant,
+        wish: LimitRequest,
         *,
         tenant: str = "",
         surface: str = "",
@@ -217,7 +235,7 @@ class Reservation:
         while not self._settled:
             try:
                 refusal = await self._more(total - self._out)
-            except (GoneError, LimitError):  # the store is gone, and here there is no place for it either
+            except (RedisUnavailableError, LimitError):  # the store is gone, and here there is no place for it either
                 limiter.note("extended", "gone")
                 return False
             if refusal is None:
@@ -230,17 +248,17 @@ class Reservation:
             await limiter.sleep(min(refusal.wait / 1e6, left / 1e6, _LONGEST_SLEEP))
         return False
 
-    async def _more(self, count: int) -> Refusal | None:
+    async def _more(self, count: int) -> LimitRefusal | None:
         if count <= 0:
             return None
         try:
             return await self._ticket.more(count)
-        except GoneError as gone:
+        except RedisUnavailableError as gone:
             self._limiter.note("gone", gone.why)
             if self._closed:
                 raise
         found = self._limiter.instead(self._scopes, self._wish, count, self._out)
-        if isinstance(found, Refusal):
+        if isinstance(found, LimitRefusal):
             return found
         self._tickets.append(found)
         self._ticket = found
@@ -297,18 +315,18 @@ class _NoTicket:
     def take(self, count: int) -> bool:
         return True
 
-    async def more(self, count: int) -> Refusal | None:
+    async def more(self, count: int) -> LimitRefusal | None:
         return None
 
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Future[None] | None:
         return None
 
-    def standings(self) -> tuple[Standing, ...]:
+    def standings(self) -> tuple[WindowStatus, ...]:
         return ()
 
 
-NO_TICKET: Final = _NoTicket()
+UNLIMITED_GRANT: Final = _NoTicket()
 
 
-def _no_wish(input_tokens: int, most_output: int) -> Wish:
-    return Wish(input_tokens=input_tokens, most_output=most_output, first=(0, 0), step=(0, 0), ahead=0)
+def _no_wish(input_tokens: int, most_output: int) -> LimitRequest:
+    return LimitRequest(input_tokens=input_tokens, most_output=most_output, first=(0, 0), step=(0, 0), ahead=0)

@@ -13,28 +13,28 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
 from headrace.errors import HeadraceError
-from headrace.gateway.ledger.ledger_store import BusyError
+from headrace.gateway.ledger.ledger_store import StoreBusyError
 
 T = TypeVar("T")
-Connection: TypeAlias = Any  # asyncpg's
+PostgresConnection: TypeAlias = Any  # asyncpg's
 
 _STATEMENT_MS: Final = 10_000  # that the server itself lets one run
 
 
-class NoDriverError(HeadraceError):
+class MissingDriverError(HeadraceError):
     """asyncpg is not installed."""
 
 
-class Connections:
+class PostgresPool:
     def __init__(self, dsn: str, *, schema: str, most: int = 8) -> None:
         self._dsn = dsn
         self._schema = schema
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[PostgresConnection] = []
+        self._all: set[PostgresConnection] = set()
         self._places = asyncio.Semaphore(most)
         self._closed = False
 
-    async def run(self, work: Callable[[Connection], Awaitable[T]], seconds: float) -> T:
+    async def run(self, work: Callable[[PostgresConnection], Awaitable[T]], seconds: float) -> T:
         """`work`'s result, all in all within so many seconds.
 
         Else TimeoutError, and it may have happened all the same; or BusyError, and it has not.
@@ -45,7 +45,7 @@ class Connections:
             async with asyncio.timeout_at(end):
                 await self._places.acquire()
         except TimeoutError:
-            raise BusyError("every connection to the ledger's database is in use") from None
+            raise StoreBusyError("every connection to the ledger's database is in use") from None
         try:
             connection = await self._connected(end)
             timer = loop.call_at(end, connection.terminate)
@@ -75,12 +75,12 @@ class Connections:
             for connection in opened:
                 self._put_back(connection, healthy=True)
 
-    async def connect(self, seconds: float) -> Connection:
+    async def connect(self, seconds: float) -> PostgresConnection:
         """One more, which its user closes."""
         try:
             asyncpg = importlib.import_module("asyncpg")
         except ImportError:
-            raise NoDriverError("a ledger in Postgres needs asyncpg: pip install 'headrace[postgres]'") from None
+            raise MissingDriverError("a ledger in Postgres needs asyncpg: pip install 'headrace[postgres]'") from None
         settings = {
             "search_path": self._schema,
             "statement_timeout": str(_STATEMENT_MS),
@@ -89,7 +89,7 @@ class Connections:
         }
         return await asyncpg.connect(self._dsn, timeout=seconds, server_settings=settings)
 
-    async def _connected(self, end: float, *, fresh: bool = False) -> Connection:
+    async def _connected(self, end: float, *, fresh: bool = False) -> PostgresConnection:
         if self._closed:
             raise ConnectionError("the ledger is closed")
         while self._idle and not fresh:
@@ -102,7 +102,7 @@ class Connections:
         self._all.add(connection)
         return connection
 
-    def _put_back(self, connection: Connection, *, healthy: bool) -> None:
+    def _put_back(self, connection: PostgresConnection, *, healthy: bool) -> None:
         if healthy and not self._closed and not connection.is_closed() and not connection.is_in_transaction():
             self._idle.append(connection)
         else:

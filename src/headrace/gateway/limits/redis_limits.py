@@ -27,11 +27,11 @@ import structlog
 
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import StoreBreaker
-from headrace.gateway.limits.limit_set import MINUTE, Refusal, Scope, Standing, Wish
+from headrace.gateway.limits.limit_scopes import MINUTE, LimitRefusal, LimitRequest, LimitScope, WindowStatus
 from headrace.gateway.limits.local_limits import UNLIMITED
-from headrace.gateway.limits.lua_script import Ask, Layout, layout_of
-from headrace.gateway.limits.rate_windows import Steady
-from headrace.gateway.limits.redis_calls import GoneError
+from headrace.gateway.limits.lua_script import ScriptArguments, ScriptKeys, script_keys
+from headrace.gateway.limits.rate_windows import SteadyClock
+from headrace.gateway.limits.redis_calls import RedisUnavailableError
 
 log: Final = structlog.stdlib.get_logger("headrace.limits")
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 _SEGMENTS: Final = 64  # notes of a ticket on what it let out; neighbours become one where there are more
 
 
-class Calls(Protocol):
+class RedisScriptCalls(Protocol):
     """What RedisCalls does."""
 
     @property
@@ -50,10 +50,10 @@ class Calls(Protocol):
     async def close(self) -> None: ...
 
 
-class SharedStore:
+class RedisLimitStore:
     def __init__(
         self,
-        calls: Calls,
+        calls: RedisScriptCalls,
         *,
         prefix: str = "headrace",  # of all keys; gateways that hold limits together have the same
         lease_s: float = 90.0,
@@ -63,7 +63,7 @@ class SharedStore:
         clock: Callable[[], float] = time.monotonic,
         server_clock: Callable[[], float] | None = None,  # in place of the server's, for tests
     ) -> None:
-        self.now: Final = Steady(clock)
+        self.now: Final = SteadyClock(clock)
         self.lease: Final = round(lease_s * 1e6)
         if 2 * self.lease < 3 * MINUTE:
             raise HeadraceError("a lease of shared limits is 90 s at least: one and a half of the longest window")
@@ -73,8 +73,8 @@ class SharedStore:
         self._most_owed = owed
         self._tend_s = tend_s
         self._server_clock = server_clock
-        self._running: dict[str, SharedTicket] = {}
-        self._owed: OrderedDict[str, SharedTicket] = OrderedDict()
+        self._running: dict[str, RedisGrant] = {}
+        self._owed: OrderedDict[str, RedisGrant] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._tending: asyncio.Task[None] | None = None
         self._encode: Final = msgspec.msgpack.Encoder().encode
@@ -93,14 +93,14 @@ class SharedStore:
         """Connects, so that the first request need not; where that does not work, it is no error."""
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_always())
-            with contextlib.suppress(GoneError):
-                await self.send(layout_of(self._prefix, ()), Ask(operation="look"))
+            with contextlib.suppress(RedisUnavailableError):
+                await self.send(script_keys(self._prefix, ()), ScriptArguments(operation="look"))
 
-    async def reserve(self, scopes: Sequence[Scope], wish: Wish) -> SharedTicket | Refusal:
+    async def reserve(self, scopes: Sequence[LimitScope], wish: LimitRequest) -> RedisGrant | LimitRefusal:
         """GoneError where the store does not answer; what it may have done is taken back."""
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_always())
-        ticket = SharedTicket(self, layout_of(self._prefix, tuple(scopes)), wish)
+        ticket = RedisGrant(self, script_keys(self._prefix, tuple(scopes)), wish)
         beginning = self.spawn(ticket.begin())
         try:
             return await asyncio.shield(beginning)
@@ -108,7 +108,7 @@ class SharedStore:
             beginning.add_done_callback(lambda _: ticket.close(0, 0, void=True))  # nobody is left to do it
             raise
 
-    async def send(self, layout: Layout, ask: Ask, *, probe: bool = False) -> list[int]:
+    async def send(self, layout: ScriptKeys, ask: ScriptArguments, *, probe: bool = False) -> list[int]:
         ask.scopes = layout.asked
         ask.lease, ask.entries = self.lease, self._entries
         ask.keep = (self.lease + 2 * MINUTE) // 1000
@@ -128,15 +128,15 @@ class SharedStore:
         if not task.cancelled():
             task.exception()  # told to whoever waits
 
-    def begun(self, ticket: SharedTicket) -> None:
+    def begun(self, ticket: RedisGrant) -> None:
         self._running[ticket.id] = ticket
 
-    async def end(self, ticket: SharedTicket) -> None:
+    async def end(self, ticket: RedisGrant) -> None:
         """Tells the store how it ended, now or as soon as it is there."""
         self._running.pop(ticket.id, None)
         try:
             done = await ticket.end()
-        except GoneError:
+        except RedisUnavailableError:
             done = False
         if done:
             self._owed.pop(ticket.id, None)
@@ -148,8 +148,8 @@ class SharedStore:
     async def tend(self) -> None:
         """Tries a store that was left alone, renews leases, tells what is owed."""
         if self._calls.breaker.due:
-            with contextlib.suppress(GoneError):
-                await self.send(layout_of(self._prefix, ()), Ask(operation="look"), probe=True)
+            with contextlib.suppress(RedisUnavailableError):
+                await self.send(script_keys(self._prefix, ()), ScriptArguments(operation="look"), probe=True)
         if self._calls.breaker.open:
             return
         now = self.now()
@@ -184,10 +184,10 @@ class SharedStore:
         await self._calls.close()
 
 
-class SharedTicket:
+class RedisGrant:
     """What one request was granted there. Tokens are counted from `taken`, those that it has let out."""
 
-    def __init__(self, store: SharedStore, layout: Layout, wish: Wish) -> None:
+    def __init__(self, store: RedisLimitStore, layout: ScriptKeys, wish: LimitRequest) -> None:
         self.id: Final = secrets.token_hex(8)
         self.taken = 0
         self.contact = store.now()  # when what the store knows of last was sent; on this process's clock
@@ -196,29 +196,31 @@ class SharedTicket:
         self._granted = [first if paced else UNLIMITED for first, paced in zip(wish.first, layout.paced, strict=True)]
         self._least = min(self._granted)
         self._asked_at = -1  # what was granted when more was asked for ahead of time
-        self._asking: asyncio.Task[Refusal | None] | None = None
+        self._asking: asyncio.Task[LimitRefusal | None] | None = None
         self._reported = 0  # tokens that the store has counted for certain
         self._sent: list[tuple[int, int]] = []  # when and how many, since: told, and not known to have come
         self._segments: list[tuple[int, int]] = []  # and not told
-        self._ending = Ask(operation="close")
-        self._standings: tuple[Standing, ...] = ()
+        self._ending = ScriptArguments(operation="close")
+        self._standings: tuple[WindowStatus, ...] = ()
 
     @property
     def granted(self) -> tuple[int, int]:
         """Tokens that may be let out in all before more is asked for, by the windows' paces."""
         return self._granted[0], self._granted[1]
 
-    def standings(self) -> tuple[Standing, ...]:
+    def standings(self) -> tuple[WindowStatus, ...]:
         """As they were when it began."""
         return self._standings
 
-    async def begin(self) -> SharedTicket | Refusal:
+    async def begin(self) -> RedisGrant | LimitRefusal:
         layout, wish = self._layout, self._wish
         amounts = tuple(wish.amount(window) for window in layout.windows)
-        ask = Ask(operation="reserve", id=self.id, amounts=amounts, targets=self._pairs(wish.first), ahead=wish.ahead)
+        ask = ScriptArguments(
+            operation="reserve", id=self.id, amounts=amounts, targets=self._pairs(wish.first), ahead=wish.ahead
+        )
         try:
             answer = await self._store.send(layout, ask)
-        except GoneError as gone:
+        except RedisUnavailableError as gone:
             if gone.why in ("timeout", "reset", "error"):
                 self._state = "unsure"
                 self._ending.void, self._ending.input = 1, -wish.input_tokens
@@ -265,12 +267,12 @@ class SharedTicket:
             odd = noted[-1:] if len(noted) % 2 else []
             self._segments = [(late, first + second) for (_, first), (late, second) in pairs] + odd
 
-    async def more(self, count: int) -> Refusal | None:
+    async def more(self, count: int) -> LimitRefusal | None:
         """Has so many more granted. None: they are. GoneError where the store does not answer."""
         if count > self._layout.smallest:
             return self._layout.never(count)
         if self._asking is not None:
-            with contextlib.suppress(GoneError):
+            with contextlib.suppress(RedisUnavailableError):
                 await asyncio.shield(self._asking)
         if self._state != "open" or self._may(self.taken + count, self._store.now()):
             return None
@@ -278,14 +280,14 @@ class SharedTicket:
 
     async def renew(self) -> None:
         if self._asking is None:
-            with contextlib.suppress(GoneError):
+            with contextlib.suppress(RedisUnavailableError):
                 await asyncio.shield(self._ask(0))
 
-    def _ask(self, need: int) -> asyncio.Task[Refusal | None]:
+    def _ask(self, need: int) -> asyncio.Task[LimitRefusal | None]:
         asking = self._asking = self._store.spawn(self._grow(need))
         return asking
 
-    async def _grow(self, need: int) -> Refusal | None:
+    async def _grow(self, need: int) -> LimitRefusal | None:
         """One at a time."""
         try:
             now = self._store.now()
@@ -296,7 +298,9 @@ class SharedTicket:
                 granted + max(need - granted, min(step, wish.most_output - granted)) if need > granted else granted
                 for granted, step in zip(self._granted, wish.step, strict=True)
             ]
-            ask = Ask(operation="more", id=self.id, need=need, targets=self._pairs(targets), ahead=wish.ahead)
+            ask = ScriptArguments(
+                operation="more", id=self.id, need=need, targets=self._pairs(targets), ahead=wish.ahead
+            )
             ask.start, ask.segments = self._reported, self._ages(self._sent, now)
             answer = await self._store.send(self._layout, ask)
             if answer[0] < 0:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from headrace.gateway.limits.limit_errors import LimitError
-from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.local_limits import LocalStore
+from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.lua_script import script
-from headrace.gateway.limits.output_estimates import Estimates
-from headrace.gateway.limits.redis_calls import RedisCalls
-from headrace.gateway.limits.shared_limits import SharedStore
+from headrace.gateway.limits.output_estimates import OutputEstimates
+from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.limits.redis_calls import RedisCallBatcher
+from headrace.gateway.limits.redis_limits import RedisLimitStore
 from tests.support.clock import Clock
 from tests.support.limit_oracle import admitted, random_plans, random_scopes, refusal, scope, simulate
 from tests.support.redis_server import MISSING, PROGRAM, Redis, redis_server
@@ -41,8 +41,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Generator[Redis, None, No
 class Gateway:
     """What one process has."""
 
-    limiter: Limiter
-    shared: SharedStore
+    limiter: RateLimiter
+    shared: RedisLimitStore
     gone: list[str]  # why, each time that the store was not there
 
     async def tend(self) -> None:
@@ -62,17 +62,17 @@ async def gateway(
     bound_s: float = BOUND,
     closed: bool = False,
 ) -> AsyncGenerator[Gateway, None]:
-    calls = RedisCalls(redis.url, script(), bound_s=bound_s, skip_s=1.0, clock=clock or time.monotonic)
+    calls = RedisCallBatcher(redis.url, script(), bound_s=bound_s, skip_s=1.0, clock=clock or time.monotonic)
     gone: list[str] = []
-    shared = SharedStore(
+    shared = RedisLimitStore(
         calls, prefix=prefix, entries=entries, tend_s=1e6, clock=clock or time.monotonic, server_clock=clock
     )
-    limiter = Limiter(
-        local=LocalStore(clock=clock or time.monotonic),
+    limiter = RateLimiter(
+        local=LocalLimitStore(clock=clock or time.monotonic),
         shared=shared,
         clock=clock or time.monotonic,
         sleep=clock.skip if clock else asyncio.sleep,
-        estimates=Estimates(first_tokens=first_tokens),
+        estimates=OutputEstimates(first_tokens=first_tokens),
         closed=closed,
         note=lambda event, what: gone.append(what) if event == "gone" else None,
     )

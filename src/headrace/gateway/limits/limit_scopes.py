@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config.limit_section import LimitSet
 
-Kind = Literal["tenant", "key", "model", "surface"]
+LimitKind = Literal["tenant", "key", "model", "surface"]
 Meter = Literal["requests", "input_tokens", "output_tokens"]
 
 SECOND: Final = 1_000_000  # microseconds, as all times in here
@@ -23,10 +23,10 @@ MINUTE: Final = 60 * SECOND
 PACES: Final = (SECOND, MINUTE)  # a window's `pace` is the place of its span in here
 
 
-class Scope(msgspec.Struct, frozen=True):
+class LimitScope(msgspec.Struct, frozen=True):
     """The limits of one tenant, key, model or surface."""
 
-    kind: Kind
+    kind: LimitKind
     name: str
     limits: LimitSet
 
@@ -62,18 +62,18 @@ def windows_of(limits: LimitSet) -> tuple[WindowLimit, ...]:
     return tuple(found)
 
 
-def counted(scopes: Iterable[Scope]) -> tuple[Scope, ...]:
+def scopes_to_count(scopes: Iterable[LimitScope]) -> tuple[LimitScope, ...]:
     """Those that have something to count; a limit on the context alone needs no counting."""
     return tuple(scope for scope in scopes if scope.limits.concurrent is not None or windows_of(scope.limits))
 
 
-def context_of(scopes: Iterable[Scope]) -> tuple[int, Scope] | None:
+def shortest_context(scopes: Iterable[LimitScope]) -> tuple[int, LimitScope] | None:
     """The shortest context that a request may have, and whose limit that is."""
     limited = [(scope.limits.context, scope) for scope in scopes if scope.limits.context is not None]
     return min(limited, key=lambda each: each[0], default=None)
 
 
-def smallest(scopes: Iterable[Scope], meter: Meter, pace: int) -> int | None:
+def smallest_limit(scopes: Iterable[LimitScope], meter: Meter, pace: int) -> int | None:
     """The smallest of the limits of a kind."""
     return min(
         (
@@ -86,7 +86,7 @@ def smallest(scopes: Iterable[Scope], meter: Meter, pace: int) -> int | None:
     )
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class LimitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for. Pairs are for windows of a second and of a minute."""
 
     input_tokens: int
@@ -102,7 +102,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_tokens if window.meter == "input_tokens" else self.first[window.pace]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class WindowStatus(msgspec.Struct, frozen=True):
     """How a window stands, for headers."""
 
     window: WindowLimit
@@ -110,12 +110,12 @@ class Standing(msgspec.Struct, frozen=True):
     reset: int  # microseconds until all of it is there again, if nothing else comes
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class LimitRefusal(msgspec.Struct, frozen=True):
     """The limit that has no room for longest."""
 
-    scope: Scope
+    scope: LimitScope
     field: str  # of LimitSet
     limit: int
     wait: int | None  # microseconds until there is room; None: there never is
     exact: bool  # the wait hangs on nobody else; else it is a guess of when others end
-    standings: tuple[Standing, ...] = ()
+    standings: tuple[WindowStatus, ...] = ()

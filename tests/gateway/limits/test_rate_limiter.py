@@ -7,20 +7,20 @@ import asyncio
 import pytest
 
 from headrace.gateway.limits.limit_errors import LimitError
-from headrace.gateway.limits.limiter import Limiter
-from headrace.gateway.limits.local_limits import LocalStore
-from headrace.gateway.limits.output_estimates import Estimates
+from headrace.gateway.limits.local_limits import LocalLimitStore
+from headrace.gateway.limits.output_estimates import OutputEstimates
+from headrace.gateway.limits.rate_limiter import RateLimiter
 from tests.support.clock import Clock
 from tests.support.limit_oracle import admitted, refusal, scope
 from tests.support.running_server import asynchronous
 
 
-def limiter_on(clock: Clock, *, first_tokens: int = 100, scopes: int = 10_000, patience_s: float = 2.0) -> Limiter:
-    return Limiter(
-        local=LocalStore(clock=clock, scopes=scopes),
+def limiter_on(clock: Clock, *, first_tokens: int = 100, scopes: int = 10_000, patience_s: float = 2.0) -> RateLimiter:
+    return RateLimiter(
+        local=LocalLimitStore(clock=clock, scopes=scopes),
         clock=clock,
         sleep=clock.skip,
-        estimates=Estimates(first_tokens=first_tokens),
+        estimates=OutputEstimates(first_tokens=first_tokens),
         patience_s=patience_s,
     )
 
@@ -234,8 +234,8 @@ async def test_the_shortest_context_bounds_prompt_and_answer() -> None:
 
 @asynchronous
 async def test_without_limits_everything_is_allowed_and_nothing_is_kept() -> None:
-    local = LocalStore()
-    limiter = Limiter(local=local)
+    local = LocalLimitStore()
+    limiter = RateLimiter(local=local)
     for scopes in ([], [scope()], [scope(context=10**9)]):
         reservation = await limiter.reserve(scopes, input_tokens=10**6, most_output=10**6)
         assert reservation.allow(10**6)
@@ -263,8 +263,8 @@ async def test_a_changed_limit_is_in_force_at_once_and_forgets_nothing() -> None
 @asynchronous
 async def test_thousands_of_tenants_take_bounded_memory_and_lose_nothing_that_counts() -> None:
     clock = Clock()
-    local = LocalStore(clock=clock, scopes=200)
-    limiter = Limiter(local=local, clock=clock)
+    local = LocalLimitStore(clock=clock, scopes=200)
+    limiter = RateLimiter(local=local, clock=clock)
     busy = scope("busy", requests_per_min=3, concurrent=10)
     await (await limiter.reserve([busy], input_tokens=1, most_output=1)).settle(1, 1)
     running = await limiter.reserve([busy], input_tokens=1, most_output=1)
@@ -311,8 +311,11 @@ async def test_a_thousand_tasks_at_once_get_exactly_the_limit() -> None:
 async def test_what_is_refused_and_extended_is_noted() -> None:
     noted: list[tuple[str, str]] = []
     clock = Clock()
-    limiter = Limiter(
-        local=LocalStore(clock=clock), clock=clock, note=lambda event, what: noted.append((event, what)), patience_s=0
+    limiter = RateLimiter(
+        local=LocalLimitStore(clock=clock),
+        clock=clock,
+        note=lambda event, what: noted.append((event, what)),
+        patience_s=0,
     )
     tenant = scope(output_tokens_per_min=20)
     reservation = await limiter.reserve([tenant], input_tokens=1, most_output=20)

@@ -10,56 +10,42 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from headrace.config.tenant_section import TenantConfig
-from headrace.gateway.accounts.account_store import Changes
-from headrace.gateway.accounts.directory import UNLIMITED, Directory, Identified
-from headrace.gateway.caches.cache_modes import Mode
-from headrace.gateway.ledger.budgets import Account, Budget
-from headrace.gateway.limits.limit_set import Scope
+from headrace.gateway.accounts.account_store import AccountChanges
+from headrace.gateway.accounts.directory import UNLIMITED, AccountDirectory, IdentifiedCaller
+from headrace.gateway.caches.cache_modes import CacheMode
+from headrace.gateway.ledger.budgets import TenantBudgets
+from headrace.gateway.limits.limit_scopes import LimitScope
 from headrace.gateway.serving.exchange import Caller
 
 
-def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[Scope, ...]:
+def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[LimitScope, ...]:
     """The limits that a request comes under by its tenant and its key. `model`: of the variant, in full; a limit of a
     model counts its variants together, one of MODEL@VARIANT that one alone."""
-    if not isinstance(caller, Identified):
+    if not isinstance(caller, IdentifiedCaller):
         return ()
-    settings, found = caller.settings, list[Scope]()
+    settings, found = caller.settings, list[LimitScope]()
     if settings.limits != UNLIMITED:
-        found.append(Scope("tenant", caller.tenant, settings.limits))
+        found.append(LimitScope("tenant", caller.tenant, settings.limits))
     if caller.limits != UNLIMITED:
-        found.append(Scope("key", caller.key, caller.limits))
+        found.append(LimitScope("key", caller.key, caller.limits))
     for name in dict.fromkeys((model.partition("@")[0], model)):
         if name in settings.model_limits:
-            found.append(Scope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
+            found.append(LimitScope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
     if surface in settings.surface_limits:
-        found.append(Scope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
+        found.append(LimitScope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
     return tuple(found)
 
 
-def account_of(settings: TenantConfig) -> Account:
-    """The ledger's words for a tenant's budgets."""
-    budgets = tuple(
-        Budget(
-            limit=each.limit_micros,
-            period=each.period,
-            endpoint=each.endpoint,
-            then=each.then,
-            allowance=each.allowance_micros,
-            alerts=each.alerts,
-        )
-        for each in settings.budgets
-    )
-    return Account(budgets, settings.fail)
-
-
-def declaring(directory: Directory, declare: Callable[[str, Account | None], object]) -> Callable[[Changes], None]:
+def budget_updater(
+    directory: AccountDirectory, declare: Callable[[str, TenantBudgets | None], object]
+) -> Callable[[AccountChanges], None]:
     """A listener for Shared that keeps the ledger's accounts true, after it has told of the configuration's.
     `declare`: Accounts.declare."""
     for name, settings in directory.declared_tenants.items():
-        declare(name, account_of(settings))
+        declare(name, _budgets(settings))
     known: set[str] = set()
 
-    def take(changes: Changes) -> None:
+    def take(changes: AccountChanges) -> None:
         told = {record.id for record in changes.records if record.kind == "tenant"}
         for name in told | (known if changes.whole else set[str]()):
             if name in directory.declared_tenants:
@@ -69,19 +55,23 @@ def declaring(directory: Directory, declare: Callable[[str, Account | None], obj
                 declare(name, None)
             else:
                 known.add(name)
-                declare(name, account_of(directory.settings_of(name)))
+                declare(name, _budgets(directory.settings_of(name)))
 
     return take
 
 
-class CacheModes(Mapping[str, Mode]):
+def _budgets(settings: TenantConfig) -> TenantBudgets:
+    return TenantBudgets(settings.budgets, settings.fail)
+
+
+class CacheModes(Mapping[str, CacheMode]):
     """A cache's modes by tenant, for caches.modes.Modes: those of tenants that have one of their own."""
 
-    def __init__(self, directory: Directory, cache: Literal["exact", "semantic"]) -> None:
+    def __init__(self, directory: AccountDirectory, cache: Literal["exact", "semantic"]) -> None:
         self._directory = directory
         self._cache = cache
 
-    def __getitem__(self, tenant: str) -> Mode:
+    def __getitem__(self, tenant: str) -> CacheMode:
         caches = self._directory.settings_of(tenant).caches
         mode = caches.exact if self._cache == "exact" else caches.semantic
         if mode is None:
