@@ -36,8 +36,8 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent / "edge"))
 from client import Connection
 
-from headrace.engine.interface.request import Request
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import CacheKey, cache_key_for
 from headrace.gateway.caches.exact.entry_store import EntryStore, GuardedStore
@@ -46,7 +46,7 @@ from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
@@ -55,11 +55,11 @@ from headrace.server.api.chat_completions import ChatStream
 EDGE: Final = Path(__file__).resolve().parent / "edge"
 CHATS: Final = 32  # different ones, each answered before anything is timed
 TOKENS: Final = 16  # of an answer
-ASKED = Asked(model="mini", messages=[{"role": "user", "content": "Hello"}], stream=True, include_usage=True)
+ASKED = TextRequest(model="mini", messages=[{"role": "user", "content": "Hello"}], stream=True, include_usage=True)
 
 
 class NoEngine:
-    def stream(self, request: Request) -> Stream:
+    def stream(self, request: GenerationRequest) -> OutputStream:
         raise AssertionError("everything is a hit")
 
     async def stats(self) -> list[dict[str, Any]]:

@@ -36,12 +36,12 @@ from headrace.bench.simulation.scenarios import ScenarioSetup, capacity
 from headrace.bench.simulation.simulator import Hardware
 from headrace.bench.simulation.synthetic_traffic import TrafficMix, generate
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.gateway.degradation.ladder.extractive_answer import ExtractOptions
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "ladder" / "results.md"
-LIMITS: Final = Limits(max_sequences=32, max_rows=512, context=32_768)
+LIMITS: Final = SchedulerLimits(max_sequences=32, max_rows=512, context=32_768)
 KINDS: Final = ("full", "trimmed", "cut", "half", "stale", "extracted", "refused")
 
 

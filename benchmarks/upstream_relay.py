@@ -32,7 +32,7 @@ from typing import Any
 import uvloop
 
 from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig
-from headrace.gateway.requests.text_request import Asked, ChoiceDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.upstreams.upstream import Upstream
@@ -130,7 +130,7 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
         clients.append(Client(transport))
 
     def answering() -> UpstreamGeneration:
-        asked = Asked(model="mini@far", messages=[{"role": "user", "content": "Say a lot."}], stream=True)
+        asked = TextRequest(model="mini@far", messages=[{"role": "user", "content": "Say a lot."}], stream=True)
         return UpstreamGeneration(Exchange(caller=Caller(), asked=asked, served=served), upstream)
 
     async def pieces(client: Client) -> None:

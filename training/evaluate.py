@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import Runner, logits
-from headrace.engine.executors.runner import Sequence as Running
+from headrace.engine.executors.runner import RunnerSequence as Running
 from headrace.models.model_folder import ModelFolder, open_model
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right

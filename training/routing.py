@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.executors.runner import Runner
-from headrace.engine.executors.runner import Sequence as Running
-from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.engine.executors.runner import RunnerSequence as Running
+from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.complexity import FEATURES, WEIGHTS, Classifier, features
 from headrace.gateway.routing.confidence import FIRST, TOP, Confidence
 from headrace.models.model_folder import BUNDLED, open_model
@@ -70,7 +70,7 @@ class Pair(msgspec.Struct, frozen=True):
 
     def features(self) -> list[float]:
         tools = tuple(map(Tool, self.tools))
-        return features(Asked(model="", messages=list[dict[str, Any]](self.messages), tools=tools))
+        return features(TextRequest(model="", messages=list[dict[str, Any]](self.messages), tools=tools))
 
 
 class Pairs(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """An engine that computes nothing: the same words over and over, as fast as it is told to.
 
-Owns MockEngine, in the place of an engine's client. Outputs go through the client's own Stream, one for each token, so
-the server reads them as it reads a worker's; what is left out is the socket from the worker.
+Owns MockEngine, in the place of an engine's client. Outputs go through the client's own OutputStream, one for each
+token, so the server reads them as it reads a worker's; what is left out is the socket from the worker.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from pace import Wheel
 
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.process.output_stream import OutputStream
 from headrace.models.text.tokenizer import Tokenizer
 
 TEXT: Final = " The river runs past the old mill, turns the wheel and goes on to the sea."
@@ -27,8 +27,8 @@ class MockEngine:
         self._words = [(token, tokenizer.decode([token])) for token in tokens if tokenizer.decode([token])]
         self._wheel = None if tokens_per_s is None else Wheel(tokens_per_s)
 
-    def stream(self, request: Request) -> Stream:
-        stream = Stream(self, request)
+    def stream(self, request: GenerationRequest) -> OutputStream:
+        stream = OutputStream(self, request)
         for index in range(request.n):
             step = self._answer(stream, index)
             if self._wheel is None:
@@ -37,13 +37,13 @@ class MockEngine:
                 self._wheel.add(step)
         return stream
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: OutputStream) -> None:
         """A stream was left; it is closed, and its turns end with that."""
 
     async def stats(self) -> list[dict[str, Any]]:
         return []
 
-    def _answer(self, stream: Stream, index: int) -> Callable[[], bool]:
+    def _answer(self, stream: OutputStream, index: int) -> Callable[[], bool]:
         request = stream.request
         words, count, most = self._words, 0, request.max_tokens
 
@@ -54,10 +54,10 @@ class MockEngine:
             token, text = words[count % len(words)]
             count += 1
             if count < most:
-                stream.push(Output("", index, [token], text))
+                stream.push(SequenceOutput("", index, [token], text))
                 return True
-            usage = Usage(len(request.prompt), count, 0, 0, 0, 0.0, 0.0, 0.0)
-            stream.push(Output("", index, [token], text, ending=Ending(Finish.LENGTH, usage)))
+            usage = SequenceUsage(len(request.prompt), count, 0, 0, 0, 0.0, 0.0, 0.0)
+            stream.push(SequenceOutput("", index, [token], text, ending=SequenceEnd(FinishReason.LENGTH, usage)))
             return False
 
         return step

@@ -20,17 +20,17 @@ from msgspec.structs import replace
 from headrace.bench.simulation.baseline_orders import rival
 from headrace.bench.simulation.simulator import Hardware
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Event, Limits, Outcome, StepPlan
+from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, SequenceEvent, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.gateway.degradation.ladder.ladder_options import LadderOptions, by_patience
 from headrace.gateway.degradation.ladder.ladder_steps import AllowedSteps, DegradationPlan, plan_degradation
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, WaitTicket
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 Strategy = Literal["fifo", "queue", "shed", "ladder", "ladder-bare", "ladder-half"]
 Kind = Literal["full", "trimmed", "cut", "half", "stale", "extracted", "refused"]
@@ -76,7 +76,7 @@ class Served:
     ttft: float = math.inf
     end: float = math.inf
     tokens: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     @property
     def tpot(self) -> float:
@@ -94,7 +94,7 @@ class Served:
         """By its deadline."""
         if self.at_once:
             return True
-        return self.finish in (Finish.STOP, Finish.LENGTH) and self.end <= (self.call.deadline or math.inf)
+        return self.finish in (FinishReason.STOP, FinishReason.LENGTH) and self.end <= (self.call.deadline or math.inf)
 
     def good(self, policy: Policy) -> bool:
         surface = policy.surfaces[self.call.surface]
@@ -113,13 +113,13 @@ class Served:
 class Engine:
     """A scheduler with its place on the machine."""
 
-    def __init__(self, name: str, hardware: Hardware, strategy: Strategy, limits: Limits, seed: int) -> None:
+    def __init__(self, name: str, hardware: Hardware, strategy: Strategy, limits: SchedulerLimits, seed: int) -> None:
         queue, policy, limits = rival("fcfs" if strategy == "fifo" else "fair", Policy(), limits)
         if strategy == "queue":
             policy = replace(policy, refuse_unmet=False)
         self.name = name
         self.hardware = hardware
-        self.blocks = Blocks(hardware.blocks, hardware.block_tokens)
+        self.blocks = BlockManager(hardware.blocks, hardware.block_tokens)
         self.scheduler = Scheduler(self.blocks, limits, policy, StepTimeModel(), queue=queue)
         self.rng = random.Random(f"{seed} {name}")
         self.plan: StepPlan | None = None
@@ -135,7 +135,7 @@ class Engine:
                 self.left = self.hardware.seconds(self.plan.rows, self.plan.pairs, self.rng)
                 self.began = now
 
-    def finish(self, now: float) -> list[Event]:
+    def finish(self, now: float) -> list[SequenceEvent]:
         plan, self.plan = self.plan, None
         assert plan is not None
         outcomes = [Outcome([1] if share.wanted else []) for share in plan.shares]
@@ -144,7 +144,7 @@ class Engine:
     def admit(self, served: Served, prompt: tuple[int, ...], answer: int, wait: WaitTicket | None, now: float) -> bool:
         call = served.call
         name = str(id(served))
-        request = Request(
+        request = GenerationRequest(
             id=name,
             prompt=prompt,
             max_tokens=answer,
@@ -164,7 +164,7 @@ class Engine:
             self.waits[name] = wait
         return True
 
-    def deliver(self, events: list[Event], now: float, pressure: PressureMonitor) -> None:
+    def deliver(self, events: list[SequenceEvent], now: float, pressure: PressureMonitor) -> None:
         for event in events:
             name = event.sequence.request.id
             served = self.open[name]
@@ -212,7 +212,7 @@ class Front:
         sourced = self._rng.random() < self._traits.sourced.get(call.surface, 0.0)
         repeated = self._rng.random() < self._traits.repeated
         declines = self._rng.random() < self._traits.declines
-        asked = Asked(model="mini", messages=[{"role": "user", "content": "?"}], surface=call.surface)
+        asked = TextRequest(model="mini", messages=[{"role": "user", "content": "?"}], surface=call.surface)
         allowed = AllowedSteps.of("off" if declines else None)
         signals = self.pressure.signals("mini", call.tenant, surface=call.surface, deadline_s=call.deadline)
         level = self.ladder.decide(call.surface, signals, now, of=call.tenant)
@@ -264,7 +264,7 @@ def run(
     strategy: Strategy,
     *,
     hardware: Hardware,
-    limits: Limits,
+    limits: SchedulerLimits,
     traits: Traits,
     seed: int,
 ) -> tuple[list[Served], Front]:

@@ -14,13 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.engine.engine import Engine
-from headrace.engine.executors.executor import Batch, Ticket
+from headrace.engine.executors.executor import StepBatch, StepTicket
 from headrace.engine.executors.runner import embed, greedy, logits
 from headrace.engine.grammar.constraints import Grammar
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Sampling, seed_of
-from headrace.engine.interface.sequence_answer import Answer
-from headrace.engine.process.open_engine import Opened
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams, sequence_seed
+from headrace.engine.interface.sequence_result import SequenceResult
+from headrace.engine.process.open_engine import OpenedVariant
 from headrace.errors import RequestError
 from headrace.models.synthetic.random_model import write_random_model
 from tests.support.tiny_engine import PROMPT, one, open_tiny, run, tokens
@@ -33,25 +33,25 @@ SCHEMA = json.dumps(
         "additionalProperties": False,
     }
 )
-SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=11)
-PENALISED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
+PENALISED = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_folder: Path) -> Opened:
+def opened(tiny_folder: Path) -> OpenedVariant:
     return open_tiny(tiny_folder)
 
 
 @pytest.fixture(scope="module")
-def engine(opened: Opened) -> Engine:
+def engine(opened: OpenedVariant) -> Engine:
     return opened.engine
 
 
-def request(id: str = "r", **changes: Any) -> Request:
-    return Request(**({"id": id, "prompt": PROMPT, "max_tokens": 24} | changes))
+def request(id: str = "r", **changes: Any) -> GenerationRequest:
+    return GenerationRequest(**({"id": id, "prompt": PROMPT, "max_tokens": 24} | changes))
 
 
-def mixed(stop: str) -> list[Request]:
+def mixed(stop: str) -> list[GenerationRequest]:
     """Requests of every kind of sampling, with prompts of very different lengths; one of them stops at `stop`."""
     return [
         request("greedy", prompt=PROMPT[:7]),
@@ -59,9 +59,9 @@ def mixed(stop: str) -> list[Request]:
         request("penalised", prompt=PROMPT * 2, sampling=PENALISED, max_tokens=40),
         request("several", n=3, sampling=SAMPLED),
         request("grammar", grammar=Grammar("json_schema", SCHEMA), sampling=SAMPLED, max_tokens=60),
-        request("biased", sampling=Sampling(logit_bias={77: 3.0}, min_p=0.02, temperature=1.0, seed=2)),
+        request("biased", sampling=SamplingParams(logit_bias={77: 3.0}, min_p=0.02, temperature=1.0, seed=2)),
         request("stopped", stop=(stop,), max_tokens=40),
-        request("short", prompt=(9,), max_tokens=3, sampling=Sampling(temperature=2.0, top_k=50, seed=8)),
+        request("short", prompt=(9,), max_tokens=3, sampling=SamplingParams(temperature=2.0, top_k=50, seed=8)),
     ]
 
 
@@ -73,20 +73,20 @@ def stop(engine: Engine) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine, stop: str) -> dict[str, list[Answer]]:
+def alone(engine: Engine, stop: str) -> dict[str, list[SequenceResult]]:
     return {wanted.id: run(engine, [wanted])[wanted.id] for wanted in mixed(stop)}
 
 
-def test_greedy_tokens_are_those_of_the_executor_driven_directly(opened: Opened) -> None:
+def test_greedy_tokens_are_those_of_the_executor_driven_directly(opened: OpenedVariant) -> None:
     expected = greedy(opened.executor, [PROMPT], 24)[0]
     answer = one(opened.engine, request())
     assert answer.tokens == expected
     assert answer.text == opened.tokenizer.decode(expected)
     assert answer.ending is not None
-    assert (answer.ending.finish, answer.ending.usage.output_tokens) == (Finish.LENGTH, 24)
+    assert (answer.ending.finish, answer.ending.usage.output_tokens) == (FinishReason.LENGTH, 24)
 
 
-def test_company_changes_nothing(engine: Engine, stop: str, alone: dict[str, list[Answer]]) -> None:
+def test_company_changes_nothing(engine: Engine, stop: str, alone: dict[str, list[SequenceResult]]) -> None:
     together = run(engine, mixed(stop))
     assert tokens(together) == tokens(alone)
     assert {id: [a.text for a in found] for id, found in together.items()} == {
@@ -106,7 +106,7 @@ def test_company_changes_nothing(engine: Engine, stop: str, alone: dict[str, lis
     ids=["little-memory", "few-rows", "speculating", "all-at-once", "no-prefix-cache"],
 )
 def test_nor_do_memory_steps_drafts_and_caches(
-    options: dict[str, Any], tiny_folder: Path, stop: str, alone: dict[str, list[Answer]]
+    options: dict[str, Any], tiny_folder: Path, stop: str, alone: dict[str, list[SequenceResult]]
 ) -> None:
     other = open_tiny(tiny_folder, **options).engine
     for _ in range(2):  # the second time with whatever the first has left in the cache
@@ -120,7 +120,7 @@ def test_nor_do_memory_steps_drafts_and_caches(
 
 
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(
-    tiny_folder: Path, stop: str, alone: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, stop: str, alone: dict[str, list[SequenceResult]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its own draft model: what it proposes holds. As slow as it is, it would not be asked: so steps seem slower.
     other = open_tiny(tiny_folder, speculation="model", draft_model=str(tiny_folder), max_sequences=16)
@@ -137,7 +137,9 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
 
 def test_sequences_that_are_preempted_come_back_with_the_same_tokens(tiny_folder: Path, engine: Engine) -> None:
     wanted = [
-        request(str(n), prompt=PROMPT[n : n + 9], max_tokens=120, sampling=Sampling(temperature=0.9 * (n % 2), seed=n))
+        request(
+            str(n), prompt=PROMPT[n : n + 9], max_tokens=120, sampling=SamplingParams(temperature=0.9 * (n % 2), seed=n)
+        )
         for n in range(8)
     ]
     expected = {each.id: [one(engine, each).tokens] for each in wanted}
@@ -148,7 +150,7 @@ def test_sequences_that_are_preempted_come_back_with_the_same_tokens(tiny_folder
 
 @pytest.mark.parametrize("id", ["greedy", "penalised", "grammar", "biased", "stopped"])
 def test_an_answer_goes_on_from_the_tokens_of_another_engine(
-    id: str, engine: Engine, stop: str, alone: dict[str, list[Answer]]
+    id: str, engine: Engine, stop: str, alone: dict[str, list[SequenceResult]]
 ) -> None:
     wanted = next(found for found in mixed(stop) if found.id == id)
     whole = alone[id][0]
@@ -167,59 +169,65 @@ def test_an_answer_goes_on_from_the_tokens_of_another_engine(
         assert answer.ending.usage.output_tokens == len(whole.tokens)
 
 
-def test_each_of_several_sequences_has_a_seed_of_its_own(engine: Engine, alone: dict[str, list[Answer]]) -> None:
+def test_each_of_several_sequences_has_a_seed_of_its_own(
+    engine: Engine, alone: dict[str, list[SequenceResult]]
+) -> None:
     several = [answer.tokens for answer in alone["several"]]
     assert len({tuple(found) for found in several}) == 3
     for index, found in enumerate(several):
-        seed = seed_of(11, index)
-        sampling = Sampling(temperature=0.9, top_p=0.95, seed=seed)
+        seed = sequence_seed(11, index)
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
         assert one(engine, request(f"s{index}", sampling=sampling)).tokens == found
 
 
-def test_draws_follow_from_the_seed(engine: Engine, opened: Opened) -> None:
+def test_draws_follow_from_the_seed(engine: Engine, opened: OpenedVariant) -> None:
     def draw(seed: int, temperature: float = 5.0) -> list[int]:
-        return one(engine, request(sampling=Sampling(temperature=temperature, seed=seed))).tokens
+        return one(engine, request(sampling=SamplingParams(temperature=temperature, seed=seed))).tokens
 
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
     assert draw(7, temperature=1e-6) == greedy(opened.executor, [PROMPT], 24)[0]
 
 
-def test_a_stop_string_ends_the_text_before_it(stop: str, alone: dict[str, list[Answer]], engine: Engine) -> None:
+def test_a_stop_string_ends_the_text_before_it(
+    stop: str, alone: dict[str, list[SequenceResult]], engine: Engine
+) -> None:
     stopped = alone["stopped"][0]
     assert stopped.ending is not None
-    assert (stopped.ending.finish, stopped.ending.stop) == (Finish.STOP, stop)
+    assert (stopped.ending.finish, stopped.ending.stop) == (FinishReason.STOP, stop)
     whole = one(engine, request(max_tokens=40)).text
     assert stopped.text == whole[: whole.index(stop)]
 
 
-def test_a_stop_id_ends_an_answer_once_it_is_long_enough(opened: Opened) -> None:
+def test_a_stop_id_ends_an_answer_once_it_is_long_enough(opened: OpenedVariant) -> None:
     made = greedy(opened.executor, [PROMPT], 24)[0]
     place = next(place for place in range(4, 24) if made.index(made[place]) == place)
     answer = one(opened.engine, request(stop_ids=frozenset({made[place]})))
     assert answer.tokens == made[: place + 1]
     assert answer.text == opened.tokenizer.decode(made[:place])
     assert answer.ending is not None
-    assert answer.ending.finish is Finish.STOP
+    assert answer.ending.finish is FinishReason.STOP
     longer = one(opened.engine, request(stop_ids=frozenset({made[place]}), min_tokens=place + 3))
     assert len(longer.tokens) >= place + 3
     assert longer.tokens[:place] == made[:place]
     assert made[place] not in longer.tokens[: place + 2]
 
 
-def test_a_grammar_holds_the_text(alone: dict[str, list[Answer]]) -> None:
+def test_a_grammar_holds_the_text(alone: dict[str, list[SequenceResult]]) -> None:
     answer = alone["grammar"][0]
     assert answer.ending is not None
-    if answer.ending.finish is Finish.STOP:
+    if answer.ending.finish is FinishReason.STOP:
         assert json.loads(answer.text).keys() == {"name", "age"}
     assert answer.text.lstrip().startswith("{")
 
 
-def test_a_grammar_with_log_probabilities_writes_the_same(engine: Engine, alone: dict[str, list[Answer]]) -> None:
+def test_a_grammar_with_log_probabilities_writes_the_same(
+    engine: Engine, alone: dict[str, list[SequenceResult]]
+) -> None:
     wanted = request(
         "grammar",
         grammar=Grammar("json_schema", SCHEMA),
-        sampling=Sampling(temperature=0.9, top_p=0.95, seed=11, logprobs=1),
+        sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=1),
         max_tokens=60,
     )
     answer = one(engine, wanted)
@@ -235,11 +243,11 @@ def log_softmax(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("rows", [512, 10])
-def test_a_text_is_scored_token_by_token(rows: int, tiny_folder: Path, opened: Opened) -> None:
+def test_a_text_is_scored_token_by_token(rows: int, tiny_folder: Path, opened: OpenedVariant) -> None:
     other = open_tiny(tiny_folder, max_rows=rows).engine
     expected = log_softmax(logits(opened.executor, [PROMPT])[0])
     for score_from in (0, 1, 30, len(PROMPT)):
-        answer = one(other, request(kind="score", score_from=score_from, sampling=Sampling(logprobs=2)))
+        answer = one(other, request(kind="score", score_from=score_from, sampling=SamplingParams(logprobs=2)))
         measured = answer.prompt or []
         first = max(1, score_from)
         assert [chosen.token for chosen in measured] == list(PROMPT[first:])
@@ -249,12 +257,12 @@ def test_a_text_is_scored_token_by_token(rows: int, tiny_folder: Path, opened: O
         assert all(chosen.top[0][0] == expected[first + n - 1].argmax() for n, chosen in enumerate(measured))
         assert answer.tokens == []
         assert answer.ending is not None
-        assert answer.ending.finish is Finish.STOP
+        assert answer.ending.finish is FinishReason.STOP
 
 
-def test_a_prompt_is_measured_beside_its_answer(engine: Engine, opened: Opened) -> None:
+def test_a_prompt_is_measured_beside_its_answer(engine: Engine, opened: OpenedVariant) -> None:
     expected = log_softmax(logits(opened.executor, [PROMPT])[0])
-    answer = one(engine, request(prompt_logprobs=0, sampling=Sampling(logprobs=0)))
+    answer = one(engine, request(prompt_logprobs=0, sampling=SamplingParams(logprobs=0)))
     assert [chosen.logprob for chosen in answer.prompt or []] == pytest.approx(
         [expected[place - 1, PROMPT[place]] for place in range(1, len(PROMPT))], abs=1e-3
     )
@@ -273,7 +281,7 @@ def test_one_slow_step_stops_nobody(kind: str, surface: str, tiny_folder: Path) 
     assert other.idle
 
 
-def test_a_thousand_texts_are_scored_in_one_go(engine: Engine, opened: Opened) -> None:
+def test_a_thousand_texts_are_scored_in_one_go(engine: Engine, opened: OpenedVariant) -> None:
     texts = [tuple(5 + (seed * 7919 + place * 31) % 4000 for place in range(4 + seed % 9)) for seed in range(1000)]
     wanted = [request(str(n), prompt=text, kind="score", score_from=2, surface="batch") for n, text in enumerate(texts)]
     found = run(engine, wanted)
@@ -286,7 +294,7 @@ def test_a_thousand_texts_are_scored_in_one_go(engine: Engine, opened: Opened) -
 
 
 @pytest.mark.parametrize("rows", [512, 10])
-def test_a_decoder_embeds_the_mean_of_its_states(rows: int, tiny_folder: Path, opened: Opened) -> None:
+def test_a_decoder_embeds_the_mean_of_its_states(rows: int, tiny_folder: Path, opened: OpenedVariant) -> None:
     other = open_tiny(tiny_folder, max_rows=rows).engine
     texts = [PROMPT, PROMPT[:3], tuple(range(100, 190))]
     wanted = [request(f"e{n}", prompt=text, kind="embed") for n, text in enumerate(texts)]
@@ -311,7 +319,7 @@ def test_an_encoder_embeds_and_writes_nothing(tmp_path: Path) -> None:
         encoder.engine.submit(request())
 
 
-def test_a_cancelled_request_is_gone_by_the_next_step(engine: Engine, opened: Opened) -> None:
+def test_a_cancelled_request_is_gone_by_the_next_step(engine: Engine, opened: OpenedVariant) -> None:
     def cancel(step: int) -> None:
         if step == 5:
             engine.cancel("gone")
@@ -319,7 +327,7 @@ def test_a_cancelled_request_is_gone_by_the_next_step(engine: Engine, opened: Op
     found = run(engine, [request("gone", max_tokens=200), request("stays")], at_step=cancel)
     gone = found["gone"][0]
     assert gone.ending is not None
-    assert gone.ending.finish is Finish.CANCELLED
+    assert gone.ending.finish is FinishReason.CANCELLED
     assert 3 <= len(gone.tokens) <= 5
     assert found["stays"][0].tokens == greedy(opened.executor, [PROMPT], 24)[0]
     assert engine.blocks.stats().used == 0
@@ -335,11 +343,11 @@ def test_a_request_that_is_cancelled_while_its_step_runs_ends_with_it(engine: En
     engine.finish()
     (output,) = engine.deliver()
     assert output.ending is not None
-    assert output.ending.finish is Finish.CANCELLED
+    assert output.ending.finish is FinishReason.CANCELLED
     assert engine.idle
 
 
-def test_a_deadline_cuts_an_answer_short_with_what_there_is(opened: Opened) -> None:
+def test_a_deadline_cuts_an_answer_short_with_what_there_is(opened: OpenedVariant) -> None:
     now = 0.0
     base = opened.engine
     engine = Engine(opened.executor, base.scheduler, base.blocks, opened.tokenizer, clock=lambda: now)
@@ -351,18 +359,20 @@ def test_a_deadline_cuts_an_answer_short_with_what_there_is(opened: Opened) -> N
     wanted = request("late", max_tokens=200, deadline=0.2, arrival=0.0)
     answer = run(engine, [wanted], at_step=tick)["late"][0]
     assert answer.ending is not None
-    assert answer.ending.finish is Finish.DEADLINE
+    assert answer.ending.finish is FinishReason.DEADLINE
     expected = greedy(opened.executor, [PROMPT], 24)[0]
     assert 3 < len(answer.tokens) < 24
     assert answer.tokens == expected[: len(answer.tokens)]
 
 
-def test_a_step_that_fails_fails_those_in_it_and_no_others(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_fails_those_in_it_and_no_others(
+    opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = opened.engine
     launch = opened.executor.launch
     count = 0
 
-    def failing(batch: Batch) -> Ticket:
+    def failing(batch: StepBatch) -> StepTicket:
         nonlocal count
         count += 1
         if count != 3:
@@ -380,7 +390,7 @@ def test_a_step_that_fails_fails_those_in_it_and_no_others(opened: Opened, monke
     answers = run(engine, [request("unlucky")], at_step=more)
     unlucky = answers["unlucky"][0]
     assert unlucky.ending is not None
-    assert unlucky.ending.finish is Finish.FAILED
+    assert unlucky.ending.finish is FinishReason.FAILED
     assert "on fire" in unlucky.ending.why
     assert unlucky.tokens == greedy(opened.executor, [PROMPT], 2)[0]
     assert engine.scheduler.stats().failed == 1
@@ -389,12 +399,12 @@ def test_a_step_that_fails_fails_those_in_it_and_no_others(opened: Opened, monke
 
 
 def test_what_a_failed_step_computed_is_not_found_in_the_cache(
-    tiny_folder: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = open_tiny(tiny_folder, kv_tokens=256)  # so little that the blocks are those of the failed step
     launch = other.executor.launch
 
-    def spoil(batch: Batch) -> Ticket:
+    def spoil(batch: StepBatch) -> StepTicket:
         wrong = replace(batch, tokens=batch.tokens[::-1].copy())
         other.executor.collect(launch(wrong))
         ticket: Future[Any] = Future()
@@ -405,17 +415,19 @@ def test_what_a_failed_step_computed_is_not_found_in_the_cache(
         patch.setattr(other.executor, "launch", spoil)
         failed = one(other.engine, request("spoiled"))
     assert failed.ending is not None
-    assert failed.ending.finish is Finish.FAILED
+    assert failed.ending.finish is FinishReason.FAILED
     after = one(other.engine, request("after"))
     assert after.ending is not None
     assert after.ending.usage.cached_tokens == 0
     assert after.tokens == greedy(opened.executor, [PROMPT], 24)[0]
 
 
-def test_a_row_without_a_choice_fails_its_sequence_alone(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_a_choice_fails_its_sequence_alone(
+    opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collect = opened.executor.collect
 
-    def spoiled(ticket: Ticket) -> Any:
+    def spoiled(ticket: StepTicket) -> Any:
         result = collect(ticket)
         if len(result.values) == 2:
             result.values[0] = np.nan
@@ -424,8 +436,8 @@ def test_a_row_without_a_choice_fails_its_sequence_alone(opened: Opened, monkeyp
     monkeypatch.setattr(opened.executor, "collect", spoiled)
     found = run(opened.engine, [request("bad", max_tokens=20), request("good", prompt=PROMPT[:9], max_tokens=20)])
     endings = {id: answers[0].ending for id, answers in found.items()}
-    assert sorted(ending.finish for ending in endings.values() if ending) == [Finish.FAILED, Finish.LENGTH]
-    failed = next(ending for ending in endings.values() if ending and ending.finish is Finish.FAILED)
+    assert sorted(ending.finish for ending in endings.values() if ending) == [FinishReason.FAILED, FinishReason.LENGTH]
+    failed = next(ending for ending in endings.values() if ending and ending.finish is FinishReason.FAILED)
     assert "no token can be chosen" in failed.why
 
 
@@ -440,7 +452,7 @@ def test_a_row_without_a_choice_fails_its_sequence_alone(opened: Opened, monkeyp
         ({"max_tokens": 1000}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 10**6}, "n"),
-        ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
         ({"stop": ("",)}, "stop"),
         ({"stop": ("x",) * 100}, "stop"),
         ({"stop_ids": frozenset({10**6})}, "stop_token_ids"),
@@ -461,7 +473,7 @@ def test_what_can_never_be_served_is_refused_by_name(changes: dict[str, Any], pa
     assert engine.idle
 
 
-def test_output_that_its_grammar_does_not_allow_is_refused(engine: Engine, opened: Opened) -> None:
+def test_output_that_its_grammar_does_not_allow_is_refused(engine: Engine, opened: OpenedVariant) -> None:
     wrong = tuple(opened.tokenizer.encode("The water", add_special_tokens=False))
     with pytest.raises(RequestError, match="grammar"):
         engine.submit(request(grammar=Grammar("json_object")), output=wrong)
@@ -508,8 +520,8 @@ def test_every_request_ends_once_whatever_happens_to_the_others(tiny_folder: Pat
     now = 0.0
     base = open_tiny(tiny_folder, kv_tokens=1024, max_rows=64, speculation="ngram", max_sequences=12)
     busy = Engine(base.executor, base.engine.scheduler, base.engine.blocks, base.tokenizer, clock=lambda: now)
-    wanted: dict[str, Request] = {}
-    answers: dict[str, Answer] = {}
+    wanted: dict[str, GenerationRequest] = {}
+    answers: dict[str, SequenceResult] = {}
     endings: Counter[str] = Counter()
     for step in range(4000):
         now += 0.004
@@ -519,7 +531,9 @@ def test_every_request_ends_once_whatever_happens_to_the_others(tiny_folder: Pat
                 str(len(wanted)),
                 prompt=tuple(range(start, start + chance.randrange(1, 120))),
                 max_tokens=chance.randrange(1, 60),
-                sampling=Sampling(temperature=chance.choice([0.0, 1.0]), seed=step, presence_penalty=step % 3 / 10),
+                sampling=SamplingParams(
+                    temperature=chance.choice([0.0, 1.0]), seed=step, presence_penalty=step % 3 / 10
+                ),
                 deadline=now + chance.uniform(0.05, 2.0) if chance.random() < 0.2 else None,
                 arrival=now,
                 tenant=chance.choice("abc"),
@@ -528,7 +542,7 @@ def test_every_request_ends_once_whatever_happens_to_the_others(tiny_folder: Pat
             )
             if busy.submit(each).accepted:
                 wanted[each.id] = each
-                answers[each.id] = Answer(0)
+                answers[each.id] = SequenceResult(0)
         if wanted and chance.random() < 0.05:
             busy.cancel(chance.choice(list(wanted)))
         for output in busy.overlapped_step():
@@ -541,12 +555,12 @@ def test_every_request_ends_once_whatever_happens_to_the_others(tiny_folder: Pat
     assert set(endings) == set(wanted)
     assert set(endings.values()) == {1}
     finishes = Counter(answer.ending.finish for answer in answers.values() if answer.ending)
-    assert finishes.keys() >= {Finish.LENGTH, Finish.CANCELLED, Finish.DEADLINE}
-    assert Finish.FAILED not in finishes
+    assert finishes.keys() >= {FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE}
+    assert FinishReason.FAILED not in finishes
     for id, answer in list(answers.items())[::5]:
         whole = one(engine, replace(wanted[id], deadline=None))
         assert answer.tokens == whole.tokens[: len(answer.tokens)]
         assert whole.text.startswith(answer.text) or not answer.text.isascii()
         assert answer.ending is not None
-        if answer.ending.finish is Finish.LENGTH:
+        if answer.ending.finish is FinishReason.LENGTH:
             assert (answer.tokens, answer.text) == (whole.tokens, whole.text)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from headrace.engine.executors.cpu_executor import CpuExecutor
-from headrace.engine.grammar.constraints import Grammar, Grammars
-from headrace.engine.interface.request import Finish, Request, Sequence
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.grammar.constraints import Grammar, GrammarCompiler
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.speculation.draft_model import DraftModelDrafter
-from headrace.engine.speculation.drafters import Drafter, NgramDrafter, ReplayDrafter, Wanted
+from headrace.engine.speculation.drafters import Drafter, DraftRequests, NgramDrafter, ReplayDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.models.model_folder import ModelFolder, open_model
 from headrace.models.text.tokenizer import Tokenizer
@@ -32,22 +32,25 @@ SCHEMA = {
 }
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "seeded": {"sampling": Sampling(temperature=1.5, seed=3, top_k=60, top_p=0.95, min_p=0.01)},
-    "three at once": {"sampling": Sampling(temperature=3.0, seed=5), "n": 3},
+    "seeded": {"sampling": SamplingParams(temperature=1.5, seed=3, top_k=60, top_p=0.95, min_p=0.01)},
+    "three at once": {"sampling": SamplingParams(temperature=3.0, seed=5), "n": 3},
     "penalties": {
-        "sampling": Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, temperature=0.7)
+        "sampling": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, temperature=0.7)
     },
-    "bias": {"sampling": Sampling(logit_bias={40: 5.0, 41: -8.0, 42: 4.0})},
-    "logprobs": {"sampling": Sampling(logprobs=3, temperature=1.0, seed=9)},
+    "bias": {"sampling": SamplingParams(logit_bias={40: 5.0, 41: -8.0, 42: 4.0})},
+    "logprobs": {"sampling": SamplingParams(logprobs=3, temperature=1.0, seed=9)},
     "json": {"grammar": Grammar("json_schema", json.dumps(SCHEMA)), "max_tokens": 60},
     "json, seeded": {
         "grammar": Grammar("json_object"),
-        "sampling": Sampling(temperature=5.0, seed=2),
+        "sampling": SamplingParams(temperature=5.0, seed=2),
         "max_tokens": 60,
     },
-    "regex": {"grammar": Grammar("regex", "([a-d]{2,6} ){3,9}!"), "sampling": Sampling(temperature=4.0, seed=8)},
+    "regex": {"grammar": Grammar("regex", "([a-d]{2,6} ){3,9}!"), "sampling": SamplingParams(temperature=4.0, seed=8)},
     "choice": {"grammar": Grammar("choice", '["the water wheel turns", "the water runs"]')},
-    "grammar and logprobs": {"grammar": Grammar("json_object"), "sampling": Sampling(logprobs=1, temperature=2.0)},
+    "grammar and logprobs": {
+        "grammar": Grammar("json_object"),
+        "sampling": SamplingParams(logprobs=1, temperature=2.0),
+    },
     "grammar and min tokens": {"grammar": Grammar("regex", "a{1,30}"), "min_tokens": 12},
 }
 
@@ -69,21 +72,23 @@ def executor(folder: ModelFolder) -> CpuExecutor:
 
 
 @pytest.fixture(scope="module")
-def grammars(folder: ModelFolder) -> Iterator[Grammars]:
-    grammars = Grammars(folder.tokenizer)
+def grammars(folder: ModelFolder) -> Iterator[GrammarCompiler]:
+    grammars = GrammarCompiler(folder.tokenizer)
     yield grammars
     grammars.close()
 
 
-def requests_of(tokenizer: Tokenizer) -> list[Request]:
+def requests_of(tokenizer: Tokenizer) -> list[GenerationRequest]:
     """One of each kind, all in one batch."""
     draw = random.Random(1)
-    found: list[Request] = []
+    found: list[GenerationRequest] = []
     for name, wishes in WISHES.items():
         prompt = [draw.randrange(5, 250) for _ in range(draw.randrange(4, 20))]
         prompt += prompt[-6:]  # something to find again
         found.append(
-            Request(id=name, prompt=tuple(prompt), **{"max_tokens": 40, "stop_ids": tokenizer.eos_ids, **wishes})
+            GenerationRequest(
+                id=name, prompt=tuple(prompt), **{"max_tokens": 40, "stop_ids": tokenizer.eos_ids, **wishes}
+            )
         )
     return found
 
@@ -115,10 +120,10 @@ class Noise:
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         return [self.propose(sequence, most) for sequence, most in wanted]
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
         start = sequence.output_count
         right = self._outputs[sequence.request.id][sequence.index][start : start + most]
         return [
@@ -126,12 +131,12 @@ class Noise:
             for token in right[: self._draw.randrange(most + 1)]
         ]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
 
 @pytest.fixture(scope="module")
-def plain(executor: CpuExecutor, folder: ModelFolder, grammars: Grammars) -> list[Running]:
+def plain(executor: CpuExecutor, folder: ModelFolder, grammars: GrammarCompiler) -> list[Running]:
     return decode(executor, folder.tokenizer, requests_of(folder.tokenizer), grammars=grammars)
 
 
@@ -159,7 +164,7 @@ def test_the_plain_outputs_are_worth_comparing(plain: list[Running]) -> None:
 
 @pytest.mark.parametrize("name", ["ngram", "replay", "half right", "noise", "model"])
 def test_outputs_are_the_same_with_drafts(
-    executor: CpuExecutor, folder: ModelFolder, grammars: Grammars, plain: list[Running], name: str
+    executor: CpuExecutor, folder: ModelFolder, grammars: GrammarCompiler, plain: list[Running], name: str
 ) -> None:
     outputs = outputs_of(plain)
     drafter: Drafter
@@ -184,7 +189,7 @@ def test_outputs_are_the_same_with_drafts(
 
 
 def test_outputs_are_the_same_alone_and_without_forcing(
-    executor: CpuExecutor, folder: ModelFolder, grammars: Grammars, plain: list[Running]
+    executor: CpuExecutor, folder: ModelFolder, grammars: GrammarCompiler, plain: list[Running]
 ) -> None:
     expected = results(plain)
     for request in requests_of(folder.tokenizer):
@@ -205,8 +210,10 @@ def test_stops_end_outputs_where_they_do_without_drafts(executor: CpuExecutor, f
     """Stop strings and stop ids taken from what would be written, with and without min_tokens before them."""
     tokenizer = folder.tokenizer
     draw = random.Random(seed)
-    sampling = Sampling(temperature=1.0 * seed, seed=seed)
-    base = Request(id="0", prompt=tuple(draw.randrange(5, 250) for _ in range(12)), sampling=sampling, max_tokens=40)
+    sampling = SamplingParams(temperature=1.0 * seed, seed=seed)
+    base = GenerationRequest(
+        id="0", prompt=tuple(draw.randrange(5, 250) for _ in range(12)), sampling=sampling, max_tokens=40
+    )
     (free,) = decode(executor, tokenizer, [base])
     output, text = free.sequence.output, free.text
     cut = draw.randrange(len(text) // 3, len(text) - 6)
@@ -217,11 +224,11 @@ def test_stops_end_outputs_where_they_do_without_drafts(executor: CpuExecutor, f
         {"stop_ids": frozenset({output[5], output[9]}), "min_tokens": 12},
     ]
     requests = [
-        Request(id=str(place), prompt=base.prompt, sampling=sampling, max_tokens=40, **case)
+        GenerationRequest(id=str(place), prompt=base.prompt, sampling=sampling, max_tokens=40, **case)
         for place, case in enumerate(cases)
     ]
     expected = decode(executor, tokenizer, requests)
-    assert Finish.STOP in {run.sequence.finish for run in expected}
+    assert FinishReason.STOP in {run.sequence.finish for run in expected}
     # Drafts that go on past the stop, as if nothing had stopped.
     outputs = {request.id: [output] for request in requests}
     for acceptance in (1.0, 0.6):
@@ -229,6 +236,6 @@ def test_stops_end_outputs_where_they_do_without_drafts(executor: CpuExecutor, f
         found = decode(executor, tokenizer, requests, speculator=speculator)
         assert results(found) == results(expected)
     for request, run in zip(requests, expected, strict=True):
-        if run.sequence.finish is Finish.STOP:
+        if run.sequence.finish is FinishReason.STOP:
             assert run.sequence.output_count > request.min_tokens
         assert not any(stop in run.text for stop in request.stop) or request.min_tokens

@@ -19,19 +19,19 @@ import msgspec
 import pytest
 
 from headrace.engine.grammar.constraints import Grammar
-from headrace.engine.interface.request import Request
-from headrace.engine.interface.sampling import Sampling
-from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
-from headrace.engine.process.engine_client import Client, Waits
-from headrace.engine.process.output_stream import Stream
-from headrace.engine.process.supervisor import StartError, Supervisor, Watch
+from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
+from headrace.engine.process.output_stream import OutputStream
+from headrace.engine.process.supervisor import StartError, Supervisor, SupervisorTimeouts
 from headrace.errors import RequestError
 from headrace.variant import Variant
 from tests.support.tiny_engine import open_tiny, run
 
 STREAMS = 32
-WAITS = Waits(patience=30.0, silence=20.0, ping=0.1)
+WAITS = ClientTimeouts(patience=30.0, silence=20.0, ping=0.1)
 # Speculation is on, memory is too small for all at once, and each test starts from the same variant.
 OPTIONS: dict[str, Any] = {"speculation": "ngram", "context": 512, "kv_tokens": 4096, "threads": 1}
 
@@ -49,19 +49,19 @@ def variant(folder: Path, **changes: Any) -> Variant:
     return Variant.of(str(folder), **options)
 
 
-def requests(max_tokens: int = 150) -> list[Request]:
+def requests(max_tokens: int = 150) -> list[GenerationRequest]:
     """Greedy, seeded, penalised, held by a grammar, with stop strings, and several sequences of one prompt."""
     schema = json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60})
     kinds: list[dict[str, Any]] = [
         {},
-        {"sampling": Sampling(temperature=1.0, seed=5)},
-        {"sampling": Sampling(temperature=0.8, seed=6, repetition_penalty=1.2, frequency_penalty=0.1)},
-        {"grammar": Grammar("json_schema", schema), "sampling": Sampling(temperature=0.7, seed=7)},
-        {"stop": ("zzzz", "never there"), "sampling": Sampling(temperature=1.0, top_p=0.9, seed=8)},
-        {"n": 2, "sampling": Sampling(temperature=1.2, seed=9, logprobs=1)},
+        {"sampling": SamplingParams(temperature=1.0, seed=5)},
+        {"sampling": SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.2, frequency_penalty=0.1)},
+        {"grammar": Grammar("json_schema", schema), "sampling": SamplingParams(temperature=0.7, seed=7)},
+        {"stop": ("zzzz", "never there"), "sampling": SamplingParams(temperature=1.0, top_p=0.9, seed=8)},
+        {"n": 2, "sampling": SamplingParams(temperature=1.2, seed=9, logprobs=1)},
     ]
     return [
-        Request(
+        GenerationRequest(
             id=str(n),
             prompt=tuple(5 + (n * 31 + place * 7) % 4000 for place in range(10 + n * 3)),
             max_tokens=max_tokens,
@@ -72,14 +72,14 @@ def requests(max_tokens: int = 150) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_folder: Path) -> list[list[Answer]]:
+def undisturbed(tiny_folder: Path) -> list[list[SequenceResult]]:
     """What the requests come to without a process, a socket or a fault."""
     opened = open_tiny(tiny_folder, **OPTIONS)
     answers = run(opened.engine, requests())
     return [answers[str(n)] for n in range(STREAMS)]
 
 
-def assert_same(found: list[list[Answer]], expected: list[list[Answer]]) -> None:
+def assert_same(found: list[list[SequenceResult]], expected: list[list[SequenceResult]]) -> None:
     for mine, others in zip(found, expected, strict=True):
         for answer, other in zip(mine, others, strict=True):
             assert answer.tokens == other.tokens
@@ -91,14 +91,16 @@ def assert_same(found: list[list[Answer]], expected: list[list[Answer]]) -> None
             assert answer.ending.usage.output_tokens == len(answer.tokens)
 
 
-async def answered(client: Client, disturb: Callable[[int], None], at: tuple[int, ...]) -> list[list[Answer]]:
+async def answered(
+    client: EngineClient, disturb: Callable[[int], None], at: tuple[int, ...]
+) -> list[list[SequenceResult]]:
     """All requests at once; `disturb` is called when so many tokens have come, all streams together."""
     wanted = requests()
-    answers = [[Answer(index) for index in range(request.n)] for request in wanted]
+    answers = [[SequenceResult(index) for index in range(request.n)] for request in wanted]
     count = 0
     due = list(at)
 
-    async def follow(place: int, request: Request) -> None:
+    async def follow(place: int, request: GenerationRequest) -> None:
         nonlocal count
         async with client.stream(request) as stream:
             async for output in stream:
@@ -120,10 +122,10 @@ def kill(supervisor: Supervisor, number: int = 0, how: signal.Signals = signal.S
 
 @asynchronous
 async def test_a_killed_worker_leaves_no_trace_in_any_stream(
-    tiny_folder: Path, undisturbed: list[list[Answer]]
+    tiny_folder: Path, undisturbed: list[list[SequenceResult]]
 ) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    async with Supervisor([config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+    async with Supervisor([config]) as supervisor, EngineClient(supervisor.paths, waits=WAITS) as client:
         found = await answered(client, lambda _: kill(supervisor), (300, 1500))
         assert supervisor.restarts == [2]
         assert_same(found, undisturbed)
@@ -133,10 +135,10 @@ async def test_a_killed_worker_leaves_no_trace_in_any_stream(
 
 @asynchronous
 async def test_another_replica_goes_on_with_what_a_killed_one_had(
-    tiny_folder: Path, undisturbed: list[list[Answer]]
+    tiny_folder: Path, undisturbed: list[list[SequenceResult]]
 ) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    async with Supervisor([config, config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+    async with Supervisor([config, config]) as supervisor, EngineClient(supervisor.paths, waits=WAITS) as client:
         await client.ready()
         while len(await client.stats()) < 2:
             await asyncio.sleep(0.01)
@@ -146,19 +148,21 @@ async def test_another_replica_goes_on_with_what_a_killed_one_had(
 
 
 @asynchronous
-async def test_a_worker_that_hangs_is_killed_and_replaced(tiny_folder: Path, undisturbed: list[list[Answer]]) -> None:
+async def test_a_worker_that_hangs_is_killed_and_replaced(
+    tiny_folder: Path, undisturbed: list[list[SequenceResult]]
+) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    watch = Watch(ping=0.1, silence=2.0)
-    async with Supervisor([config], watch=watch) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+    watch = SupervisorTimeouts(ping=0.1, silence=2.0)
+    async with Supervisor([config], watch=watch) as supervisor, EngineClient(supervisor.paths, waits=WAITS) as client:
         found = await answered(client, lambda _: kill(supervisor, how=signal.SIGSTOP), (500,))
         assert supervisor.restarts == [1]
         assert_same(found, undisturbed)
 
 
 @asynchronous
-async def test_a_worker_told_to_end_finishes_first(tiny_folder: Path, undisturbed: list[list[Answer]]) -> None:
+async def test_a_worker_told_to_end_finishes_first(tiny_folder: Path, undisturbed: list[list[SequenceResult]]) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    async with Supervisor([config, config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+    async with Supervisor([config, config]) as supervisor, EngineClient(supervisor.paths, waits=WAITS) as client:
         await client.ready()
         while len(await client.stats()) < 2:
             await asyncio.sleep(0.01)
@@ -176,8 +180,8 @@ async def test_stopping_the_supervisor_lets_running_requests_finish(tiny_folder:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
     supervisor = Supervisor([config])
     await supervisor.start()
-    async with Client(supervisor.paths, waits=WAITS) as client:
-        stream = client.stream(Request(id="a", prompt=(5, 6, 7), max_tokens=300))
+    async with EngineClient(supervisor.paths, waits=WAITS) as client:
+        stream = client.stream(GenerationRequest(id="a", prompt=(5, 6, 7), max_tokens=300))
         first = await stream.__anext__()
         stopping = asyncio.create_task(supervisor.stop())
         made = len(first.tokens) + sum([len(output.tokens) async for output in stream])
@@ -203,7 +207,7 @@ async def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(tmp_path: 
 @asynchronous
 async def test_a_worker_that_dies_again_and_again_is_started_ever_more_slowly(tiny_folder: Path) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    watch = Watch(ping=0.05, pause=0.2, pause_most=0.4)
+    watch = SupervisorTimeouts(ping=0.05, pause=0.2, pause_most=0.4)
     async with Supervisor([config], watch=watch) as supervisor:
         pauses: list[float] = []
         for _ in range(4):
@@ -212,7 +216,7 @@ async def test_a_worker_that_dies_again_and_again_is_started_ever_more_slowly(ti
             while supervisor.pids[0] == pid:
                 await asyncio.sleep(0.005)
             pauses.append(time.monotonic() - before)
-            async with Client(supervisor.paths, waits=WAITS) as client:
+            async with EngineClient(supervisor.paths, waits=WAITS) as client:
                 assert len(await client.stats()) in (0, 1)
                 await client.ready()
         assert supervisor.restarts == [4]
@@ -223,10 +227,10 @@ async def test_a_worker_that_dies_again_and_again_is_started_ever_more_slowly(ti
 @asynchronous
 async def test_cancelled_streams_leave_the_worker_idle(tiny_folder: Path) -> None:
     config = wire.WorkerConfig(variant=variant(tiny_folder))
-    async with Supervisor([config]) as supervisor, Client(supervisor.paths, waits=WAITS) as client:
+    async with Supervisor([config]) as supervisor, EngineClient(supervisor.paths, waits=WAITS) as client:
         streams = [client.stream(request) for request in requests(300)]
 
-        async def cancel(stream: Stream) -> None:
+        async def cancel(stream: OutputStream) -> None:
             await stream.__anext__()
             stream.cancel()
 
@@ -247,19 +251,21 @@ async def test_a_tokenizer_that_is_gone_is_the_grammars_matter_alone(tiny_folder
     grammar = Grammar("regex", "[ab]+")
     async with (
         Supervisor([wire.WorkerConfig(variant=variant(folder))]) as supervisor,
-        Client(supervisor.paths, waits=WAITS) as client,
+        EngineClient(supervisor.paths, waits=WAITS) as client,
     ):
         (folder / "tokenizer.json").unlink()
         for id in ("first", "again"):
             with pytest.raises(RequestError, match=r"no grammar can be followed: .*expected tokenizer\.json"):
-                async with client.stream(Request(id=id, prompt=(5, 6), max_tokens=4, grammar=grammar)) as stream:
+                async with client.stream(
+                    GenerationRequest(id=id, prompt=(5, 6), max_tokens=4, grammar=grammar)
+                ) as stream:
                     await stream.__anext__()
-        async with client.stream(Request(id="plain", prompt=(5, 6), max_tokens=4)) as stream:
+        async with client.stream(GenerationRequest(id="plain", prompt=(5, 6), max_tokens=4)) as stream:
             assert [output async for output in stream][-1].ending is not None
         assert supervisor.restarts == [0]
 
 
-def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.Started]:
+def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.StartReport]:
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace.engine.process.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -267,7 +273,7 @@ def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.Star
     assert process.stdout is not None
     process.stdin.write(msgspec.json.encode(config) + b"\n")
     process.stdin.flush()
-    return process, msgspec.json.decode(process.stdout.readline(), type=wire.Started)
+    return process, msgspec.json.decode(process.stdout.readline(), type=wire.StartReport)
 
 
 def test_a_worker_does_not_outlive_whoever_started_it(tiny_folder: Path, tmp_path: Path) -> None:
@@ -285,8 +291,10 @@ def test_a_worker_that_is_told_twice_ends_at_once(tiny_folder: Path, tmp_path: P
     process, _ = start(config)
 
     async def told() -> None:
-        async with Client([tmp_path / "s"], waits=WAITS) as client:
-            stream = client.stream(Request(id="a", prompt=(5,), max_tokens=500, sampling=Sampling(logprobs=500)))
+        async with EngineClient([tmp_path / "s"], waits=WAITS) as client:
+            stream = client.stream(
+                GenerationRequest(id="a", prompt=(5,), max_tokens=500, sampling=SamplingParams(logprobs=500))
+            )
             await stream.__anext__()
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.02)
@@ -305,5 +313,5 @@ def test_a_configuration_that_is_none_is_an_error_and_no_traceback(tmp_path: Pat
         check=False,
     )
     assert process.returncode == 2
-    assert "variant" in (msgspec.json.decode(process.stdout, type=wire.Started).error or "")
+    assert "variant" in (msgspec.json.decode(process.stdout, type=wire.StartReport).error or "")
     assert b"Traceback" not in process.stderr

@@ -15,7 +15,7 @@ import headrace
 from headrace import LLM, AsyncLLM
 from headrace.engine.executors.runner import embed, greedy, logits
 from headrace.engine.grammar.constraints import Grammar
-from headrace.engine.interface.request import Finish
+from headrace.engine.interface.request import FinishReason
 from headrace.errors import RequestError
 
 OPTIONS: dict[str, Any] = {"weights": "int8", "context": 256, "threads": 2, "cache": False, "checks": True}
@@ -36,7 +36,7 @@ def test_texts_are_continued_in_their_order(llm: LLM) -> None:
     assert [generation.prompt for generation in found] == prompts
     assert [generation.completions[0].tokens for generation in found] == expected
     assert [generation.text for generation in found] == [llm.tokenizer.decode(tokens) for tokens in expected]
-    assert {generation.completions[0].finish for generation in found} == {Finish.LENGTH}
+    assert {generation.completions[0].finish for generation in found} == {FinishReason.LENGTH}
 
 
 def test_a_prompt_is_a_text_or_tokens_or_several_of_either(llm: LLM) -> None:
@@ -62,7 +62,11 @@ def test_a_stop_string_may_be_given_alone(llm: LLM) -> None:
     whole = llm.generate("Hello", max_tokens=30)[0].text
     stop = whole[10:13]
     completion = llm.generate("Hello", max_tokens=30, stop=stop)[0].completions[0]
-    assert (completion.text, completion.finish, completion.stop) == (whole[: whole.index(stop)], Finish.STOP, stop)
+    assert (completion.text, completion.finish, completion.stop) == (
+        whole[: whole.index(stop)],
+        FinishReason.STOP,
+        stop,
+    )
 
 
 def test_an_answer_follows_a_grammar(llm: LLM) -> None:
@@ -147,7 +151,7 @@ def test_more_requests_than_may_wait_are_run_all_the_same(tiny_folder: Path) -> 
     with LLM(str(tiny_folder), **OPTIONS, queued_sequences=8, max_sequences=4) as llm:
         found = llm.generate([[5 + n, 6] for n in range(40)], max_tokens=3)
         assert len(found) == 40
-        assert {generation.completions[0].finish for generation in found} == {Finish.LENGTH}
+        assert {generation.completions[0].finish for generation in found} == {FinishReason.LENGTH}
 
 
 def test_the_package_names_only_what_it_has() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from headrace.cli import main
 from headrace.config import Config, ServerConfig, StorageConfig
-from headrace.engine.process.engine_client import Waits
+from headrace.engine.process.engine_client import ClientTimeouts
 from headrace.engine.process.supervisor import StartError
 from headrace.llm import AsyncLLM
 from headrace.server.server import AddressError, Server, listen, url_of
@@ -360,7 +360,7 @@ async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_i
             raise StartError("none is left")
 
         engine.supervisor._spawn = no_more
-        engine.client._waits = Waits(patience=0.5)
+        engine.client._waits = ClientTimeouts(patience=0.5)
         (pid,) = engine.supervisor.pids
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from headrace.config import Config, KeyConfig, ModelConfig, ServerConfig, StorageConfig
 from headrace.config.cache_section import CacheConfig, ExactConfig, SemanticConfig
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.observe import metrics
 from headrace.server.server import Server
@@ -133,5 +133,5 @@ async def caching(
         yield running
 
 
-def finish(stream: Stream, text: str = "") -> None:
+def finish(stream: OutputStream, text: str = "") -> None:
     say(stream, text, end=True)

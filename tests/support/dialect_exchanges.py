@@ -12,7 +12,7 @@ import httpx2
 import openai
 
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenUsage, ToolCallDelta
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
     return open_model(BUNDLED / "mini").tokenizer
 
 
-def exchange_for(asked: Asked) -> Exchange:
+def exchange_for(asked: TextRequest) -> Exchange:
     served = ServedVariant(name="mini", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
     return Exchange(caller=Caller(), asked=asked, served=served, id="one", prompt_tokens=20)
 

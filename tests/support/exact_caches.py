@@ -21,7 +21,7 @@ from headrace.gateway.caches.exact.entry_store import (
 from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, ExactLookup, ExactOutcome, Options
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
@@ -36,9 +36,9 @@ def served(**changes: Any) -> ServedVariant:
     )
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> TextRequest:
     given: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], **changes}
-    return Asked(model="mini", **given)
+    return TextRequest(model="mini", **given)
 
 
 def wanted(

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.semantic.guarded_question import parse_question
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.models.text.tokenizer import Tokenizer
 
 WIDTH = 64
@@ -63,13 +63,15 @@ class Told:
         return self.share
 
 
-def asking(text: str, *, before: Sequence[dict[str, Any]] = (), temperature: float = 0.0, **options: Any) -> Asked:
+def asking(
+    text: str, *, before: Sequence[dict[str, Any]] = (), temperature: float = 0.0, **options: Any
+) -> TextRequest:
     messages = [*before, {"role": "user", "content": text}]
-    return Asked(model="mini", messages=messages, sampling=Sampling(temperature=temperature), **options)
+    return TextRequest(model="mini", messages=messages, sampling=SamplingParams(temperature=temperature), **options)
 
 
 class EncoderStream:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self._request = request
         self.vector: NDArray[np.float32] | None = np.array([3.0, len(request.prompt), 0.0, 4.0], dtype="<f4")
 
@@ -79,11 +81,11 @@ class EncoderStream:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncIterator[SequenceOutput]:
         if self.vector is None:  # it says nothing
             await asyncio.Event().wait()
-        usage = Usage(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0)
-        output = Output("r", 0, [], "", ending=Ending(Finish.STOP, usage))
+        usage = SequenceUsage(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0)
+        output = SequenceOutput("r", 0, [], "", ending=SequenceEnd(FinishReason.STOP, usage))
         assert self.vector is not None
         output.vector = self.vector.astype("<f4").tobytes()
         yield output
@@ -93,12 +95,12 @@ class WordEngine:
     """An engine whose vectors are WordEmbedder's."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[GenerationRequest] = []
         self.embedder = WordEmbedder()
         self.silent = self.fails = False
         self._tokenizer = tokenizer
 
-    def stream(self, request: Request) -> Any:
+    def stream(self, request: GenerationRequest) -> Any:
         self.asked.append(request)
         if self.fails:
             raise OverloadedError("the encoder is gone")
@@ -115,9 +117,9 @@ class EncoderEngine:
     """An engine whose vectors say how long a text was."""
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[GenerationRequest] = []
 
-    def stream(self, request: Request) -> Any:
+    def stream(self, request: GenerationRequest) -> Any:
         self.asked.append(request)
         return EncoderStream(request)
 

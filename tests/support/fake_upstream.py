@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig, UpstreamRetries, UpstreamTimeouts
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
@@ -293,7 +293,7 @@ def served(**changes: Any) -> ServedVariant:
 def exchange(*, tenant: str = "acme", **asked: Any) -> Exchange:
     if "prompts" not in asked:
         asked.setdefault("messages", MESSAGES)
-    return Exchange(caller=Caller(tenant=tenant), asked=Asked(model="mini", **asked), served=served(), id="ours")
+    return Exchange(caller=Caller(tenant=tenant), asked=TextRequest(model="mini", **asked), served=served(), id="ours")
 
 
 async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:

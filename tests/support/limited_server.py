@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from headrace.config import Config, KeyConfig, LogConfig, ServerConfig, StorageConfig
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.server.server import Server
@@ -72,7 +72,7 @@ class Serving(Running):
 
         self.engines[variant].answer = lambda stream: self.talk(stream, count, at_once=at_once)
 
-    def talk(self, stream: Stream, tokens: int, *, at_once: int = 1) -> None:
+    def talk(self, stream: OutputStream, tokens: int, *, at_once: int = 1) -> None:
         talk = asyncio.create_task(_talk(stream, tokens, at_once))
         self.talks.add(talk)
         talk.add_done_callback(self.talks.discard)
@@ -148,7 +148,7 @@ class Counted:
         return self.answer.events[-1]
 
 
-async def _talk(stream: Stream, tokens: int, at_once: int) -> None:
+async def _talk(stream: OutputStream, tokens: int, at_once: int) -> None:
     for number in range(tokens):
         if number % at_once == 0:
             await asyncio.sleep(0)
@@ -157,10 +157,10 @@ async def _talk(stream: Stream, tokens: int, at_once: int) -> None:
                 token(stream, index, end=number == tokens - 1)
 
 
-def token(stream: Stream, index: int = 0, *, end: bool = False) -> None:
+def token(stream: OutputStream, index: int = 0, *, end: bool = False) -> None:
     """The next one of a choice."""
-    usage = Usage(len(stream.request.prompt), len(stream.tokens[index]) + 1, 0, 0, 0, 0.001, 0.002, 0.003)
-    stream.push(Output("", index, [1], "w", ending=Ending(Finish.STOP, usage) if end else None))
+    usage = SequenceUsage(len(stream.request.prompt), len(stream.tokens[index]) + 1, 0, 0, 0, 0.001, 0.002, 0.003)
+    stream.push(SequenceOutput("", index, [1], "w", ending=SequenceEnd(FinishReason.STOP, usage) if end else None))
 
 
 @contextlib.asynccontextmanager

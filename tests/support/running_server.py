@@ -18,9 +18,9 @@ import msgspec
 import uvloop
 
 from headrace.config import Config, LogConfig, ServerConfig, StorageConfig
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
@@ -59,47 +59,47 @@ class FakeEngine:
     """Streams stay open until the test says something in them; `answer` says it at once."""
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self.dropped: list[Stream] = []  # cancelled before their end
-        self.answer: Callable[[Stream], None] | None = None
+        self.streams: list[OutputStream] = []
+        self.dropped: list[OutputStream] = []  # cancelled before their end
+        self.answer: Callable[[OutputStream], None] | None = None
 
     @property
-    def open(self) -> list[Stream]:
+    def open(self) -> list[OutputStream]:
         return [stream for stream in self.streams if not stream.closed]
 
-    def stream(self, request: Request) -> Stream:
-        stream = Stream(self, request)
+    def stream(self, request: GenerationRequest) -> OutputStream:
+        stream = OutputStream(self, request)
         self.streams.append(stream)
         if self.answer is not None:
             self.answer(stream)
         return stream
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: OutputStream) -> None:
         self.dropped.append(stream)
 
     async def stats(self) -> list[dict[str, Any]]:
         return []
 
 
-def say(stream: Stream, text: str, *, end: bool = False, finish: Finish = Finish.STOP) -> None:
+def say(stream: OutputStream, text: str, *, end: bool = False, finish: FinishReason = FinishReason.STOP) -> None:
     """The next output of a stream."""
-    usage = Usage(len(stream.request.prompt), len(stream.tokens[0]) + 1, 0, 0, 0, 0.001, 0.002, 0.003)
-    ending = Ending(finish, usage) if end else None
-    stream.push(Output("", 0, [1], text, ending=ending))
+    usage = SequenceUsage(len(stream.request.prompt), len(stream.tokens[0]) + 1, 0, 0, 0, 0.001, 0.002, 0.003)
+    ending = SequenceEnd(finish, usage) if end else None
+    stream.push(SequenceOutput("", 0, [1], text, ending=ending))
 
 
-def words(*texts: str) -> Callable[[Stream], None]:
-    def answer(stream: Stream) -> None:
+def words(*texts: str) -> Callable[[OutputStream], None]:
+    def answer(stream: OutputStream) -> None:
         for place, text in enumerate(texts):
             say(stream, text, end=place == len(texts) - 1)
 
     return answer
 
 
-def fails(error: Exception, *texts: str) -> Callable[[Stream], None]:
+def fails(error: Exception, *texts: str) -> Callable[[OutputStream], None]:
     """Says the texts, and then ends with an error."""
 
-    def answer(stream: Stream) -> None:
+    def answer(stream: OutputStream) -> None:
         for text in texts:
             say(stream, text)
         stream.end(error)
@@ -237,7 +237,7 @@ class Running:
         client.leave()
         return answer
 
-    async def streaming(self, **changes: Any) -> tuple[Client, Stream]:
+    async def streaming(self, **changes: Any) -> tuple[Client, OutputStream]:
         """A client whose answer has begun, and the stream that a test goes on with."""
         client = await self.client()
         before = len(self.engine.streams)
@@ -326,7 +326,7 @@ def main() -> None:
     finish = Path(options["folder"]) / "finish"
     engine = FakeEngine()
 
-    async def talk(stream: Stream) -> None:
+    async def talk(stream: OutputStream) -> None:
         for number in range(options["words"]):
             await asyncio.sleep(options["pace"])
             while options.get("held") and number == options["words"] - 1 and not finish.exists():

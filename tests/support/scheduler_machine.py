@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from headrace.engine.interface.request import Finish, Request, Sequence
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Admission, Event, Limits, Outcome, Share, StepPlan
+from headrace.engine.scheduling.step_plan import Admission, Outcome, SchedulerLimits, SequenceEvent, Share, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 
 FIXED, PER_ROW, PER_PAIR = 10e-3, 1e-3, 20e-9
@@ -32,8 +32,8 @@ def one_token(share: Share) -> Outcome:
 
 @dataclass
 class Machine:
-    blocks: Blocks
-    limits: Limits = field(default_factory=lambda: Limits(max_sequences=16))
+    blocks: BlockManager
+    limits: SchedulerLimits = field(default_factory=lambda: SchedulerLimits(max_sequences=16))
     policy: Policy = field(default_factory=Policy)
     answers: Answers = one_token
     now: float = 0.0
@@ -41,22 +41,22 @@ class Machine:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.blocks, self.limits, self.policy, StepTimeModel(FIXED, PER_ROW, PER_PAIR))
         self.plans: list[StepPlan] = []
-        self.shares: list[list[tuple[Sequence, int, int]]] = []  # sequence, count, wanted of each step's
-        self.rows: dict[Sequence, int] = {}
-        self.times: dict[Sequence, list[float]] = {}  # of each token
-        self.endings: dict[Sequence, list[tuple[Finish, str, float]]] = {}
+        self.shares: list[list[tuple[SequenceState, int, int]]] = []  # sequence, count, wanted of each step's
+        self.rows: dict[SequenceState, int] = {}
+        self.times: dict[SequenceState, list[float]] = {}  # of each token
+        self.endings: dict[SequenceState, list[tuple[FinishReason, str, float]]] = {}
 
     def send(self, id: str, tokens: int | tuple[int, ...] = 100, **wishes: Any) -> Admission:
         output = wishes.pop("output", ())
         made = prompt(tokens, seed=len(self.times) + 1) if isinstance(tokens, int) else tokens
         wishes.setdefault("arrival", self.now)
         wishes.setdefault("max_tokens", 8)
-        admission = self.scheduler.admit(Request(id=id, prompt=made, **wishes), self.now, output=output)
+        admission = self.scheduler.admit(GenerationRequest(id=id, prompt=made, **wishes), self.now, output=output)
         for sequence in admission.sequences:
             self.times[sequence] = []
         return admission
 
-    def must(self, id: str, tokens: int | tuple[int, ...] = 100, **wishes: Any) -> Sequence:
+    def must(self, id: str, tokens: int | tuple[int, ...] = 100, **wishes: Any) -> SequenceState:
         """Sends a request of one sequence that must be admitted."""
         admission = self.send(id, tokens, **wishes)
         assert admission.accepted, admission.why
@@ -73,7 +73,7 @@ class Machine:
             self.shares.append([(share.sequence, share.count, share.wanted) for share in plan.shares])
         return plan
 
-    def settle(self, plan: StepPlan) -> list[Event]:
+    def settle(self, plan: StepPlan) -> list[SequenceEvent]:
         seconds = exact(plan.rows, plan.pairs)
         self.now += seconds
         for share in plan.shares:
@@ -96,7 +96,7 @@ class Machine:
             assert self.scheduler.idle
             assert self.blocks.available == self.blocks.count
 
-    def take(self, events: list[Event]) -> None:
+    def take(self, events: list[SequenceEvent]) -> None:
         for event in events:
             assert event.sequence not in self.endings, "an event after the end"
             self.times[event.sequence] += [self.now] * len(event.tokens)
@@ -104,13 +104,13 @@ class Machine:
                 assert event.sequence.finish is event.finish
                 self.endings[event.sequence] = [(event.finish, event.why, self.now)]
 
-    def finish(self, sequence: Sequence) -> Finish | None:
+    def finish(self, sequence: SequenceState) -> FinishReason | None:
         return self.endings[sequence][0][0] if sequence in self.endings else None
 
-    def ttft(self, sequence: Sequence) -> float:
+    def ttft(self, sequence: SequenceState) -> float:
         return self.times[sequence][0] - sequence.request.arrival
 
-    def gaps(self, sequence: Sequence) -> list[float]:
+    def gaps(self, sequence: SequenceState) -> list[float]:
         times = self.times[sequence]
         return [later - earlier for earlier, later in pairwise(times)]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import (
-    Asked,
     ChoiceDelta,
     FinishReason,
     RestartDelta,
+    TextRequest,
     TokenLogprob,
     TokenUsage,
     combine_usages,
@@ -34,12 +34,12 @@ def served(name: str, surface: str = "chat") -> ServedVariant:
     )
 
 
-def asked_for(text: str = "Hello", **changes: object) -> Asked:
-    asked = Asked(model="mini", messages=[{"role": "user", "content": text}])
+def asked_for(text: str = "Hello", **changes: object) -> TextRequest:
+    asked = TextRequest(model="mini", messages=[{"role": "user", "content": text}])
     return asked.but(**changes)
 
 
-def exchange_of(asked: Asked | None = None, *, variant: str = "mini", tenant: str = "acme") -> Exchange:
+def exchange_of(asked: TextRequest | None = None, *, variant: str = "mini", tenant: str = "acme") -> Exchange:
     return Exchange(caller=Caller(tenant=tenant), asked=asked or asked_for(), served=served(variant), id="one")
 
 
@@ -144,8 +144,8 @@ class Stage:
 
     def plays(
         self, variant: str, script: Sequence[Line] = (), refuses: ApiError | None = None
-    ) -> Callable[[Asked], Answerer]:
-        def make(asked: Asked) -> Answerer:
+    ) -> Callable[[TextRequest], Answerer]:
+        def make(asked: TextRequest) -> Answerer:
             part = Scripted(derive_exchange(self.exchange, served(variant), asked), script, refuses)
             self.made.setdefault(variant, []).append(part)
             return part
@@ -200,5 +200,5 @@ async def deliver(answers: Answerer, client: Client) -> ApiError | None:
     return error
 
 
-def with_logprobs(count: int | None) -> Sampling:
-    return Sampling(logprobs=count)
+def with_logprobs(count: int | None) -> SamplingParams:
+    return SamplingParams(logprobs=count)

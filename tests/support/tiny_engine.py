@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.engine import Engine
-from headrace.engine.interface.request import Request
-from headrace.engine.interface.sequence_answer import Answer
-from headrace.engine.process.open_engine import Opened, open_variant
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.sequence_result import SequenceResult
+from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.variant import Variant
 
 PROMPT = tuple(range(5, 60))
 
 
-def open_tiny(folder: Path, **options: Any) -> Opened:
+def open_tiny(folder: Path, **options: Any) -> OpenedVariant:
     """The tiny model as most tests want it; the books are checked whenever the engine is idle."""
     defaults: dict[str, Any] = {
         "weights": "int8",
@@ -31,17 +31,17 @@ def open_tiny(folder: Path, **options: Any) -> Opened:
 
 def run(
     engine: Engine,
-    requests: Iterable[Request],
+    requests: Iterable[GenerationRequest],
     *,
     output: dict[str, tuple[int, ...]] | None = None,
     at_step: Callable[[int], None] = lambda step: None,
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[SequenceResult]]:
     """All requests to their end, submitted together; `at_step` is called before every step with its number."""
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[SequenceResult]] = {}
     for request in requests:
         admission = engine.submit(request, output=(output or {}).get(request.id, ()))
         assert admission.accepted, admission.why
-        answers[request.id] = [Answer(index) for index in range(request.n)]
+        answers[request.id] = [SequenceResult(index) for index in range(request.n)]
     step = 0
     while not engine.idle:
         at_step(step)
@@ -54,10 +54,10 @@ def run(
     return answers
 
 
-def one(engine: Engine, request: Request, *, output: tuple[int, ...] = ()) -> Answer:
+def one(engine: Engine, request: GenerationRequest, *, output: tuple[int, ...] = ()) -> SequenceResult:
     """The answer of a request with one sequence, run alone."""
     return run(engine, [request], output={request.id: output})[request.id][0]
 
 
-def tokens(answers: dict[str, list[Answer]]) -> dict[str, list[list[int]]]:
+def tokens(answers: dict[str, list[SequenceResult]]) -> dict[str, list[list[int]]]:
     return {id: [answer.tokens for answer in found] for id, found in answers.items()}

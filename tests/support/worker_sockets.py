@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
-from headrace.engine.process.open_engine import Opened
+from headrace.engine.process.open_engine import OpenedVariant
 from headrace.engine.process.worker import Worker
 from headrace.variant import Variant
 
@@ -20,7 +20,7 @@ PATIENCE = 20.0  # seconds, after which a test that waits has failed
 
 
 @contextlib.contextmanager
-def serving(opened: Opened, path: Path, **options: Any) -> Generator[Worker, None, None]:
+def serving(opened: OpenedVariant, path: Path, **options: Any) -> Generator[Worker, None, None]:
     """A worker that runs until the block ends; its engine lives on."""
     config = wire.WorkerConfig(variant=Variant(model="unused"), socket=str(path), **options)
     worker = Worker(opened, config)
@@ -49,7 +49,7 @@ class Peer:
         self.socket.settimeout(PATIENCE)
         self.socket.connect(str(path))
         self._frames = wire.from_worker()
-        self._waiting: list[wire.ToClient] = []
+        self._waiting: list[wire.WorkerMessage] = []
         if greet:
             self.send(wire.Hello(wire.VERSION))
             self.expect(wire.Welcome)
@@ -60,10 +60,10 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def send(self, *messages: wire.ToWorker) -> None:
-        self.socket.sendall(b"".join(wire.frame(message) for message in messages))
+    def send(self, *messages: wire.ClientMessage) -> None:
+        self.socket.sendall(b"".join(wire.encode_frame(message) for message in messages))
 
-    def receive(self) -> wire.ToClient | None:
+    def receive(self) -> wire.WorkerMessage | None:
         """The next message; None at the connection's end."""
         while not self._waiting:
             try:
@@ -80,19 +80,19 @@ class Peer:
         assert isinstance(message, kind), message
         return message
 
-    def until(self, wanted: Callable[[wire.ToClient], bool]) -> wire.ToClient:
+    def until(self, wanted: Callable[[wire.WorkerMessage], bool]) -> wire.WorkerMessage:
         while (message := self.receive()) is not None:
             if wanted(message):
                 return message
         raise AssertionError("the connection has ended")
 
-    def answers(self, *ids: str) -> dict[str, Answer]:
+    def answers(self, *ids: str) -> dict[str, SequenceResult]:
         """The whole answers of requests with one sequence, whatever else comes."""
-        found = {id: Answer(0) for id in ids}
+        found = {id: SequenceResult(0) for id in ids}
         while any(answer.ending is None for answer in found.values()):
             message = self.receive()
             assert message is not None, "the connection has ended"
-            assert not isinstance(message, wire.Refused), message
+            assert not isinstance(message, wire.Rejected), message
             if isinstance(message, wire.Outputs):
                 for output in message.items:
                     if output.request in found:

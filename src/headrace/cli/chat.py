@@ -18,8 +18,8 @@ from typing import Annotated, Any, Protocol
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.variant import DEFAULT_MODEL
@@ -61,7 +61,7 @@ class ChatBackend(Protocol):
 class LocalBackend:
     """A model in this process."""
 
-    def __init__(self, model: str, max_tokens: int, sampling: Sampling, **options: Any) -> None:
+    def __init__(self, model: str, max_tokens: int, sampling: SamplingParams, **options: Any) -> None:
         self._llm = LLM(model, **options)
         self._max_tokens = max_tokens
         self._sampling = sampling
@@ -78,7 +78,7 @@ class LocalBackend:
             if output.text:
                 yield output.text
             if output.ending is not None:
-                if output.ending.finish is Finish.FAILED:
+                if output.ending.finish is FinishReason.FAILED:
                     raise HeadraceError(output.ending.why)
                 usage = output.ending.usage
                 told.cached = usage.cached_tokens
@@ -92,7 +92,7 @@ class LocalBackend:
 class RemoteBackend:
     """An OpenAI-compatible server."""
 
-    def __init__(self, url: str, model: str | None, key: str | None, max_tokens: int, sampling: Sampling) -> None:
+    def __init__(self, url: str, model: str | None, key: str | None, max_tokens: int, sampling: SamplingParams) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._body: dict[str, Any] = {
@@ -196,7 +196,7 @@ def chat(
     threads
         Threads to compute with; the machine's cores by default.
     """
-    sampling = Sampling(temperature=temperature, seed=seed)
+    sampling = SamplingParams(temperature=temperature, seed=seed)
     if url is not None:
         speaker: ChatBackend = RemoteBackend(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
     else:

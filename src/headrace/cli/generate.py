@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from headrace.engine.interface.outputs import Ending
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.outputs import SequenceEnd
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.models.model_folder import BUNDLED_NAMES, ModelFolder, find_model, open_model
@@ -113,7 +113,7 @@ def generate(
     """
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", parameter="max_tokens")
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -151,7 +151,7 @@ def generate(
         )
     tokens: list[int] = []
     text: list[str] = []
-    ending: Ending | None = None
+    ending: SequenceEnd | None = None
     for output in llm.stream(ids, max_tokens=room, sampling=sampling, ignore_eos=ignore_eos):
         tokens += output.tokens
         text.append(output.text)
@@ -159,7 +159,7 @@ def generate(
         if not json:
             print(output.text, end="", flush=True)
     llm.close()
-    if ending is None or ending.finish is Finish.FAILED:
+    if ending is None or ending.finish is FinishReason.FAILED:
         raise HeadraceError(ending.why if ending is not None else "the engine gave no answer")
     if not json:
         print()

@@ -41,7 +41,7 @@ from headrace.bench.simulation.synthetic_traffic import (
     read_trace,
 )
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.errors import RequestError
 
 Question = Literal["run", "abuse", "cold", "overload"]
@@ -180,7 +180,7 @@ def simulate(
         deadlines=deadlines,
     )
     mix.check()
-    limits = Limits(max_sequences=sequences, max_rows=max_rows, context=min(32_768, kv_tokens // 2))
+    limits = SchedulerLimits(max_sequences=sequences, max_rows=max_rows, context=min(32_768, kv_tokens // 2))
     hardware = Hardware(
         fixed=fixed_ms / 1e3, per_row=row_ms / 1e3, per_pair=pair_ns / 1e9, noise=noise, blocks=kv_tokens // 16
     )

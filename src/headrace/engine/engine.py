@@ -1,6 +1,7 @@
 """The engine: a loop of plan, run, settle over one executor, and what leaves it after every step.
 
-Owns the sequences' Progress and the order of work around a step, so that the host's work hides behind the device's:
+Owns the sequences' SequenceProgress and the order of work around a step, so that the host's work hides behind the
+device's:
 
     begin    plan, lay the batch out, launch                        between two steps
     prepare  masks of grammars, rows for the sampler              }
@@ -15,30 +16,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as ManyOf
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from headrace.engine.executors.batch_builder import BatchBuilder
-from headrace.engine.executors.executor import Executor, Rows, Ticket
+from headrace.engine.executors.executor import Executor, SampleBatch, StepTicket
 from headrace.engine.interface.output_text import OutputText
-from headrace.engine.interface.outputs import Output
-from headrace.engine.interface.request import Finish, Request, Sequence
+from headrace.engine.interface.outputs import SequenceOutput
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
 from headrace.engine.interface.sampling import MOST_LOGPROBS, SampleRow
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Admission, Event, Outcome, StepPlan
+from headrace.engine.scheduling.step_plan import Admission, Outcome, SequenceEvent, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
-from headrace.engine.sequence_progress import Progress
+from headrace.engine.sequence_progress import SequenceProgress
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from headrace.engine.grammar.constraints import Grammars, GrammarState, Mask, Masks
+    from headrace.engine.grammar.constraints import GrammarCompiler, GrammarState, Mask, Masks
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ class _Step(msgspec.Struct):
     """A step under way."""
 
     plan: StepPlan
-    ticket: Ticket
-    running: list[Progress]  # by share
+    ticket: StepTicket
+    running: list[SequenceProgress]  # by share
     masks: Masks | None  # of those that follow a grammar, in order
     launched: float
-    rows: Rows | None = None
+    rows: SampleBatch | None = None
     mask_counts: dict[int, int] = {}  # by share
 
 
-class Timing(msgspec.Struct):
+class EngineTiming(msgspec.Struct):
     """Where the loop's time went, in seconds, since it began."""
 
     steps: int = 0
@@ -76,10 +76,10 @@ class Engine:
         self,
         executor: Executor,
         scheduler: Scheduler,
-        blocks: Blocks,
+        blocks: BlockManager,
         tokenizer: Tokenizer | None,
         *,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         speculator: Speculator | None = None,
         step_time: StepTimeModel | None = None,
         sequences: int = 64,
@@ -91,7 +91,7 @@ class Engine:
         self.scheduler = scheduler
         self.blocks = blocks
         self.tokenizer = tokenizer
-        self.timing = Timing()
+        self.timing = EngineTiming()
         self._spec = executor.spec
         self._grammars = grammars
         self.speculator = speculator
@@ -100,10 +100,10 @@ class Engine:
         self._checks = checks
         capacity = executor.capacity
         self._builder = BatchBuilder(capacity, self._spec.vocab_size, self._spec.hidden_size, sequences)
-        self._progress: dict[int, Progress] = {}  # by the sequence's id(); the progress keeps the sequence
+        self._progress: dict[int, SequenceProgress] = {}  # by the sequence's id(); the progress keeps the sequence
         self._step: _Step | None = None
-        self._decoding: list[Sequence] = []  # of the last step, those that go on
-        self._events: list[Event] = []  # to be delivered
+        self._decoding: list[SequenceState] = []  # of the last step, those that go on
+        self._events: list[SequenceEvent] = []  # to be delivered
         self._results_at = 0.0  # when the last step's results were there; 0 after a pause
         self._host = 0.0  # seconds of a step that the host takes between two: a running mean
         drafter = None if speculator is None else speculator.drafter
@@ -113,7 +113,7 @@ class Engine:
     # Requests
 
     def submit(
-        self, request: Request, *, output: tuple[int, ...] = (), grammar: GrammarState | None = None
+        self, request: GenerationRequest, *, output: tuple[int, ...] = (), grammar: GrammarState | None = None
     ) -> Admission:
         """Queues a request, or says why not; RequestError where it can never be served.
 
@@ -132,7 +132,7 @@ class Engine:
             return admission
         for sequence, text in zip(admission.sequences, texts, strict=True):
             state = None if grammar is None else grammar.clone()
-            self._progress[id(sequence)] = Progress(sequence, text, state, self._builder.row(), now)
+            self._progress[id(sequence)] = SequenceProgress(sequence, text, state, self._builder.row(), now)
         return admission
 
     def cancel(self, request_id: str) -> None:
@@ -140,16 +140,18 @@ class Engine:
         self._events += self.scheduler.cancel(request_id, self._clock())
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         if self._grammars is None:
             if self.tokenizer is None:
                 raise RequestError("this model writes no text that could follow a grammar", parameter="grammar")
-            from headrace.engine.grammar.constraints import Grammars  # which a worker may never need
+            from headrace.engine.grammar.constraints import GrammarCompiler  # which a worker may never need
 
-            self._grammars = Grammars(self.tokenizer)
+            self._grammars = GrammarCompiler(self.tokenizer)
         return self._grammars
 
-    def _grammar(self, request: Request, output: tuple[int, ...], compiled: GrammarState | None) -> GrammarState:
+    def _grammar(
+        self, request: GenerationRequest, output: tuple[int, ...], compiled: GrammarState | None
+    ) -> GrammarState:
         """The grammar after the tokens that were made."""
         assert request.grammar is not None
         state = self.grammars.compile(request.grammar, salt=request.salt) if compiled is None else compiled.clone()
@@ -159,7 +161,7 @@ class Engine:
             raise RequestError(str(error), parameter="grammar") from None
         return state
 
-    def _text(self, request: Request, output: tuple[int, ...]) -> OutputText | None:
+    def _text(self, request: GenerationRequest, output: tuple[int, ...]) -> OutputText | None:
         if self.tokenizer is None or request.kind != "generate":
             return None
         text = OutputText(
@@ -172,7 +174,7 @@ class Engine:
         text.push(output)
         return text
 
-    def _check(self, request: Request, output: tuple[int, ...]) -> None:
+    def _check(self, request: GenerationRequest, output: tuple[int, ...]) -> None:
         """RequestError for what the scheduler does not see: it knows no vocabulary and no text."""
         vocab = self._spec.vocab_size
         for name, tokens in (("prompt", request.prompt), ("output", output)):
@@ -204,13 +206,13 @@ class Engine:
 
     # The loop
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SequenceOutput]:
         """One step, and what it brought."""
         if self.begin() is not None:
             self.finish()
         return self.deliver()
 
-    def overlapped_step(self) -> list[Output]:
+    def overlapped_step(self) -> list[SequenceOutput]:
         """One step, and what the one before brought, made while it ran; after the last one, what is left."""
         if self.begin() is None:
             return self.deliver()
@@ -224,7 +226,7 @@ class Engine:
         return self._step is None and not self._events and self.scheduler.idle
 
     @property
-    def ticket(self) -> Ticket | None:
+    def ticket(self) -> StepTicket | None:
         """The step under way."""
         return None if self._step is None else self._step.ticket
 
@@ -233,7 +235,7 @@ class Engine:
         """Seconds that the step under way has run; 0 where there is none."""
         return 0.0 if self._step is None else self._clock() - self._step.launched
 
-    def begin(self) -> Ticket | None:
+    def begin(self) -> StepTicket | None:
         """Plans and launches a step; None where there is nothing to compute."""
         assert self._step is None, "a step is under way"
         now = self._clock()
@@ -266,7 +268,7 @@ class Engine:
                 step.masks = self.grammars.launch(grammatical)
         return ticket
 
-    def _draft(self, speculator: Speculator, decoding: list[Sequence]) -> None:
+    def _draft(self, speculator: Speculator, decoding: list[SequenceState]) -> None:
         """Sets what is drafted for the sequences that the coming step goes on with."""
         rows = len(decoding)
         pairs = sum([len(sequence.tokens) for sequence in decoding])
@@ -284,12 +286,12 @@ class Engine:
         room = self.executor.capacity.max_rows - rows
         speculator.draft(decoding, rows=rows, room=room, step_seconds=step_seconds, fits=self._fitting)
 
-    def _mask_after(self, sequence: Sequence, drafts: ManyOf[int]) -> Mask | None:
+    def _mask_after(self, sequence: SequenceState, drafts: Sequence[int]) -> Mask | None:
         """What the sequence's grammar lets follow the drafts."""
         grammar = self._progress[id(sequence)].grammar
         return None if grammar is None else self.grammars.mask_after(grammar, drafts)
 
-    def _fitting(self, sequence: Sequence, drafts: list[int]) -> int:
+    def _fitting(self, sequence: SequenceState, drafts: list[int]) -> int:
         """How many of the drafts the sequence's grammar can follow."""
         grammar = self._progress[id(sequence)].grammar
         return len(drafts) if grammar is None else grammar.fitting(drafts)
@@ -313,13 +315,13 @@ class Engine:
         step.rows = self.executor.lay_out(rows)
         self.timing.beside += self._clock() - began
 
-    def deliver(self) -> list[Output]:
+    def deliver(self) -> list[SequenceOutput]:
         """What came of the steps before: tokens, text, endings."""
         events, self._events = self._events, []
         if not events:
             return []
         now = self._clock()
-        outputs: list[Output] = []
+        outputs: list[SequenceOutput] = []
         for event in events:
             sequence = event.sequence
             progress = self._progress.get(id(sequence))
@@ -360,9 +362,9 @@ class Engine:
             log.exception("a step of %d rows failed", plan.rows)
             done, seconds = self._clock(), 0.0
             why = f"the step failed: {error}"
-            outcomes = [Outcome([], Finish.FAILED, why) for _ in plan.shares]
+            outcomes = [Outcome([], FinishReason.FAILED, why) for _ in plan.shares]
         for share, outcome in zip(plan.shares, outcomes, strict=True):
-            if outcome.finish is Finish.FAILED:
+            if outcome.finish is FinishReason.FAILED:
                 share.count = 0  # nobody may find in the cache what was computed wrongly, or not at all
         self._step = None
         timing = self.timing
@@ -376,7 +378,7 @@ class Engine:
         if self.speculator is not None:
             self._decoding = [event.sequence for event in events if event.tokens and event.finish is None]
 
-    def _outcomes(self, step: _Step, tokens: list[int], rows: Rows) -> list[Outcome]:
+    def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch) -> list[Outcome]:
         outcomes: list[Outcome] = []
         at = 0
         speculator = self.speculator

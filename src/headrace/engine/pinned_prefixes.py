@@ -1,6 +1,6 @@
 """Pinned prefixes of a running engine: computed when they are pinned, kept, and saved so that they outlive the process.
 
-Owns Pins: who waits for which prefix, and the file. What a pin holds is the blocks' matter, the file's format
+Owns PinnedPrefixes: who waits for which prefix, and the file. What a pin holds is the blocks' matter, the file's format
 prefix_file's.
 """
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Final
 
 from headrace.engine.engine import Engine
-from headrace.engine.interface.outputs import Output
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.outputs import SequenceOutput
+from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.memory.prefix_file import KvIdentity, OtherKvError, PrefixFileError, load_pinned, save_pinned
 from headrace.errors import HeadraceError, RequestError
 
 log = logging.getLogger(__name__)
 
-Told = Callable[[str | None], None]  # why it could not be done; None: it is
+PinCallback = Callable[[str | None], None]  # why it could not be done; None: it is
 
 _MARK: Final = "pin."  # begins the ids of the requests by which prefixes are computed
 
 
-class Pins:
+class PinnedPrefixes:
     def __init__(self, engine: Engine, folder: Path | None = None, identity: KvIdentity | None = None) -> None:
         """`folder`: where to save them; None: they live as long as the process."""
         self._engine = engine
@@ -38,7 +38,7 @@ class Pins:
                 folder / f"{identity.model[:16]}-{re.sub(r'[^a-z0-9]', '', identity.kv)}-{identity.isa}.prefixes"
             )
         self._numbers = itertools.count()
-        self._waiting: dict[str, Told] = {}
+        self._waiting: dict[str, PinCallback] = {}
         self.restored_tokens = 0
 
     def restore(self) -> None:
@@ -54,7 +54,7 @@ class Pins:
         for why in loaded.left_out:
             log.warning("a saved prefix is left out: %s", why)
 
-    def pin(self, tokens: Sequence[int], salt: str, told: Told, *, public: bool = False) -> None:
+    def pin(self, tokens: Sequence[int], salt: str, told: PinCallback, *, public: bool = False) -> None:
         """Keeps a prefix, and computes what of it is not there; `told` is called once that is done, or is not."""
         blocks = self._engine.blocks
         if public:
@@ -67,7 +67,7 @@ class Pins:
         id = f"{_MARK}{next(self._numbers)}"
         # An answer of one token: its prompt is computed, and nothing is sampled from it that anybody sees.
         try:
-            admission = self._engine.submit(Request(id=id, prompt=tuple(tokens), max_tokens=1, salt=salt))
+            admission = self._engine.submit(GenerationRequest(id=id, prompt=tuple(tokens), max_tokens=1, salt=salt))
         except HeadraceError:
             blocks.unpin(tokens, salt)
             raise
@@ -81,7 +81,7 @@ class Pins:
             raise RequestError("this prefix is not pinned", parameter="pin")
         self._save()
 
-    def takes(self, output: Output) -> bool:
+    def takes(self, output: SequenceOutput) -> bool:
         """Whether an output is of a prefix that is computed to be pinned; nobody else wants it then."""
         told = self._waiting.get(output.request)
         if told is None:
@@ -91,7 +91,7 @@ class Pins:
             self._done(output.ending.why or None, told)
         return True
 
-    def _done(self, why: str | None, told: Told) -> None:
+    def _done(self, why: str | None, told: PinCallback) -> None:
         if why is None:
             try:
                 self._save()

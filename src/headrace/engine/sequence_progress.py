@@ -1,24 +1,24 @@
 """What the engine knows of a sequence beside the scheduler: its text, its grammar, its results so far, its times.
 
-Owns Progress and the reading of a step's results: which rows of logits are sampled and which only measured, what of it
-the sequence keeps, and whether that ends it. Knows neither blocks nor the order in which sequences run.
+Owns SequenceProgress and the reading of a step's results: which rows of logits are sampled and which only measured,
+what of it the sequence keeps, and whether that ends it. Knows neither blocks nor the order in which sequences run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ManyOf
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.executors.batch_builder import BlockRow
-from headrace.engine.executors.executor import Rows
+from headrace.engine.executors.executor import SampleBatch
 from headrace.engine.interface.output_text import OutputText
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Sequence
-from headrace.engine.interface.sampling import Chosen, SampleRow, Sampling, seed_of
-from headrace.engine.scheduling.step_plan import Event, Outcome, Share
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, SequenceState
+from headrace.engine.interface.sampling import SampledToken, SampleRow, SamplingParams, sequence_seed
+from headrace.engine.scheduling.step_plan import Outcome, SequenceEvent, Share
 from headrace.engine.speculation.drafters import Mask, sample_rows, verify
 from headrace.errors import HeadraceError
 from headrace.models.spec import ModelSpec
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NO_CHOICE: Final = "no token can be chosen: all are masked, or the model computed NaN or infinity"
 
 
-class Progress:
+class SequenceProgress:
     """One sequence from its admission to its end."""
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Progress:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: SequenceState,
         text: OutputText | None,
         grammar: GrammarState | None,
         block_row: BlockRow,
@@ -65,13 +65,13 @@ class Progress:
         self.text = text
         self.grammar = grammar
         self.block_row = block_row
-        self.seed = seed_of(request.sampling.seed, sequence.index)
+        self.seed = sequence_seed(request.sampling.seed, sequence.index)
         # Whether the text decides if the sequence goes on: then it is made before the step is settled, and not after.
         self.careful = bool(request.stop) and text is not None
         self.blind = request.sampling.logprobs is None  # nobody asks for log-probabilities
         self.held_text = ""  # made, and not handed out yet
-        self.chosen: list[Chosen] = []  # with log-probabilities, not handed out yet
-        self.measured: list[Chosen] = []  # the prompt's tokens, likewise
+        self.chosen: list[SampledToken] = []  # with log-probabilities, not handed out yet
+        self.measured: list[SampledToken] = []  # the prompt's tokens, likewise
         self.pool: NDArray[np.float32] | None = None  # of hidden states: their sum, or the one that counts
         self.queued_at = now
         self.started_at = 0.0
@@ -81,7 +81,7 @@ class Progress:
 
     # Before the results
 
-    def rows(self, share: Share, masks: ManyOf[Mask] | None) -> list[SampleRow]:
+    def rows(self, share: Share, masks: Sequence[Mask] | None) -> list[SampleRow]:
         """What is wished of each wanted row of the share: of the prompt's, a measure; of the last ones, a choice."""
         sequence = self.sequence
         request = sequence.request
@@ -89,7 +89,7 @@ class Progress:
         rows: list[SampleRow] = []
         if share.wanted > sampled:
             top = request.sampling.logprobs if request.kind == "score" else request.prompt_logprobs
-            measure = Sampling(logprobs=top or 0)
+            measure = SamplingParams(logprobs=top or 0)
             end = sequence.computed + share.count
             for position in range(end - share.wanted, end - sampled):
                 known = position + 1 < len(sequence.tokens)
@@ -98,8 +98,8 @@ class Progress:
         if sampled:
             drafts = sequence.drafted[: sampled - 1]
             chosen = sample_rows(sequence, drafts, masks, seed=self.seed)
-            # Rows past the end of a grammar are in the logits, and are not to be looked at.
-            chosen += [SampleRow(Sampling(), 0, given=0)] * (sampled - len(chosen))
+            # SampleBatch past the end of a grammar are in the logits, and are not to be looked at.
+            chosen += [SampleRow(SamplingParams(), 0, given=0)] * (sampled - len(chosen))
             rows += chosen
         return rows
 
@@ -111,7 +111,7 @@ class Progress:
 
     # After them
 
-    def outcome(self, share: Share, tokens: list[int], at: int, rows: Rows, masks: int | None) -> Outcome:
+    def outcome(self, share: Share, tokens: list[int], at: int, rows: SampleBatch, masks: int | None) -> Outcome:
         """What the step made of the sequence. Its rows' tokens begin at `at`; `masks`: how many its grammar had."""
         sequence = self.sequence
         sampled = self._sampled(share)
@@ -120,7 +120,7 @@ class Progress:
             at += share.wanted - sampled
         if not sampled:
             whole = sequence.computed + share.count >= len(sequence.tokens)
-            return Outcome([], Finish.STOP if whole and sequence.request.kind == "score" else None)
+            return Outcome([], FinishReason.STOP if whole and sequence.request.kind == "score" else None)
         if sampled == 1 and self.grammar is None and tokens[at] >= 0:
             accepted = [tokens[at]]
         else:
@@ -129,7 +129,7 @@ class Progress:
             accepted = self._verified(sequence, tokens[at : at + sampled], share.wanted - 1)
             if not accepted:
                 why = self.grammar.error if self.grammar is not None else None
-                return Outcome([], Finish.FAILED, why or _NO_CHOICE)
+                return Outcome([], FinishReason.FAILED, why or _NO_CHOICE)
         if not self.blind:
             self.chosen += [rows.chosen(at + place) for place in range(len(accepted))]
         finish = None
@@ -137,16 +137,16 @@ class Progress:
             try:
                 finish = self._follow(self.grammar, accepted)
             except HeadraceError as error:
-                return Outcome(accepted, Finish.FAILED, str(error))
+                return Outcome(accepted, FinishReason.FAILED, str(error))
         if self.careful and self.text is not None:
             before = self.text.count
             self.held_text += self.text.push(accepted)
             if isinstance(self.text.ended, str):
                 del accepted[self.text.count - before :]
-                finish = Finish.STOP
+                finish = FinishReason.STOP
         return Outcome(accepted, finish)
 
-    def _verified(self, sequence: Sequence, sampled: list[int], drafts: int) -> list[int]:
+    def _verified(self, sequence: SequenceState, sampled: list[int], drafts: int) -> list[int]:
         request = sequence.request
         drafted = sequence.drafted[:drafts]
         count = verify(drafted, sampled, stop_ids=request.stop_ids, most=request.max_tokens - sequence.output_count)
@@ -155,7 +155,7 @@ class Progress:
         self.accepted += held
         return sampled[:count]
 
-    def _follow(self, grammar: GrammarState, accepted: list[int]) -> Finish | None:
+    def _follow(self, grammar: GrammarState, accepted: list[int]) -> FinishReason | None:
         """Moves the grammar over what was accepted, and appends what it leaves no choice about."""
         del accepted[grammar.advance(accepted) :]
         request = self.sequence.request
@@ -163,9 +163,9 @@ class Progress:
         # Where log-probabilities are asked for, tokens without a choice are sampled like all others, to have one.
         if self.blind and room > 0 and not grammar.finished and accepted[-1] not in request.stop_ids:
             accepted += grammar.forced(room)
-        return Finish.STOP if grammar.finished else None
+        return FinishReason.STOP if grammar.finished else None
 
-    def _measure(self, share: Share, count: int, at: int, rows: Rows) -> None:
+    def _measure(self, share: Share, count: int, at: int, rows: SampleBatch) -> None:
         sequence = self.sequence
         first = sequence.computed + share.count - share.wanted
         known = len(sequence.tokens) - 1
@@ -186,11 +186,11 @@ class Progress:
                 rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
                 self.pool = np.add.reduce(rows, axis=0)
         whole = sequence.computed + share.count >= len(sequence.tokens)
-        return Outcome([], Finish.STOP if whole else None)
+        return Outcome([], FinishReason.STOP if whole else None)
 
     # What leaves
 
-    def output(self, event: Event, spec: ModelSpec, now: float) -> Output:
+    def output(self, event: SequenceEvent, spec: ModelSpec, now: float) -> SequenceOutput:
         """What is new, for the caller. Text that nothing hung on is made only here, while the next step runs."""
         sequence = self.sequence
         text = self.held_text
@@ -203,7 +203,7 @@ class Progress:
                 text += self.text.finish()
         chosen, self.chosen = self.chosen[: len(event.tokens)], []
         measured, self.measured = self.measured, []
-        return Output(
+        return SequenceOutput(
             sequence.request.id,
             sequence.index,
             event.tokens,
@@ -224,11 +224,11 @@ class Progress:
             pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
         return np.asarray(pooled, dtype="<f4").tobytes()
 
-    def _ending(self, event: Event, now: float) -> Ending:
+    def _ending(self, event: SequenceEvent, now: float) -> SequenceEnd:
         sequence = self.sequence
         started = self.started_at or now
         first = self.first_at or now
-        usage = Usage(
+        usage = SequenceUsage(
             prompt_tokens=len(sequence.request.prompt),
             output_tokens=sequence.output_count,
             cached_tokens=sequence.cached,
@@ -239,4 +239,4 @@ class Progress:
             decode_s=now - first,
         )
         stop = self.text.ended if self.text is not None and isinstance(self.text.ended, str) else None
-        return Ending(event.finish or Finish.FAILED, usage, event.why, stop)
+        return SequenceEnd(event.finish or FinishReason.FAILED, usage, event.why, stop)

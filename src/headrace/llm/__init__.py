@@ -1,9 +1,9 @@
 """`headrace.LLM` and `headrace.AsyncLLM`: a model for a program, without a server.
 
 LLM owns an engine in this process and the loop that runs requests to their end. AsyncLLM owns worker processes, one or
-several replicas, and the client to them, for many callers on one event loop; a worker that dies is started again, and
-what it ran goes on as if nothing had happened. Texts, token ids and chats go in, whole results come out; `stream` gives
-them piece by piece.
+several replicas, and the client to them, for as_prompts callers on one event loop; a worker that dies is started again,
+and what it ran goes on as if nothing had happened. Texts, token ids and chats go in, whole results come out; `stream`
+gives them piece by piece.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.executors.cpu_executor import default_context, usable_cores
-from headrace.engine.interface.outputs import Output
-from headrace.engine.interface.request import Request
-from headrace.engine.interface.sequence_answer import Answer
-from headrace.engine.process.engine_client import Client, OverloadedError, Waits
-from headrace.engine.process.open_engine import Opened, open_variant
-from headrace.engine.process.output_stream import Stream
-from headrace.engine.process.supervisor import Supervisor, Watch
+from headrace.engine.interface.outputs import SequenceOutput
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.sequence_result import SequenceResult
+from headrace.engine.process.engine_client import ClientTimeouts, EngineClient, OverloadedError
+from headrace.engine.process.open_engine import OpenedVariant, open_variant
+from headrace.engine.process.output_stream import OutputStream
+from headrace.engine.process.supervisor import Supervisor, SupervisorTimeouts
 from headrace.engine.process.wire import WorkerConfig
 from headrace.errors import RequestError
 from headrace.llm.prompting import (
-    Asking,
     Generation,
     Message,
     Prompt,
+    RequestFactory,
     Score,
-    embedded,
-    generation,
-    many,
-    scored,
+    as_generation,
+    as_prompts,
+    as_score,
+    stack_vectors,
     wishes_of,
 )
 from headrace.models.model_folder import ModelFolder, find_model, open_model
@@ -52,7 +52,8 @@ class LLM:
     """One model, its engine, and this thread. Calls from several threads take turns.
 
     Options are those of a Variant: weights, group, keep, kv, threads, context, kv_tokens, speculation, ...
-    Parameters of a generation are those of Wishes and of Sampling: max_tokens, stop, n, grammar, temperature, seed, ...
+    Parameters of a as_generation are those of Wishes and of Sampling: max_tokens, stop, n, grammar, temperature, seed,
+    ...
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class LLM:
     ) -> None:
         """`model`: a folder, the name of a bundled model, or a hub id."""
         folder = model if isinstance(model, ModelFolder) else open_model(find_model(str(model)))
-        self._opened: Opened = open_variant(Variant.of(str(folder.path), **options), folder=folder, progress=progress)
+        self._opened: OpenedVariant = open_variant(
+            Variant.of(str(folder.path), **options), folder=folder, progress=progress
+        )
         self._engine = self._opened.engine
         context = self._opened.executor.capacity.context
-        self._asking = Asking(self._opened.tokenizer, context=context)
+        self._asking = RequestFactory(self._opened.tokenizer, context=context)
         self._turn = threading.Lock()
 
     def __enter__(self) -> LLM:
@@ -83,7 +86,7 @@ class LLM:
         return self._opened.tokenizer
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> OpenedVariant:
         """The parts: variant, model folder, executor, engine."""
         return self._opened
 
@@ -102,7 +105,7 @@ class LLM:
         """The answer to a chat, or to each of several. `template`: further values for the chat template."""
         return self._generations(self._asking.chats(messages, tools, template or {}, wishes_of(**wanted)))
 
-    def stream(self, prompt: Prompt, **wanted: Any) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, **wanted: Any) -> Iterator[SequenceOutput]:
         """The continuation of one prompt, piece by piece: `text` and `tokens` of each, and at last its `ending`."""
         request = self._asking.generate(self._asking.tokens(prompt), wishes_of(**wanted))
         with self._turn:
@@ -121,13 +124,13 @@ class LLM:
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         """How likely each pair's second text is after its first."""
         requests = [self._asking.score(before, text) for before, text in pairs]
-        return [scored(answer) for (answer,) in self._run(requests)]
+        return [as_score(answer) for (answer,) in self._run(requests)]
 
     def embed(self, texts: Prompt | Iterable[Prompt]) -> NDArray[np.float32]:
         """A vector for each text, pooled as the model says; the mean over its tokens where it says nothing."""
-        requests = [self._asking.embed(text) for text in many(texts)]
+        requests = [self._asking.embed(text) for text in as_prompts(texts)]
         width = self._opened.executor.spec.hidden_size
-        return embedded((answer for (answer,) in self._run(requests)), width)
+        return stack_vectors((answer for (answer,) in self._run(requests)), width)
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
@@ -136,12 +139,12 @@ class LLM:
         with self._turn:
             self._engine.close()
 
-    def _generations(self, requests: list[Request]) -> list[Generation]:
-        return [generation(*found) for found in zip(requests, self._run(requests), strict=True)]
+    def _generations(self, requests: list[GenerationRequest]) -> list[Generation]:
+        return [as_generation(*found) for found in zip(requests, self._run(requests), strict=True)]
 
-    def _run(self, requests: list[Request]) -> list[list[Answer]]:
+    def _run(self, requests: list[GenerationRequest]) -> list[list[SequenceResult]]:
         """All requests to their end. Where one is refused, or the caller interrupts, none goes on."""
-        answers = {request.id: [Answer(index) for index in range(request.n)] for request in requests}
+        answers = {request.id: [SequenceResult(index) for index in range(request.n)] for request in requests}
         waiting = deque(requests)
         running: dict[str, int] = {}  # sequences that have not ended
         with self._turn:
@@ -166,7 +169,7 @@ class LLM:
                     self._cancel(list(running))
         return [answers[request.id] for request in requests]
 
-    def _submit(self, request: Request, *, patient: bool = False) -> bool:
+    def _submit(self, request: GenerationRequest, *, patient: bool = False) -> bool:
         """False where it is to be tried again once something has ended, and the caller is patient."""
         admission = self._engine.submit(request)
         if not admission.accepted and not patient:
@@ -188,7 +191,8 @@ class AsyncLLM:
             async for output in stream:
                 print(output.text, end="")
 
-    Options and parameters are LLM's. Replicas share the machine's cores unless `threads` says how many each may use.
+    Options and parameters are LLM's. Replicas share the machine's cores unless `threads` says how as_prompts each may
+    use.
     """
 
     def __init__(
@@ -196,8 +200,8 @@ class AsyncLLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         replicas: int = 1,
-        watch: Watch | None = None,
-        waits: Waits | None = None,
+        watch: SupervisorTimeouts | None = None,
+        waits: ClientTimeouts | None = None,
         drain_seconds: float = 30.0,
         progress: Callable[[int, int], None] | None = None,  # bytes of weights that a worker has packed, and of all
         early: bool = False,  # the workers begin to load before `start`; then it is to be started or abandoned
@@ -216,11 +220,11 @@ class AsyncLLM:
         if early:
             self.supervisor.begin()
         try:
-            self._asking = Asking(folder.tokenizer, context=self.context, alone="chat")
+            self._asking = RequestFactory(folder.tokenizer, context=self.context, alone="chat")
         except BaseException:
             self.abandon()
             raise
-        self.client = Client(self.supervisor.paths, waits=waits)
+        self.client = EngineClient(self.supervisor.paths, waits=waits)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -248,7 +252,7 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer:
         return self._asking.tokenizer
 
-    def stream(self, prompt: Prompt, **wanted: Any) -> Stream:
+    def stream(self, prompt: Prompt, **wanted: Any) -> OutputStream:
         """The continuation of one prompt, piece by piece."""
         return self.client.stream(self._asking.generate(self._asking.tokens(prompt), wishes_of(**wanted)))
 
@@ -268,17 +272,17 @@ class AsyncLLM:
 
     async def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         requests = [self._asking.score(before, text) for before, text in pairs]
-        return [scored(answer) for (answer,) in await self._answers(requests)]
+        return [as_score(answer) for (answer,) in await self._answers(requests)]
 
     async def embed(self, texts: Prompt | Iterable[Prompt]) -> NDArray[np.float32]:
-        requests = [self._asking.embed(text) for text in many(texts)]
-        return embedded((answer for (answer,) in await self._answers(requests)), self._width)
+        requests = [self._asking.embed(text) for text in as_prompts(texts)]
+        return stack_vectors((answer for (answer,) in await self._answers(requests)), self._width)
 
-    async def _generations(self, requests: list[Request]) -> list[Generation]:
+    async def _generations(self, requests: list[GenerationRequest]) -> list[Generation]:
         answers = await self._answers(requests)
-        return [generation(*found) for found in zip(requests, answers, strict=True)]
+        return [as_generation(*found) for found in zip(requests, answers, strict=True)]
 
-    async def _answers(self, requests: list[Request]) -> list[list[Answer]]:
+    async def _answers(self, requests: list[GenerationRequest]) -> list[list[SequenceResult]]:
         # No caller may fill more than a part of the queue.
         at_once = max(1, min(_AT_ONCE, self.variant.queued_sequences // 4))
         return await self.client.complete_all(requests, at_once=at_once)

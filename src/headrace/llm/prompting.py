@@ -1,6 +1,6 @@
 """From prompts and wishes to the engine's requests, and from its answers to results: what LLM and AsyncLLM share.
 
-Owns Wishes (what a caller may ask of a generation), the results, and the making of requests for texts, token ids,
+Owns Wishes (what a caller may ask of a as_generation), the results, and the making of requests for texts, token ids,
 chats, scores and embeddings. Knows neither loops nor processes.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.outputs import Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Chosen, Sampling
-from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.interface.outputs import SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SampledToken, SamplingParams
+from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.text.tokenizer import Tokenizer
 
@@ -27,15 +27,15 @@ Message = Mapping[str, Any]
 
 DEFAULT_TOKENS: Final = 256
 BULK: Final = "batch"  # the surface of what nobody waits for token by token
-_SAMPLING: Final = frozenset(Sampling.__struct_fields__)
+_SAMPLING: Final = frozenset(SamplingParams.__struct_fields__)
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a generation, beside its prompt."""
+    """What is asked of a as_generation, beside its prompt."""
 
-    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or as many as the context has room for
+    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or as as_prompts as the context has room for
     min_tokens: int = 0
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # beside the model's own ends
     ignore_eos: bool = False
@@ -53,9 +53,9 @@ class Completion(msgspec.Struct, frozen=True):
 
     text: str
     tokens: list[int]
-    finish: Finish
-    usage: Usage
-    logprobs: list[Chosen] | None = None
+    finish: FinishReason
+    usage: SequenceUsage
+    logprobs: list[SampledToken] | None = None
     stop: str | None = None  # the stop string that ended it
     why: str = ""  # it failed
 
@@ -65,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True):
 
     prompt: list[int]
     completions: list[Completion]
-    prompt_logprobs: list[Chosen] | None = None
+    prompt_logprobs: list[SampledToken] | None = None
 
     @property
     def text(self) -> str:
@@ -77,7 +77,7 @@ class Score(msgspec.Struct, frozen=True):
     """How likely a text is after another."""
 
     logprob: float  # of the whole text
-    tokens: list[Chosen]
+    tokens: list[SampledToken]
     likeliest: bool  # every token is the one that the model would have chosen
 
 
@@ -91,7 +91,7 @@ def wishes_of(**wanted: Any) -> Wishes:
     if isinstance(others.get("stop"), str):
         others["stop"] = (others["stop"],)
     if sampling:
-        others["sampling"] = msgspec.structs.replace(others.get("sampling", Sampling()), **sampling)
+        others["sampling"] = msgspec.structs.replace(others.get("sampling", SamplingParams()), **sampling)
     try:
         return msgspec.convert({name: msgspec.to_builtins(value) for name, value in others.items()}, Wishes)
     except msgspec.ValidationError as error:
@@ -104,7 +104,7 @@ def _named(message: str) -> str | None:
     return path.split("`")[0].split(".")[-1].split("[")[0] or None
 
 
-class Asking:
+class RequestFactory:
     """Requests for one model. Their ids are unique in this process."""
 
     _numbers = itertools.count()
@@ -118,8 +118,8 @@ class Asking:
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
-    def generations(self, prompts: Prompt | Iterable[Prompt], wishes: Wishes) -> list[Request]:
-        return self._requests([self.tokens(prompt) for prompt in many(prompts)], wishes)
+    def generations(self, prompts: Prompt | Iterable[Prompt], wishes: Wishes) -> list[GenerationRequest]:
+        return self._requests([self.tokens(prompt) for prompt in as_prompts(prompts)], wishes)
 
     def chats(
         self,
@@ -127,7 +127,7 @@ class Asking:
         tools: Sequence[Message] | None,
         template: Mapping[str, Any],
         wishes: Wishes,
-    ) -> list[Request]:
+    ) -> list[GenerationRequest]:
         """One chat, or several."""
         given: list[Any] = list(messages)
         chats: list[Sequence[Message]] = [given] if given and isinstance(given[0], Mapping) else given
@@ -135,15 +135,15 @@ class Asking:
         encode = self.tokenizer.encode
         return self._requests([tuple(encode(text, add_special_tokens=False)) for text in texts], wishes)
 
-    def _requests(self, prompts: list[tuple[int, ...]], wishes: Wishes) -> list[Request]:
+    def _requests(self, prompts: list[tuple[int, ...]], wishes: Wishes) -> list[GenerationRequest]:
         return [self.generate(prompt, wishes, alone=len(prompts) == 1) for prompt in prompts]
 
-    def generate(self, prompt: tuple[int, ...], wishes: Wishes, *, alone: bool = True) -> Request:
+    def generate(self, prompt: tuple[int, ...], wishes: Wishes, *, alone: bool = True) -> GenerationRequest:
         ends = frozenset[int]() if wishes.ignore_eos else self.tokenizer.eos_ids
         most = wishes.max_tokens
         if most is None:
             most = max(1, min(DEFAULT_TOKENS, self._context - len(prompt)))
-        return Request(
+        return GenerationRequest(
             id=self._id(),
             prompt=prompt,
             sampling=wishes.sampling,
@@ -160,7 +160,7 @@ class Asking:
             skip_special_tokens=wishes.skip_special_tokens,
         )
 
-    def score(self, before: Prompt, text: Prompt) -> Request:
+    def score(self, before: Prompt, text: Prompt) -> GenerationRequest:
         """A request for the likelihood of a text after another."""
         if isinstance(before, str) and isinstance(text, str):
             # Cut as one text: what comes before may change where the first token of the rest begins.
@@ -173,24 +173,24 @@ class Asking:
         if len(whole) <= len(start):
             raise RequestError("the text to score has no tokens", parameter="text")
         if not start:
-            raise RequestError("a text is scored after at least one token", parameter="prompt")
-        return Request(
+            raise RequestError("a text is as_score after at least one token", parameter="prompt")
+        return GenerationRequest(
             id=self._id(),
             prompt=whole,
             kind="score",
             score_from=len(start),
-            sampling=Sampling(logprobs=1),
+            sampling=SamplingParams(logprobs=1),
             surface=BULK,
         )
 
-    def embed(self, text: Prompt) -> Request:
-        return Request(id=self._id(), prompt=self.tokens(text), kind="embed", surface=BULK)
+    def embed(self, text: Prompt) -> GenerationRequest:
+        return GenerationRequest(id=self._id(), prompt=self.tokens(text), kind="embed", surface=BULK)
 
     def _id(self) -> str:
-        return f"local.{next(Asking._numbers)}"
+        return f"local.{next(RequestFactory._numbers)}"
 
 
-def many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list: a text, token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
@@ -200,7 +200,7 @@ def many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return found
 
 
-def generation(request: Request, answers: Sequence[Answer]) -> Generation:
+def as_generation(request: GenerationRequest, answers: Sequence[SequenceResult]) -> Generation:
     completions = [
         Completion(
             answer.text,
@@ -217,14 +217,14 @@ def generation(request: Request, answers: Sequence[Answer]) -> Generation:
     return Generation(list(request.prompt), completions, answers[0].prompt)
 
 
-def scored(answer: Answer) -> Score:
+def as_score(answer: SequenceResult) -> Score:
     _must_not_fail(answer)
     tokens = answer.prompt or []
     logprob = float(sum(token.logprob or 0.0 for token in tokens))
     return Score(logprob, tokens, all(token.top and token.top[0][0] == token.token for token in tokens))
 
 
-def embedded(answers: Iterable[Answer], width: int) -> NDArray[np.float32]:
+def stack_vectors(answers: Iterable[SequenceResult], width: int) -> NDArray[np.float32]:
     """A row for each text."""
     rows: list[NDArray[np.float32]] = []
     for answer in answers:
@@ -233,7 +233,7 @@ def embedded(answers: Iterable[Answer], width: int) -> NDArray[np.float32]:
     return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
 
 
-def _must_not_fail(answer: Answer) -> None:
+def _must_not_fail(answer: SequenceResult) -> None:
     ending = answer.ending
-    if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
+    if ending is None or ending.finish not in (FinishReason.STOP, FinishReason.LENGTH):
         raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")

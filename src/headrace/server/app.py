@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError
 from headrace.gateway.accounts.access import find_model, visible_models
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.flow.services import Parts
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
@@ -282,7 +282,7 @@ class App:
             metrics.running.set(self.running)
             call.log_fields = exchange.log_line()
 
-    def exchange(self, caller: Caller, asked: Asked, endpoint: str) -> Exchange:
+    def exchange(self, caller: Caller, asked: TextRequest, endpoint: str) -> Exchange:
         """With the variant that is asked for, among those that the caller may use."""
         served = find_model(caller, self.fleet, asked.model, asked.profile)
         return Exchange(caller=caller, asked=asked, served=served, endpoint=endpoint)

@@ -15,14 +15,14 @@ from headrace.bench.simulation.scenarios import ScenarioSetup, abuse, capacity, 
 from headrace.bench.simulation.simulator import Hardware, simulate
 from headrace.bench.simulation.synthetic_traffic import TrafficMix, generate, read_trace
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.errors import RequestError
 
 HARDWARE = Hardware(fixed=0.012, per_row=0.0007, per_pair=30e-9, noise=0.05, blocks=8192)
 SETTING = ScenarioSetup(
     mix=TrafficMix(tenants=20, rate=1.5, seconds=90.0, prefixes=2),
     hardware=HARDWARE,
-    limits=Limits(max_sequences=32, max_rows=512, context=32_768),
+    limits=SchedulerLimits(max_sequences=32, max_rows=512, context=32_768),
     policy=Policy(),
     orders=list(ORDERS),
 )

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from headrace.engine.executors.step_thread import Call, StepThread
+from headrace.engine.executors.step_thread import StepCall, StepThread
 
 
 def test_calls_run_one_after_the_other_on_a_thread_of_their_own() -> None:
@@ -48,7 +48,7 @@ def test_an_error_comes_out_where_the_result_is_asked_for_and_the_thread_goes_on
 def test_whoever_wants_to_know_is_told_once() -> None:
     thread = StepThread("test")
     gate = threading.Event()
-    told: list[Call[bool]] = []
+    told: list[StepCall[bool]] = []
     call = thread.submit(gate.wait, 20.0)
     call.add_done_callback(told.append)
     assert told == []

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, what they force, what is refused, and that drafts leave no trace in them."""
+"""GrammarCompiler: what they allow, what they force, what is refused, and that drafts leave no trace in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
-from headrace.engine.grammar.constraints import Grammar, GrammarError, GrammarLimits, Grammars, GrammarState, Mask
+from headrace.engine.grammar.constraints import (
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarLimits,
+    GrammarState,
+    Mask,
+)
 from headrace.engine.grammar.token_vocabulary import Vocabulary
 from headrace.engine.interface.grammar_spec import GrammarKind
 from headrace.engine.interface.output_text import OutputText
@@ -43,8 +50,8 @@ def tokenizers_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokeniz
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
-def each_kind(request: pytest.FixtureRequest, tokenizers_of: dict[str, Tokenizer]) -> Iterator[Grammars]:
-    grammars = Grammars(tokenizers_of[request.param])
+def each_kind(request: pytest.FixtureRequest, tokenizers_of: dict[str, Tokenizer]) -> Iterator[GrammarCompiler]:
+    grammars = GrammarCompiler(tokenizers_of[request.param])
     yield grammars
     grammars.close()
 
@@ -55,8 +62,8 @@ def tokenizer(tokenizers_of: dict[str, Tokenizer]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    grammars = Grammars(tokenizer)
+def grammars(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    grammars = GrammarCompiler(tokenizer)
     yield grammars
     grammars.close()
 
@@ -70,12 +77,14 @@ def allowed(mask: Mask) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
-def mask_of(grammars: Grammars, state: GrammarState) -> Mask:
+def mask_of(grammars: GrammarCompiler, state: GrammarState) -> Mask:
     ((mask,),) = grammars.launch([(state, ())]).collect()
     return mask
 
 
-def walk(grammars: Grammars, state: GrammarState, seed: int, *, most: int = 400, force: bool = False) -> list[int]:
+def walk(
+    grammars: GrammarCompiler, state: GrammarState, seed: int, *, most: int = 400, force: bool = False
+) -> list[int]:
     """Tokens drawn from the masks alone, whatever they are; without the one that ends the text."""
     draw = random.Random(seed)
     tokens: list[int] = []
@@ -102,7 +111,7 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_drawn_from_the_masks_fits_the_schema(each_kind: Grammars, seed: int) -> None:
+def test_whatever_is_drawn_from_the_masks_fits_the_schema(each_kind: GrammarCompiler, seed: int) -> None:
     state = each_kind.compile(schema(PERSON))
     tokens = walk(each_kind, state, seed, force=bool(seed % 2))
     assert state.finished
@@ -114,33 +123,33 @@ def test_whatever_is_drawn_from_the_masks_fits_the_schema(each_kind: Grammars, s
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_regular_expression_is_matched_whole(each_kind: Grammars, seed: int) -> None:
+def test_a_regular_expression_is_matched_whole(each_kind: GrammarCompiler, seed: int) -> None:
     state = each_kind.compile(Grammar("regex", "(the|a) [a-f]{3,5}é?(中|[0-9]+)!"))
     text = text_of(each_kind.tokenizer, walk(each_kind, state, seed))
     assert re.fullmatch("(the|a) [a-f]{3,5}é?(中|[0-9]+)!", text)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_choice_is_one_of_them(each_kind: Grammars, seed: int) -> None:
+def test_a_choice_is_one_of_them(each_kind: GrammarCompiler, seed: int) -> None:
     choices = ["the wheel", "the water", 'a "quoted" one', "naïve 😀", "tab\tand\nline", "a", "ab", "", "\u0001/\\"]
     state = each_kind.compile(Grammar("choice", json.dumps(choices)))
     assert text_of(each_kind.tokenizer, walk(each_kind, state, seed)) in choices
 
 
-def test_a_lark_grammar_is_followed(each_kind: Grammars) -> None:
+def test_a_lark_grammar_is_followed(each_kind: GrammarCompiler) -> None:
     rules = 'start: pair ("," pair)*\npair: NAME "=" NUMBER\nNAME: /[a-c]{1,4}/\nNUMBER: /[0-9]{1,3}/'
     text = text_of(each_kind.tokenizer, walk(each_kind, each_kind.compile(Grammar("lark", rules)), 3, most=60))
     assert re.match("([a-c]{1,4}=[0-9]{1,3},)*", text)
 
 
-def test_any_json_object_is_an_object(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_any_json_object_is_an_object(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("json_object"))
     assert [text_of(tokenizer, [token])[0] for token in allowed(mask_of(grammars, state))] == ["{"] * 2
     state.advance(tokenizer.encode('{"name": [1, {"a": null}], "b": "中"}'))
     assert state.finished
 
 
-def test_masks_have_the_samplers_shape(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_masks_have_the_samplers_shape(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     mask = mask_of(grammars, grammars.compile(Grammar("regex", "[a-z]+")))
     assert mask.dtype == np.uint32
     assert mask.shape == (-(-tokenizer.vocab_size // 32),)
@@ -149,7 +158,7 @@ def test_masks_have_the_samplers_shape(grammars: Grammars, tokenizer: Tokenizer)
     assert all(re.fullmatch("[a-z]+", text_of(tokenizer, [token])) for token in letters)
 
 
-def test_special_tokens_and_padding_are_no_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_special_tokens_and_padding_are_no_text(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("regex", r"(.|\n)*"))
     found = set(allowed(mask_of(grammars, state)))
     special = {token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)}
@@ -161,7 +170,7 @@ def test_special_tokens_and_padding_are_no_text(grammars: Grammars, tokenizer: T
 
 
 def test_every_token_that_ends_a_text_ends_a_grammar(tmp_path: Path) -> None:
-    grammars = Grammars(load(tmp_path, byte_level(), eos=[2, 3]))
+    grammars = GrammarCompiler(load(tmp_path, byte_level(), eos=[2, 3]))
     state = grammars.compile(Grammar("regex", "a+"))
     assert not {2, 3} & set(allowed(mask_of(grammars, state)))
     state.advance(grammars.tokenizer.encode("a"))
@@ -176,7 +185,7 @@ def test_every_token_that_ends_a_text_ends_a_grammar(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_still_has_grammars_that_end(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, byte_level(), eos=[], vocab_size=512)
     tokenizer.eos_ids = frozenset()
-    grammars = Grammars(tokenizer)
+    grammars = GrammarCompiler(tokenizer)
     state = grammars.compile(Grammar("choice", '["fox", "foxes"]'))
     state.advance(tokenizer.encode("fox"))
     mask = mask_of(grammars, state)
@@ -187,7 +196,7 @@ def test_a_tokenizer_without_an_end_still_has_grammars_that_end(tmp_path: Path) 
     grammars.close()
 
 
-def test_a_text_that_must_be_written_is_not_a_special_token(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_text_that_must_be_written_is_not_a_special_token(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["<|end|></s>"]'))
     tokens = walk(grammars, state, 1)
     assert text_of(tokenizer, tokens) == "<|end|></s>"
@@ -196,7 +205,7 @@ def test_a_text_that_must_be_written_is_not_a_special_token(grammars: Grammars, 
 # What is forced.
 
 
-def test_what_must_come_is_forced_in_the_tokenizers_own_tokens(each_kind: Grammars) -> None:
+def test_what_must_come_is_forced_in_the_tokenizers_own_tokens(each_kind: GrammarCompiler) -> None:
     tokenizer = each_kind.tokenizer
     state = each_kind.compile(Grammar("choice", '["the wheel and the water", "a wheel"]'))
     state.advance([next(t for t in allowed(mask_of(each_kind, state)) if text_of(tokenizer, [t]) == "t")])
@@ -206,7 +215,7 @@ def test_what_must_come_is_forced_in_the_tokenizers_own_tokens(each_kind: Gramma
     assert state.finished
 
 
-def test_forced_tokens_are_those_that_the_masks_allow(each_kind: Grammars) -> None:
+def test_forced_tokens_are_those_that_the_masks_allow(each_kind: GrammarCompiler) -> None:
     for seed in range(8):
         start = each_kind.compile(schema(PERSON))
         draw = random.Random(seed)
@@ -225,7 +234,7 @@ def test_forced_tokens_are_those_that_the_masks_allow(each_kind: Grammars) -> No
                 assert np.array_equal(mask_of(each_kind, sampled), mask_of(each_kind, forced))
 
 
-def test_no_more_is_forced_than_is_wanted(grammars: Grammars) -> None:
+def test_no_more_is_forced_than_is_wanted(grammars: GrammarCompiler) -> None:
     state = grammars.compile(Grammar("choice", '["the wheel and the water"]'))
     everything = state.clone().forced(100)
     first = state.forced(2)
@@ -234,7 +243,7 @@ def test_no_more_is_forced_than_is_wanted(grammars: Grammars) -> None:
     assert first + state.forced(100) == everything
 
 
-def test_a_long_text_is_forced_a_part_at_a_time(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_long_text_is_forced_a_part_at_a_time(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     text = " ".join(["the wheel and the water"] * 400)
     state = grammars.compile(Grammar("choice", json.dumps([text])))
     (first,) = allowed(mask_of(grammars, state))
@@ -247,7 +256,7 @@ def test_a_long_text_is_forced_a_part_at_a_time(grammars: Grammars, tokenizer: T
     assert state.finished
 
 
-def test_many_choices_are_served(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_many_choices_are_served(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", json.dumps([f"choice {number}" for number in range(5000)])))
     state.advance(tokenizer.encode("choice 4765"))
     assert state.accepting
@@ -256,7 +265,7 @@ def test_many_choices_are_served(grammars: Grammars, tokenizer: Tokenizer) -> No
 # How far it is.
 
 
-def test_advancing_stops_where_the_grammar_is_finished(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_advancing_stops_where_the_grammar_is_finished(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["fox"]'))
     tokens = tokenizer.encode("fox")
     assert state.advance([*tokens, EOS, *tokens]) == len(tokens)
@@ -265,14 +274,14 @@ def test_advancing_stops_where_the_grammar_is_finished(grammars: Grammars, token
     assert state.error is None
 
 
-def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_token_that_is_not_allowed_is_an_error(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["fox"]'))
     with pytest.raises(GrammarError):
         state.advance(tokenizer.encode("dog"))
     assert state.error
 
 
-def test_a_clone_goes_its_own_way(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_clone_goes_its_own_way(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["the fox", "the dog"]'))
     state.advance(tokenizer.encode("the "))
     other = state.clone()
@@ -283,7 +292,7 @@ def test_a_clone_goes_its_own_way(grammars: Grammars, tokenizer: Tokenizer) -> N
     assert other.finished
 
 
-def test_tokens_are_taken_back(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_tokens_are_taken_back(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(schema(PERSON))
     before = mask_of(grammars, state).copy()
     tokens = tokenizer.encode('{"name": "the')
@@ -298,7 +307,7 @@ def test_tokens_are_taken_back(grammars: Grammars, tokenizer: Tokenizer) -> None
         state.rollback(len(tokens) + 1)
 
 
-def test_drafts_are_followed_as_far_as_the_grammar_goes(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_drafts_are_followed_as_far_as_the_grammar_goes(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["fox jumps", "fox runs"]'))
     good, bad = tokenizer.encode("fox "), tokenizer.encode("dog")
     assert state.fitting(good) == len(good)
@@ -311,7 +320,7 @@ def test_drafts_are_followed_as_far_as_the_grammar_goes(grammars: Grammars, toke
 # Masks of a step.
 
 
-def test_masks_after_drafts_are_those_of_each_state(each_kind: Grammars) -> None:
+def test_masks_after_drafts_are_those_of_each_state(each_kind: GrammarCompiler) -> None:
     """With drafts that hold, drafts that do not, and several states at once."""
     tokenizer = each_kind.tokenizer
     for seed in range(6):
@@ -341,7 +350,7 @@ def test_masks_after_drafts_are_those_of_each_state(each_kind: Grammars) -> None
             assert np.array_equal(mask_of(each_kind, state), masks[0])
 
 
-def test_a_state_is_the_same_however_it_was_reached(each_kind: Grammars) -> None:
+def test_a_state_is_the_same_however_it_was_reached(each_kind: GrammarCompiler) -> None:
     """Sampled, forced, drafted and taken back, cloned, or built anew from its tokens: the masks are the same."""
     for seed in range(6):
         draw = random.Random(seed)
@@ -371,7 +380,7 @@ def test_a_state_is_the_same_however_it_was_reached(each_kind: Grammars) -> None
 
 
 def test_many_states_of_one_grammar_are_filled_side_by_side(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, threads=4)
+    grammars = GrammarCompiler(tokenizer, threads=4)
     start = grammars.compile(schema(PERSON))
     states = [start.clone() for _ in range(16)]
     tokens = tokenizer.encode('{"name": "the wheel", "value": 12')
@@ -383,7 +392,7 @@ def test_many_states_of_one_grammar_are_filled_side_by_side(tokenizer: Tokenizer
     grammars.close()
 
 
-def test_the_mask_after_drafts_is_that_of_the_state_moved_on(each_kind: Grammars) -> None:
+def test_the_mask_after_drafts_is_that_of_the_state_moved_on(each_kind: GrammarCompiler) -> None:
     state = each_kind.compile(schema(PERSON))
     tokens = walk(each_kind, state.clone(), 7)
     for end in range(len(tokens)):
@@ -438,7 +447,7 @@ BAD: list[tuple[GrammarKind, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "text"), BAD)
-def test_a_bad_grammar_is_the_requests_fault(grammars: Grammars, kind: GrammarKind, text: str) -> None:
+def test_a_bad_grammar_is_the_requests_fault(grammars: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         grammars.compile(Grammar(kind, text))
     assert caught.value.parameter == "grammar"
@@ -495,7 +504,7 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_or_served_within_its_bounds(grammars: Grammars, name: str) -> None:
+def test_a_hostile_grammar_is_refused_or_served_within_its_bounds(grammars: GrammarCompiler, name: str) -> None:
     """Refused, or stopped with an error, or fine; and never for long."""
     kind, text = HOSTILE[name]
     began = time.process_time()
@@ -517,7 +526,7 @@ def test_a_hostile_grammar_is_refused_or_served_within_its_bounds(grammars: Gram
 
 
 def test_the_bounds_are_those_that_are_configured(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(text_bytes=40, depth=3, values=5))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(text_bytes=40, depth=3, values=5))
     grammars.compile(Grammar("json_schema", '{"enum": ["a"]}'))
     for text in ('{"enum": ["' + "a" * 40 + '"]}', '{"items": {"items": {"items": {}}}}', '{"enum": [1, 2, 3, 4, 5]}'):
         with pytest.raises(RequestError):
@@ -528,7 +537,7 @@ def test_the_bounds_are_those_that_are_configured(tokenizer: Tokenizer) -> None:
 
 
 def test_the_steps_bounds_end_a_sequence_and_not_the_engine(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(row_items=20, step_items=100))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(row_items=20, step_items=100))
     try:
         state = grammars.compile(Grammar("lark", 'start: a\na: a a | "x" | "xx" | "y"'))
     except RequestError:
@@ -554,7 +563,7 @@ def test_the_steps_bounds_end_a_sequence_and_not_the_engine(tokenizer: Tokenizer
 def test_a_sequence_does_not_come_to_its_bound_by_what_others_wrote(tokenizer: Tokenizer) -> None:
     """All sequences of a grammar share its lexer, and it has a bound on its states."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    grammars = Grammars(tokenizer, GrammarLimits(lexer_states=400))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(lexer_states=400))
     start = grammars.compile(Grammar("regex", "(" + "|".join(f"{one}[a-z]{{60}}{one}" for one in letters) + ")"))
     for place, letter in enumerate(letters):
         state = start.clone()
@@ -571,7 +580,7 @@ def test_a_sequence_does_not_come_to_its_bound_by_what_others_wrote(tokenizer: T
 
 
 def test_what_was_compiled_is_kept_for_the_same_salt(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(kept=2))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(kept=2))
     first = grammars.prepare(schema(PERSON), salt="a")
     first.result()
     assert grammars.prepare(schema(PERSON), salt="a").done()
@@ -583,7 +592,7 @@ def test_what_was_compiled_is_kept_for_the_same_salt(tokenizer: Tokenizer) -> No
 
 
 def test_what_is_kept_is_bounded_by_its_length_too(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(kept_bytes=100))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(kept_bytes=100))
     for length in (30, 40, 50, 200):
         grammars.compile(Grammar("regex", "a" * length))
     known = grammars._known  # pyright: ignore[reportPrivateUsage]
@@ -594,14 +603,14 @@ def test_what_is_kept_is_bounded_by_its_length_too(tokenizer: Tokenizer) -> None
 
 
 def test_too_many_at_once_are_refused(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(compiling=0))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(compiling=0))
     with pytest.raises(RequestError, match="try again"):
         grammars.prepare(Grammar("regex", "a"))
     grammars.close()
 
 
 def test_what_takes_too_long_is_refused(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, GrammarLimits(compile_seconds=0.0))
+    grammars = GrammarCompiler(tokenizer, GrammarLimits(compile_seconds=0.0))
     large = schema({"enum": [f"{number}" * 4 for number in range(5000)]})
     compilation = grammars.prepare(large)
     assert compilation.done()
@@ -626,7 +635,7 @@ def test_texts_are_cut_as_the_tokenizer_cuts_them(tokenizers_of: dict[str, Token
 def test_a_tokenizer_whose_tokens_have_no_bytes_cannot_follow_grammars(tmp_path: Path) -> None:
     other: tokenizers.Tokenizer = sentencepiece()
     other.decoder = decoders.WordPiece()
-    grammars = Grammars(load(tmp_path, other))
+    grammars = GrammarCompiler(load(tmp_path, other))
     with pytest.raises(RequestError, match="cannot follow a grammar"):
         grammars.compile(Grammar("regex", "a"))
     grammars.close()

@@ -12,8 +12,8 @@ from headrace.engine.interface.output_text import (
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
     OutputText,
-    Piece,
     StopStrings,
+    TokenText,
     token_bytes,
 )
 from headrace.errors import RequestError
@@ -196,7 +196,7 @@ def test_pieces_wait_as_their_text_does_and_are_cut_with_it() -> None:
     output.push(tokens[-1:])
     assert shown == "fox "
     assert output.ended == "jumps over"
-    assert output.take_pieces() in ([], [Piece(len(before) - 1, tokens[len(before) - 1], " ", 3, 3)])
+    assert output.take_pieces() in ([], [TokenText(len(before) - 1, tokens[len(before) - 1], " ", 3, 3)])
 
 
 ALPHABET = st.sampled_from(["a", "b", "ab", "é", "中", " ", "the", "\n"])

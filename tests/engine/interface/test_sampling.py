@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.sampler import Sampler
-from headrace.engine.interface.sampling import NoTokenError, SampleRow, Sampling
+from headrace.engine.interface.sampling import NoTokenError, SampleRow, SamplingParams
 from headrace.errors import RequestError
 
 VOCAB = 1003  # not a multiple of any vector
@@ -26,11 +26,11 @@ def logits_of(seed: int = 0, spread: float = 2.0) -> Floats:
     return np.random.default_rng(seed).normal(0.0, spread, VOCAB).astype(np.float32)
 
 
-def choose(sampler: Sampler, row: Floats, sampling: Sampling, position: int = 0, **wishes: object) -> int:
+def choose(sampler: Sampler, row: Floats, sampling: SamplingParams, position: int = 0, **wishes: object) -> int:
     return sampler.choose(row[None].copy(), [SampleRow(sampling, position, **wishes)])[0].token  # type: ignore[arg-type]
 
 
-def draws(sampler: Sampler, row: Floats, sampling: Sampling, count: int = DRAWS) -> NDArray[np.int64]:
+def draws(sampler: Sampler, row: Floats, sampling: SamplingParams, count: int = DRAWS) -> NDArray[np.int64]:
     rows = [SampleRow(sampling, position) for position in range(count)]
     tokens = [chosen.token for chosen in sampler.choose(np.tile(row, (count, 1)), rows)]
     return np.bincount(tokens, minlength=VOCAB)
@@ -51,18 +51,18 @@ def assert_frequencies(counts: NDArray[np.int64], probabilities: NDArray[np.floa
 
 def test_without_temperature_the_likeliest_token_is_taken(sampler: Sampler) -> None:
     row = logits_of()
-    assert choose(sampler, row, Sampling()) == row.argmax()
+    assert choose(sampler, row, SamplingParams()) == row.argmax()
 
 
 def test_of_equal_tokens_the_lowest_is_taken(sampler: Sampler) -> None:
     row = np.zeros(VOCAB, dtype=np.float32)
     row[[700, 17, 1002]] = 4.0
-    assert choose(sampler, row, Sampling()) == 17
+    assert choose(sampler, row, SamplingParams()) == 17
 
 
 def test_draws_have_the_frequencies_of_the_softmax(sampler: Sampler) -> None:
     row = logits_of()
-    assert_frequencies(draws(sampler, row, Sampling(temperature=0.7, seed=1)), softmax(row, 0.7))
+    assert_frequencies(draws(sampler, row, SamplingParams(temperature=0.7, seed=1)), softmax(row, 0.7))
 
 
 def test_top_k_draws_among_the_likeliest(sampler: Sampler) -> None:
@@ -70,7 +70,7 @@ def test_top_k_draws_among_the_likeliest(sampler: Sampler) -> None:
     kept = np.argsort(-row, kind="stable")[:5]
     expected = np.zeros(VOCAB)
     expected[kept] = softmax(row)[kept] / softmax(row)[kept].sum()
-    assert_frequencies(draws(sampler, row, Sampling(temperature=1.0, top_k=5, seed=2)), expected)
+    assert_frequencies(draws(sampler, row, SamplingParams(temperature=1.0, top_k=5, seed=2)), expected)
 
 
 @pytest.mark.parametrize("spread", [0.01, 2.0, 30.0])
@@ -80,7 +80,7 @@ def test_top_p_draws_among_the_nucleus(sampler: Sampler, top_p: float, spread: f
     probabilities = softmax(row)
     order = np.argsort(-row, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
-    drawn = draws(sampler, row, Sampling(temperature=1.0, top_p=top_p, seed=3), 500)
+    drawn = draws(sampler, row, SamplingParams(temperature=1.0, top_p=top_p, seed=3), 500)
     assert drawn[order[count + 1 :]].sum() == 0  # one token of slack for the rounding of the sum
     assert drawn[order[0]] > 0 or count > 20
 
@@ -89,12 +89,12 @@ def test_min_p_draws_among_tokens_near_the_likeliest(sampler: Sampler) -> None:
     row = logits_of()
     probabilities = softmax(row)
     kept = np.where(probabilities >= 0.2 * probabilities.max(), probabilities, 0)
-    assert_frequencies(draws(sampler, row, Sampling(temperature=1.0, min_p=0.2, seed=4)), kept / kept.sum())
+    assert_frequencies(draws(sampler, row, SamplingParams(temperature=1.0, min_p=0.2, seed=4)), kept / kept.sum())
 
 
 def test_cuts_apply_together(sampler: Sampler) -> None:
     row = logits_of()
-    drawn = draws(sampler, row, Sampling(temperature=2.0, top_k=10, top_p=0.5, min_p=0.05, seed=5), 500)
+    drawn = draws(sampler, row, SamplingParams(temperature=2.0, top_k=10, top_p=0.5, min_p=0.05, seed=5), 500)
     assert 1 <= (drawn > 0).sum() <= 10
     assert drawn[np.argsort(-row)[10:]].sum() == 0
 
@@ -103,24 +103,26 @@ def test_penalties_change_the_choice_as_their_formulas_say(sampler: Sampler) -> 
     row = np.full(VOCAB, -5.0, dtype=np.float32)
     row[[10, 20, 30]] = [4.0, 3.0, 2.5]
     seen = {10: 2, 20: 0, 500: 1}
-    assert choose(sampler, row, Sampling(repetition_penalty=2.0), seen=seen) == 30  # 4 / 2, 3 / 2
-    assert choose(sampler, row, Sampling(frequency_penalty=0.6), seen=seen) == 20  # 4 - 2 * 0.6; the prompt's is kept
-    assert choose(sampler, row, Sampling(presence_penalty=0.9), seen=seen) == 10  # 4 - 0.9
-    assert choose(sampler, row, Sampling(presence_penalty=1.1), seen=seen) == 20
-    assert choose(sampler, row, Sampling(frequency_penalty=-1.0), seen={30: 3}) == 30
+    assert choose(sampler, row, SamplingParams(repetition_penalty=2.0), seen=seen) == 30  # 4 / 2, 3 / 2
+    assert (
+        choose(sampler, row, SamplingParams(frequency_penalty=0.6), seen=seen) == 20
+    )  # 4 - 2 * 0.6; the prompt's is kept
+    assert choose(sampler, row, SamplingParams(presence_penalty=0.9), seen=seen) == 10  # 4 - 0.9
+    assert choose(sampler, row, SamplingParams(presence_penalty=1.1), seen=seen) == 20
+    assert choose(sampler, row, SamplingParams(frequency_penalty=-1.0), seen={30: 3}) == 30
 
 
 def test_a_penalty_pushes_negative_logits_down(sampler: Sampler) -> None:
     row = np.full(VOCAB, -50.0, dtype=np.float32)
     row[[1, 2]] = [-1.0, -1.5]
-    assert choose(sampler, row, Sampling(repetition_penalty=2.0), seen={1: 1}) == 2
+    assert choose(sampler, row, SamplingParams(repetition_penalty=2.0), seen={1: 1}) == 2
 
 
 def test_a_bias_lifts_or_bans_a_token(sampler: Sampler) -> None:
     row = logits_of()
     best = int(row.argmax())
-    assert choose(sampler, row, Sampling(logit_bias={123: 100.0})) == 123
-    assert choose(sampler, row, Sampling(logit_bias={best: -100.0})) == np.argsort(-row)[1]
+    assert choose(sampler, row, SamplingParams(logit_bias={123: 100.0})) == 123
+    assert choose(sampler, row, SamplingParams(logit_bias={best: -100.0})) == np.argsort(-row)[1]
 
 
 def test_a_mask_leaves_only_what_it_allows(sampler: Sampler) -> None:
@@ -130,8 +132,8 @@ def test_a_mask_leaves_only_what_it_allows(sampler: Sampler) -> None:
     for token in allowed:
         mask[token // 32] |= np.uint32(1 << (token % 32))
     expected = allowed[int(np.argmax(row[allowed]))]
-    assert choose(sampler, row, Sampling(), mask=mask) == expected
-    assert {choose(sampler, row, Sampling(temperature=9.0), p, mask=mask) for p in range(99)} == set(allowed)
+    assert choose(sampler, row, SamplingParams(), mask=mask) == expected
+    assert {choose(sampler, row, SamplingParams(temperature=9.0), p, mask=mask) for p in range(99)} == set(allowed)
 
 
 @pytest.mark.parametrize("bad", ["mask", "nan", "infinity"])
@@ -144,14 +146,14 @@ def test_a_row_without_a_choice_is_an_error(sampler: Sampler, bad: str) -> None:
         row[77] = np.nan if bad == "nan" else np.inf
     for temperature in (0.0, 1.0):
         with pytest.raises(NoTokenError):
-            choose(sampler, row, Sampling(temperature=temperature), mask=mask)
+            choose(sampler, row, SamplingParams(temperature=temperature), mask=mask)
 
 
 def test_log_probabilities_are_the_models_and_not_the_wishes(sampler: Sampler) -> None:
     row = logits_of()
     expected = np.log(softmax(row))
     order = np.argsort(-row, kind="stable")
-    sampling = Sampling(temperature=0.5, logit_bias={9: 50.0}, logprobs=4)
+    sampling = SamplingParams(temperature=0.5, logit_bias={9: 50.0}, logprobs=4)
     (chosen,) = sampler.choose(row[None].copy(), [SampleRow(sampling, 0)])
     assert chosen.token == 9
     assert chosen.logprob == pytest.approx(expected[9], abs=1e-4)
@@ -161,19 +163,19 @@ def test_log_probabilities_are_the_models_and_not_the_wishes(sampler: Sampler) -
 
 def test_top_log_probabilities_of_equal_tokens_come_in_token_order(sampler: Sampler) -> None:
     row = np.zeros((1, VOCAB), dtype=np.float32)
-    (chosen,) = sampler.choose(row, [SampleRow(Sampling(logprobs=200), 0)])
+    (chosen,) = sampler.choose(row, [SampleRow(SamplingParams(logprobs=200), 0)])
     assert [token for token, _ in chosen.top] == list(range(200))
 
 
 def test_a_draw_follows_from_seed_and_position_and_not_from_company(sampler: Sampler) -> None:
     table = np.stack([logits_of(seed) for seed in range(6)])
     wishes = [
-        Sampling(temperature=1.5, seed=8),
-        Sampling(temperature=1.5, top_p=0.8, seed=8),
-        Sampling(temperature=0.9, top_k=40, seed=2**63 + 5),
-        Sampling(logprobs=3),
-        Sampling(temperature=3.0, min_p=0.01, frequency_penalty=0.5),
-        Sampling(temperature=1.0),
+        SamplingParams(temperature=1.5, seed=8),
+        SamplingParams(temperature=1.5, top_p=0.8, seed=8),
+        SamplingParams(temperature=0.9, top_k=40, seed=2**63 + 5),
+        SamplingParams(logprobs=3),
+        SamplingParams(temperature=3.0, min_p=0.01, frequency_penalty=0.5),
+        SamplingParams(temperature=1.0),
     ]
     rows = [SampleRow(wish, 40 + i, {i: 1, 500: 2}) for i, wish in enumerate(wishes)]
     together = [chosen.token for chosen in sampler.choose(table.copy(), rows)]
@@ -186,14 +188,14 @@ def test_peaks_that_come_with_the_logits_change_nothing(sampler: Sampler) -> Non
     table = np.stack([logits_of(seed) for seed in range(8)])
     allowed = np.random.default_rng(5).integers(0, 2**32, -(-VOCAB // 32), dtype=np.uint32)
     rows = [
-        SampleRow(Sampling(), 0),
-        SampleRow(Sampling(temperature=1.0, seed=1), 1),
-        SampleRow(Sampling(temperature=1.0, top_p=0.7, seed=1, logprobs=3), 2),
-        SampleRow(Sampling(top_k=7, temperature=2.0, logit_bias={5: 9.0, 900: 30.0}, logprobs=0), 3),
-        SampleRow(Sampling(repetition_penalty=3.0, temperature=1.0), 4, seen={n: 1 for n in range(0, 1000, 3)}),
-        SampleRow(Sampling(presence_penalty=2.0), 5, seen={int(table[5].argmax()): 2}),
-        SampleRow(Sampling(temperature=1.0, min_p=0.1), 6, mask=allowed),
-        SampleRow(Sampling(logprobs=2), 7, forbidden=[int(table[7].argmax())]),
+        SampleRow(SamplingParams(), 0),
+        SampleRow(SamplingParams(temperature=1.0, seed=1), 1),
+        SampleRow(SamplingParams(temperature=1.0, top_p=0.7, seed=1, logprobs=3), 2),
+        SampleRow(SamplingParams(top_k=7, temperature=2.0, logit_bias={5: 9.0, 900: 30.0}, logprobs=0), 3),
+        SampleRow(SamplingParams(repetition_penalty=3.0, temperature=1.0), 4, seen={n: 1 for n in range(0, 1000, 3)}),
+        SampleRow(SamplingParams(presence_penalty=2.0), 5, seen={int(table[5].argmax()): 2}),
+        SampleRow(SamplingParams(temperature=1.0, min_p=0.1), 6, mask=allowed),
+        SampleRow(SamplingParams(logprobs=2), 7, forbidden=[int(table[7].argmax())]),
     ]
     padded = np.full((8, -(-VOCAB // 32) * 32), -np.inf, dtype=np.float32)
     padded[:, :VOCAB] = table
@@ -216,7 +218,7 @@ def test_a_nucleus_of_thousands_is_that_of_the_sorted_tokens(spread: float, top_
     probabilities = softmax(row)
     order = np.argsort(-row, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
-    rows = [SampleRow(Sampling(temperature=1.0, top_p=top_p, seed=6), position) for position in range(400)]
+    rows = [SampleRow(SamplingParams(temperature=1.0, top_p=top_p, seed=6), position) for position in range(400)]
     drawn = np.array([chosen.token for chosen in large.choose(np.tile(row, (400, 1)), rows)])
     ranks = np.empty(vocab, dtype=np.int64)
     ranks[order] = np.arange(vocab)
@@ -234,7 +236,7 @@ def test_a_draw_from_all_tokens_reaches_the_last_one() -> None:
     large = Sampler(vocab, _core.Pool(1), _core.isa_default())
     row = np.full(vocab, -200.0, dtype=np.float32)
     row[[0, vocab - 1]] = 0.0
-    rows = [SampleRow(Sampling(temperature=1.0, seed=2), position) for position in range(200)]
+    rows = [SampleRow(SamplingParams(temperature=1.0, seed=2), position) for position in range(200)]
     drawn = [chosen.token for chosen in large.choose(np.tile(row, (200, 1)), rows)]
     assert set(drawn) == {0, vocab - 1}
     assert 60 <= drawn.count(0) <= 140
@@ -243,7 +245,7 @@ def test_a_draw_from_all_tokens_reaches_the_last_one() -> None:
 def test_all_instruction_sets_draw_the_same() -> None:
     table = np.stack([logits_of(seed) for seed in range(50)])
     wishes = [{"top_p": 0.95}, {}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.9, "logprobs": 4}]
-    rows = [SampleRow(Sampling(temperature=1.2, seed=3, **wishes[i % 5]), i) for i in range(50)]  # type: ignore[arg-type]
+    rows = [SampleRow(SamplingParams(temperature=1.2, seed=3, **wishes[i % 5]), i) for i in range(50)]  # type: ignore[arg-type]
     drawn = [
         [chosen.token for chosen in Sampler(VOCAB, _core.Pool(1), isa).choose(table.copy(), rows)]
         for isa in _core.isa_available()
@@ -271,7 +273,7 @@ def test_all_instruction_sets_draw_the_same() -> None:
 )
 def test_a_wish_out_of_bounds_is_refused_by_name(wish: dict[str, object], parameter: str) -> None:
     with pytest.raises(RequestError) as caught:
-        Sampling(**wish).check(VOCAB)  # type: ignore[arg-type]
+        SamplingParams(**wish).check(VOCAB)  # type: ignore[arg-type]
     assert caught.value.parameter == parameter
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from headrace.engine.interface.request import Request, open_sequence
+from headrace.engine.interface.request import GenerationRequest, open_sequence
 from headrace.engine.scheduling.policy import Policy, due_time, urgency
-from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, QUANTUM, SHORT, FairQueue, Job
+from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, QUANTUM, SHORT, FairQueue, SequenceJob
 from headrace.surfaces import SURFACES
 
 POLICY = Policy()
@@ -34,9 +34,9 @@ class Queue(FairQueue):
         priority: int = 0,
         deadline: float | None = None,
         late: float = math.inf,
-    ) -> Job:
+    ) -> SequenceJob:
         self.made += 1
-        request = Request(
+        request = GenerationRequest(
             id=str(self.made),
             prompt=(1, 2, 3),
             tenant=tenant,
@@ -47,7 +47,7 @@ class Queue(FairQueue):
             surface="batch" if line == BACKGROUND else "chat",
         )
         surface = SURFACES[request.surface]
-        job = Job(self.made, open_sequence(request), surface, self.account(tenant))
+        job = SequenceJob(self.made, open_sequence(request), surface, self.account(tenant))
         job.line = line
         job.rows = rows
         job.late = late
@@ -56,7 +56,7 @@ class Queue(FairQueue):
         self.push(job, now)
         return job
 
-    def serve(self, line: int = SHORT, *, now: float = 0.0, tokens: float | None = None) -> Job:
+    def serve(self, line: int = SHORT, *, now: float = 0.0, tokens: float | None = None) -> SequenceJob:
         job = self.head(line, now)
         assert job is not None
         self.take(job)
@@ -66,7 +66,7 @@ class Queue(FairQueue):
         return job
 
 
-def tenants(jobs: list[Job]) -> Counter[str]:
+def tenants(jobs: list[SequenceJob]) -> Counter[str]:
     return Counter(job.request.tenant for job in jobs)
 
 
@@ -162,8 +162,8 @@ def test_no_request_is_overtaken_by_one_that_came_much_later() -> None:
     rng = random.Random(3)
     leads = POLICY.priority_lead * 20 + POLICY.warm_lead + 2 * SURFACES["chat"].ttft
     for _ in range(2000):
-        early = Request(id="", prompt=(1,), arrival=rng.uniform(0, 10), priority=rng.randint(-10, 10))
-        late = Request(id="", prompt=(1,), arrival=early.arrival + leads, priority=rng.randint(-10, 10))
+        early = GenerationRequest(id="", prompt=(1,), arrival=rng.uniform(0, 10), priority=rng.randint(-10, 10))
+        late = GenerationRequest(id="", prompt=(1,), arrival=early.arrival + leads, priority=rng.randint(-10, 10))
         service = rng.uniform(0, 100)
         keys = [
             urgency(each, SURFACES["chat"], POLICY, service=service, answer=9.0, warm=warm)
@@ -244,7 +244,7 @@ def test_each_class_waits_apart() -> None:
 def test_random_traffic_keeps_the_books() -> None:
     rng = random.Random(11)
     queue = Queue(idle_tenants=5)
-    waiting: list[Job] = []
+    waiting: list[SequenceJob] = []
     for round_ in range(20_000):
         now = round_ * 0.01
         if rng.random() < 0.5:
@@ -303,16 +303,16 @@ def test_accounts_within_a_quantum_are_equal() -> None:
 
 def test_a_first_token_is_due_after_the_objective_unless_the_prompt_takes_longer() -> None:
     chat = SURFACES["chat"]
-    request = Request(id="", prompt=(1,), arrival=10.0)
+    request = GenerationRequest(id="", prompt=(1,), arrival=10.0)
     assert due_time(request, chat, 0.3) == 10.0 + chat.ttft
     assert due_time(request, chat, 4.0) == 10.0 + 10.0  # alone it takes four seconds, in traffic more
-    assert due_time(Request(id="", prompt=(1,), arrival=10.0, deadline=10.5), chat, 4.0) == 10.5
-    assert due_time(Request(id="", prompt=(1,), surface="batch"), SURFACES["batch"], 1.0) == math.inf
+    assert due_time(GenerationRequest(id="", prompt=(1,), arrival=10.0, deadline=10.5), chat, 4.0) == 10.5
+    assert due_time(GenerationRequest(id="", prompt=(1,), surface="batch"), SURFACES["batch"], 1.0) == math.inf
 
 
 def test_the_less_slack_the_more_urgent() -> None:
     def key(deadline: float | None, *, service: float, answer: float) -> float:
-        request = Request(id="", prompt=(1,), arrival=0.0, deadline=deadline)
+        request = GenerationRequest(id="", prompt=(1,), arrival=0.0, deadline=deadline)
         return urgency(request, SURFACES["agent"], POLICY, service=service, answer=answer, warm=0.0)
 
     assert key(8.0, service=1.0, answer=6.5) < key(8.0, service=1.0, answer=6.0) < key(None, service=1.0, answer=6.0)

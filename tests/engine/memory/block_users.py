@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine.memory.blocks import Blocks, Table
+from headrace.engine.memory.block_manager import BlockManager, BlockTable
 
 SIZE = 16  # tokens of a block
 
@@ -14,13 +14,13 @@ def text(count: int, start: int = 0) -> list[int]:
     return list(range(start, start + count))
 
 
-def opened(blocks: Blocks, tokens: Sequence[int], salt: str = "", *, total: int | None = None) -> Table:
+def opened(blocks: BlockManager, tokens: Sequence[int], salt: str = "", *, total: int | None = None) -> BlockTable:
     table = blocks.acquire(blocks.match(tokens, salt), len(tokens) if total is None else total)
     assert table is not None
     return table
 
 
-def ran(blocks: Blocks, tokens: Sequence[int], salt: str = "") -> Table:
+def ran(blocks: BlockManager, tokens: Sequence[int], salt: str = "") -> BlockTable:
     """A sequence that came, was computed whole, and went."""
     table = opened(blocks, tokens, salt)
     blocks.take_copies()
@@ -29,5 +29,5 @@ def ran(blocks: Blocks, tokens: Sequence[int], salt: str = "") -> Table:
     return table
 
 
-def cached(blocks: Blocks, tokens: Sequence[int], salt: str = "", **more: Any) -> int:
+def cached(blocks: BlockManager, tokens: Sequence[int], salt: str = "", **more: Any) -> int:
     return blocks.match(tokens, salt, **more).cached_tokens

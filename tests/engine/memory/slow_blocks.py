@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from headrace.engine.memory.blocks import Table
+from headrace.engine.memory.block_manager import BlockTable
 from headrace.engine.memory.prefix_tree import LOOK
 
 Tokens = tuple[int, ...]
@@ -66,7 +66,7 @@ class Run:
     salt: str
     variant: int
     tokens: list[int]
-    table: Table
+    table: BlockTable
     computed: int
     published: int  # whole blocks
     source: int | None = None  # block that its first own one is a copy of

@@ -1,4 +1,4 @@
-"""Blocks: who holds what, what goes first when memory is needed, and what is never given twice."""
+"""BlockManager: who holds what, what goes first when memory is needed, and what is never given twice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.memory.blocks import MOST_SALTS, OTHER_SALTS, Blocks
+from headrace.engine.memory.block_manager import MOST_SALTS, OTHER_SALTS, BlockManager
 from headrace.engine.memory.prefix_tree import LOOK, IntegrityError
 from tests.engine.memory.block_users import SIZE, cached, opened, ran, text
 
 
 def test_a_sequence_wastes_at_most_one_part_of_a_block() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     for total, needed in [(1, 1), (16, 1), (17, 2), (48, 3)]:
         table = opened(blocks, [1], total=total)
         assert len(table.blocks) == needed
@@ -32,7 +32,7 @@ def test_a_sequence_wastes_at_most_one_part_of_a_block() -> None:
 
 
 def test_whole_blocks_are_shared_and_part_of_one_is_copied() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     first = ran(blocks, text(40))
     second = opened(blocks, [*text(36), 99, 98])
     assert second.cached_tokens == 36
@@ -45,7 +45,7 @@ def test_whole_blocks_are_shared_and_part_of_one_is_copied() -> None:
 
 
 def test_the_least_recently_used_go_first_and_tails_before_heads() -> None:
-    blocks = Blocks(9)
+    blocks = BlockManager(9)
     a, b, c = text(48), text(48, 100), text(48, 200)
     for tokens in (a, b, c):
         ran(blocks, tokens)
@@ -60,7 +60,7 @@ def test_the_least_recently_used_go_first_and_tails_before_heads() -> None:
 
 
 def test_what_is_in_use_is_never_taken() -> None:
-    blocks = Blocks(6)
+    blocks = BlockManager(6)
     table = opened(blocks, text(64))
     assert blocks.acquire(blocks.match([99], ""), 3 * SIZE) is None
     assert not blocks.grow(table, 7 * SIZE)
@@ -72,7 +72,7 @@ def test_what_is_in_use_is_never_taken() -> None:
 
 
 def test_a_refused_sequence_changes_nothing() -> None:
-    blocks = Blocks(6)
+    blocks = BlockManager(6)
     ran(blocks, text(40))
     running = opened(blocks, [99], total=3 * SIZE)
     before = blocks.stats()
@@ -84,7 +84,7 @@ def test_a_refused_sequence_changes_nothing() -> None:
 
 
 def test_a_match_that_is_old_is_looked_for_again() -> None:
-    blocks = Blocks(6)
+    blocks = BlockManager(6)
     ran(blocks, text(40))
     match = blocks.match(text(41), "")
     assert match.cached_tokens == 40
@@ -99,7 +99,7 @@ def test_a_match_that_is_old_is_looked_for_again() -> None:
 
 
 def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     first, second = opened(blocks, text(40)), opened(blocks, text(40))
     blocks.publish(first, text(40), 40)
     before = list(second.blocks)
@@ -115,7 +115,7 @@ def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
 
 
 def test_a_fork_shares_whole_blocks_and_copies_the_part() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     table = opened(blocks, text(40))
     with pytest.raises(ValueError, match="of which 0 are published"):
         blocks.fork(table, 40)
@@ -135,7 +135,7 @@ def test_a_fork_shares_whole_blocks_and_copies_the_part() -> None:
 
 
 def test_a_fork_at_the_end_of_a_block_needs_no_memory() -> None:
-    blocks = Blocks(2)
+    blocks = BlockManager(2)
     table = opened(blocks, text(32))
     blocks.publish(table, text(32), 32)
     fork = blocks.fork(table, 32)
@@ -149,7 +149,7 @@ def test_a_fork_at_the_end_of_a_block_needs_no_memory() -> None:
 
 
 def test_without_reuse_forks_share_blocks_all_the_same() -> None:
-    blocks = Blocks(4, reuse=False)
+    blocks = BlockManager(4, reuse=False)
     table = opened(blocks, text(40))
     fork = blocks.fork(table, 40)
     assert fork is not None
@@ -163,7 +163,7 @@ def test_without_reuse_forks_share_blocks_all_the_same() -> None:
 
 
 def test_a_fork_of_a_copy_that_is_still_due_comes_after_it() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     first = ran(blocks, text(40))
     second = opened(blocks, [*text(36), 99])
     third = blocks.fork(second, 36)
@@ -177,7 +177,7 @@ def test_a_fork_of_a_copy_that_is_still_due_comes_after_it() -> None:
 
 
 def test_copies_that_nobody_waits_for_are_not_made_and_not_taken_for_computed() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     ran(blocks, text(40))
     tokens = [*text(36), 99]
     second = opened(blocks, tokens)
@@ -192,7 +192,7 @@ def test_copies_that_nobody_waits_for_are_not_made_and_not_taken_for_computed() 
 
 
 def test_what_a_copy_is_still_to_bring_is_not_published() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     ran(blocks, text(40))
     tokens = [*text(36), *text(28, 90)]
     second = opened(blocks, tokens)
@@ -205,7 +205,7 @@ def test_what_a_copy_is_still_to_bring_is_not_published() -> None:
 
 
 def test_part_of_a_block_is_not_forgotten_while_it_is_to_be_copied() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     first = ran(blocks, text(40))
     tokens = [*text(40), *text(8, 90)]
     second = opened(blocks, tokens)
@@ -217,7 +217,7 @@ def test_part_of_a_block_is_not_forgotten_while_it_is_to_be_copied() -> None:
 
 
 def test_the_source_of_a_copy_stays_until_the_copy_is_made() -> None:
-    blocks = Blocks(4)
+    blocks = BlockManager(4)
     first = ran(blocks, text(20))
     second = opened(blocks, [*text(18), 99])
     assert blocks.available == 1
@@ -228,13 +228,13 @@ def test_the_source_of_a_copy_stays_until_the_copy_is_made() -> None:
 
 
 def test_nothing_is_released_twice() -> None:
-    blocks = Blocks(4)
+    blocks = BlockManager(4)
     table = ran(blocks, text(20))
     for use in (
         lambda: blocks.release(table, text(20), 20),
         lambda: blocks.grow(table, 100),
         lambda: blocks.fork(table, 20),
-        lambda: Blocks(4).release(opened(blocks, text(5)), text(5), 5),
+        lambda: BlockManager(4).release(opened(blocks, text(5)), text(5), 5),
     ):
         with pytest.raises(ValueError, match="released before"):
             use()
@@ -242,7 +242,7 @@ def test_nothing_is_released_twice() -> None:
 
 
 def test_statistics_per_salt_count_tokens_asked_for_and_hit() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     ran(blocks, text(40), "a")
     ran(blocks, text(40), "a")
     ran(blocks, text(20), "b")
@@ -253,7 +253,7 @@ def test_statistics_per_salt_count_tokens_asked_for_and_hit() -> None:
 
 
 def test_statistics_name_a_bounded_number_of_salts() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     for number in range(MOST_SALTS + 50):
         ran(blocks, [1, 2], f"tenant-{number}")
     ran(blocks, [1, 2], "tenant-0")
@@ -266,8 +266,8 @@ def test_statistics_name_a_bounded_number_of_salts() -> None:
 def test_impossible_sizes_are_refused() -> None:
     for count, size in [(0, 16), (-1, 16), (1, 0)]:
         with pytest.raises(ValueError, match="blocks of"):
-            Blocks(count, size)
-    blocks = Blocks(10)
+            BlockManager(count, size)
+    blocks = BlockManager(10)
     ran(blocks, text(40))
     with pytest.raises(ValueError, match="are cached"):
         blocks.acquire(blocks.match(text(50), ""), 39)
@@ -275,31 +275,31 @@ def test_impossible_sizes_are_refused() -> None:
         blocks.match([2**31], "")
 
 
-def lost(blocks: Blocks) -> None:
+def lost(blocks: BlockManager) -> None:
     blocks._free.pop()  # pyright: ignore[reportPrivateUsage]
 
 
-def free_twice(blocks: Blocks) -> None:
+def free_twice(blocks: BlockManager) -> None:
     blocks._free.append(blocks._free[0])  # pyright: ignore[reportPrivateUsage]
 
 
-def one_holder_too_many(blocks: Blocks) -> None:
+def one_holder_too_many(blocks: BlockManager) -> None:
     blocks._blocks[0].refs += 1  # pyright: ignore[reportPrivateUsage]
 
 
-def out_of_order(blocks: Blocks) -> None:
+def out_of_order(blocks: BlockManager) -> None:
     blocks._idle.move_to_end(next(reversed(blocks._idle)), last=False)  # pyright: ignore[reportPrivateUsage]
 
 
-def other_owner(blocks: Blocks) -> None:
+def other_owner(blocks: BlockManager) -> None:
     next(iter(blocks._idle)).salt = "b"  # pyright: ignore[reportPrivateUsage]
 
 
-def not_in_its_place(blocks: Blocks) -> None:
+def not_in_its_place(blocks: BlockManager) -> None:
     next(iter(blocks._idle)).key = bytes(64)  # pyright: ignore[reportPrivateUsage]
 
 
-def public_by_mistake(blocks: Blocks) -> None:
+def public_by_mistake(blocks: BlockManager) -> None:
     next(iter(blocks._idle)).declared = {}  # pyright: ignore[reportPrivateUsage]
 
 
@@ -308,8 +308,8 @@ def public_by_mistake(blocks: Blocks) -> None:
     [lost, free_twice, one_holder_too_many, out_of_order, other_owner, not_in_its_place, public_by_mistake],
     ids=lambda spoil: spoil.__name__,
 )
-def test_the_check_finds_broken_books(spoil: Callable[[Blocks], None]) -> None:
-    blocks = Blocks(10)
+def test_the_check_finds_broken_books(spoil: Callable[[BlockManager], None]) -> None:
+    blocks = BlockManager(10)
     ran(blocks, text(48), "a")
     opened(blocks, text(20), "b")
     blocks.check()
@@ -339,7 +339,7 @@ def lines_of(work: Callable[[], object]) -> int:
 def test_the_cost_of_a_sequence_does_not_grow_with_what_is_cached() -> None:
     def cost(others: int) -> int:
         """Of one sequence, where so many others were that begin as it does; all memory is cached."""
-        blocks = Blocks(2 * others + 2)
+        blocks = BlockManager(2 * others + 2)
         for number in range(2 * others):
             ran_quickly(blocks, [1, 2, 3, 1000 + number] + [4] * 28)
         return lines_of(lambda: ran_quickly(blocks, [1, 2, 3, 5] + [4] * 28))
@@ -347,7 +347,7 @@ def test_the_cost_of_a_sequence_does_not_grow_with_what_is_cached() -> None:
     assert cost(LOOK) == cost(50 * LOOK)
 
 
-def ran_quickly(blocks: Blocks, tokens: list[int]) -> None:
+def ran_quickly(blocks: BlockManager, tokens: list[int]) -> None:
     table = opened(blocks, tokens)
     blocks.take_copies()
     blocks.publish(table, tokens, len(tokens))

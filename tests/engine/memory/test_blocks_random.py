@@ -1,4 +1,4 @@
-"""A hundred thousand random operations: `Blocks` answers as the slow model does, and the KV memory stays right.
+"""A hundred thousand random operations: `BlockManager` answers as the slow model does, and the KV memory stays right.
 
 After every operation: as many blocks free and idle as the model has. Whatever is reused holds the KV of exactly these
 tokens, computed by the same salt or declared public. Nobody writes into a block that another may read.
@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.errors import RequestError
 from tests.engine.memory.slow_blocks import Found, Memory, Run, SlowBlocks, Tokens
 
@@ -27,7 +27,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.real = Blocks(BLOCKS, SIZE, most_pinned=8)
+        self.real = BlockManager(BLOCKS, SIZE, most_pinned=8)
         self.slow = SlowBlocks(BLOCKS, SIZE, 8, PUBLIC)
         self.memory = Memory(BLOCKS, SIZE)
         for prefix in PUBLIC:

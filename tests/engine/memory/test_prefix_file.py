@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.prefix_file import (
     KvIdentity,
-    Loaded,
+    LoadedPrefixes,
     OtherKvError,
     PrefixFileError,
     kv_identity,
@@ -64,7 +64,7 @@ def text(count: int, start: int = 0) -> list[int]:
     return list(range(start, start + count))
 
 
-def run(blocks: Blocks, memory: Memory, tokens: list[int], salt: str, variant: int = 0) -> None:
+def run(blocks: BlockManager, memory: Memory, tokens: list[int], salt: str, variant: int = 0) -> None:
     table = blocks.acquire(blocks.match(tokens, salt, variant=variant), len(tokens))
     assert table is not None
     blocks.take_copies()
@@ -75,7 +75,7 @@ def run(blocks: Blocks, memory: Memory, tokens: list[int], salt: str, variant: i
 
 def saved(path: Path) -> Path:
     """Three pinned prefixes: two share their first two blocks, the third is only half computed."""
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     blocks.declare_public(text(32))
     blocks.pin(text(48), "a")
     blocks.pin([*text(32), *text(16, 500)], "b", variant=0)
@@ -89,9 +89,9 @@ def saved(path: Path) -> Path:
 
 def test_what_was_saved_hits_after_a_restart(tmp_path: Path) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     blocks.declare_public(text(32))
-    assert load_pinned(path, IDENTITY, blocks, memory.write) == Loaded(3, 6 * SIZE, ())
+    assert load_pinned(path, IDENTITY, blocks, memory.write) == LoadedPrefixes(3, 6 * SIZE, ())
     blocks.check()
     assert memory.writes == 6
     assert blocks.match(text(60), "a").cached_tokens == 48
@@ -108,7 +108,7 @@ def test_what_was_saved_hits_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_what_was_not_computed_yet_stays_pinned_for_when_it_is(tmp_path: Path) -> None:
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     load_pinned(saved(tmp_path / "prefixes"), IDENTITY, blocks, memory.write)
     assert blocks.pin(text(64, 900), "a", variant=1) == 32
     run(blocks, memory, text(70, 900), "a", variant=1)
@@ -117,7 +117,7 @@ def test_what_was_not_computed_yet_stays_pinned_for_when_it_is(tmp_path: Path) -
 
 def test_a_loaded_file_saves_to_the_same_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     blocks.declare_public(text(32))
     load_pinned(path, IDENTITY, blocks, memory.write)
     save_pinned(tmp_path / "again", IDENTITY, blocks, memory.read)
@@ -126,12 +126,12 @@ def test_a_loaded_file_saves_to_the_same_file(tmp_path: Path) -> None:
 
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     blocks.declare_public(text(32))
     run(blocks, memory, text(40), "c")
     before = memory.blocks.copy()
-    assert load_pinned(path, IDENTITY, blocks, memory.write) == Loaded(3, 4 * SIZE, ())
-    assert load_pinned(path, IDENTITY, blocks, memory.write) == Loaded(3, 0, ())
+    assert load_pinned(path, IDENTITY, blocks, memory.write) == LoadedPrefixes(3, 4 * SIZE, ())
+    assert load_pinned(path, IDENTITY, blocks, memory.write) == LoadedPrefixes(3, 0, ())
     assert memory.writes == 4
     used = [block for prefix in blocks.pinned() for block in prefix.blocks[:2]]
     assert (memory.blocks[used[0]] == before[used[0]]).all()
@@ -139,11 +139,11 @@ def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
 
 def test_prefixes_that_do_not_fit_are_left_out_and_the_rest_is_loaded(tmp_path: Path) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40, most_pinned=6), Memory(40)
+    blocks, memory = BlockManager(40, most_pinned=6), Memory(40)
     loaded = load_pinned(path, IDENTITY, blocks, memory.write)
     assert (loaded.prefixes, loaded.tokens) == (2, 6 * SIZE)
     assert "the bounds are" in loaded.left_out[0]
-    full = Blocks(6, most_pinned=100)
+    full = BlockManager(6, most_pinned=100)
     table = full.acquire(full.match([1], ""), 3 * SIZE)
     assert table is not None
     loaded = load_pinned(path, IDENTITY, full, Memory(6).write)
@@ -154,7 +154,7 @@ def test_prefixes_that_do_not_fit_are_left_out_and_the_rest_is_loaded(tmp_path: 
 
 def test_a_failing_write_leaves_only_what_was_written(tmp_path: Path) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
 
     def failing(block: int, data: Bytes) -> None:
         if memory.writes == 1:
@@ -172,7 +172,7 @@ def test_a_file_appears_whole_or_not_at_all_and_only_its_owner_may_read_it(tmp_p
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["prefixes"]
     before = path.read_bytes()
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     load_pinned(path, IDENTITY, blocks, memory.write)
 
     def failing(block: int) -> Bytes:
@@ -187,8 +187,8 @@ def test_a_file_appears_whole_or_not_at_all_and_only_its_owner_may_read_it(tmp_p
 
 
 def test_a_file_without_prefixes_is_a_file(tmp_path: Path) -> None:
-    assert save_pinned(tmp_path / "p", IDENTITY, Blocks(4), Memory(4).read) == 0
-    assert load_pinned(tmp_path / "p", IDENTITY, Blocks(4), Memory(4).write) == Loaded(0, 0, ())
+    assert save_pinned(tmp_path / "p", IDENTITY, BlockManager(4), Memory(4).read) == 0
+    assert load_pinned(tmp_path / "p", IDENTITY, BlockManager(4), Memory(4).write) == LoadedPrefixes(0, 0, ())
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_file_without_prefixes_is_a_file(tmp_path: Path) -> None:
 )
 def test_what_another_engine_saved_is_refused(tmp_path: Path, field: str, value: object) -> None:
     path = saved(tmp_path / "prefixes")
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     here = msgspec.structs.replace(IDENTITY, **{field: value})
     with pytest.raises(OtherKvError, match=f"{field} is {getattr(IDENTITY, field)}, here {value}") as caught:
         load_pinned(path, here, blocks, memory.write)
@@ -215,7 +215,7 @@ def test_what_another_engine_saved_is_refused(tmp_path: Path, field: str, value:
 
 
 def refused(path: Path, match: str = ".") -> None:
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     with pytest.raises(PrefixFileError, match=match):
         load_pinned(path, IDENTITY, blocks, memory.write)
     assert memory.writes == 0
@@ -247,7 +247,7 @@ def test_every_flipped_bit_of_what_is_read_is_refused(tmp_path: Path) -> None:
     for position in range(0, len(content), 3):
         content[position] ^= 1 << position % 8
         (tmp_path / "flipped").write_bytes(content)
-        blocks, memory = Blocks(40), Memory(40)
+        blocks, memory = BlockManager(40), Memory(40)
         try:
             load_pinned(tmp_path / "flipped", IDENTITY, blocks, memory.write)
             padding += 1
@@ -357,7 +357,7 @@ def test_whatever_a_header_holds_only_one_kind_of_error_comes_out(
     tmp_path: Path, place: tuple[str | int, ...], value: Any
 ) -> None:
     path = with_footer(tmp_path / "lie", put(value, *place))
-    blocks, memory = Blocks(40), Memory(40)
+    blocks, memory = BlockManager(40), Memory(40)
     try:
         load_pinned(path, IDENTITY, blocks, memory.write)
     except PrefixFileError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.memory.blocks import MOST_PINS, Blocks
+from headrace.engine.memory.block_manager import MOST_PINS, BlockManager
 from headrace.engine.memory.prefix_tree import MOST_PUBLIC_BLOCKS
 from headrace.errors import RequestError
 from tests.engine.memory.block_users import SIZE, cached, opened, ran, text
 
 
 def test_a_prefix_is_found_up_to_the_token_before_the_last() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     ran(blocks, text(40))
     assert cached(blocks, text(60)) == 40
     assert cached(blocks, text(40)) == 39
@@ -24,21 +24,21 @@ def test_a_prefix_is_found_up_to_the_token_before_the_last() -> None:
 
 
 def test_without_copies_only_whole_blocks_are_found() -> None:
-    blocks = Blocks(10, copies=False)
+    blocks = BlockManager(10, copies=False)
     ran(blocks, text(40))
     assert cached(blocks, text(40)) == 32
     assert cached(blocks, text(32)) == 16
 
 
 def test_without_reuse_nothing_is_found_and_nothing_stays() -> None:
-    blocks = Blocks(10, reuse=False)
+    blocks = BlockManager(10, reuse=False)
     ran(blocks, text(40))
     assert cached(blocks, text(60)) == 0
     assert blocks.stats().free == 10
 
 
 def test_what_is_computed_is_found_while_its_sequence_still_runs() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     table = opened(blocks, text(50))
     blocks.publish(table, text(50), 15)
     assert cached(blocks, text(60)) == 0
@@ -55,7 +55,7 @@ def test_what_is_computed_is_found_while_its_sequence_still_runs() -> None:
 
 
 def test_tokens_that_were_not_computed_are_not_found() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     table = opened(blocks, text(50))
     blocks.release(table, text(50), 20)
     assert cached(blocks, text(50)) == 20
@@ -64,7 +64,7 @@ def test_tokens_that_were_not_computed_are_not_found() -> None:
 
 
 def test_salts_do_not_see_each_other() -> None:
-    blocks = Blocks(20)
+    blocks = BlockManager(20)
     ran(blocks, text(40), "a")
     assert cached(blocks, text(40), "b") == 0
     assert cached(blocks, text(40), "") == 0
@@ -75,7 +75,7 @@ def test_salts_do_not_see_each_other() -> None:
 
 
 def test_variants_do_not_see_each_other() -> None:
-    blocks = Blocks(20)
+    blocks = BlockManager(20)
     ran(blocks, text(40))
     assert cached(blocks, text(40), variant=1) == 0
     table = blocks.acquire(blocks.match(text(40), "", variant=1), 40)
@@ -86,7 +86,7 @@ def test_variants_do_not_see_each_other() -> None:
 
 
 def test_a_declared_prefix_is_shared_and_what_follows_it_is_not() -> None:
-    blocks = Blocks(20)
+    blocks = BlockManager(20)
     assert blocks.declare_public(text(40)) == 32
     first = ran(blocks, text(60), "a")
     assert cached(blocks, text(60), "b") == 32
@@ -101,7 +101,7 @@ def test_a_declared_prefix_is_shared_and_what_follows_it_is_not() -> None:
 
 
 def test_a_prefix_declared_late_is_shared_at_once() -> None:
-    blocks = Blocks(40)
+    blocks = BlockManager(40)
     running = opened(blocks, text(70), "a")
     blocks.publish(running, text(70), 50)
     ran(blocks, text(70), "b")
@@ -121,7 +121,7 @@ def test_a_prefix_declared_late_is_shared_at_once() -> None:
 
 
 def test_a_prefix_may_be_declared_in_steps() -> None:
-    blocks = Blocks(20)
+    blocks = BlockManager(20)
     ran(blocks, text(60), "a")
     for tokens in (16, 48):
         assert blocks.declare_public(text(tokens)) == tokens
@@ -131,7 +131,7 @@ def test_a_prefix_may_be_declared_in_steps() -> None:
 
 
 def test_declared_prefixes_are_bounded() -> None:
-    blocks = Blocks(20, block_tokens=1)
+    blocks = BlockManager(20, block_tokens=1)
     blocks.declare_public(range(MOST_PUBLIC_BLOCKS))
     assert blocks.declare_public(range(MOST_PUBLIC_BLOCKS)) == MOST_PUBLIC_BLOCKS  # known already
     with pytest.raises(RequestError, match="bound") as caught:
@@ -140,7 +140,7 @@ def test_declared_prefixes_are_bounded() -> None:
 
 
 def test_pinned_prefixes_survive_pressure() -> None:
-    blocks = Blocks(8)
+    blocks = BlockManager(8)
     ran(blocks, text(40), "a")
     assert blocks.pin(text(40), "a") == 32
     assert blocks.pin(text(40), "a") == 32
@@ -157,7 +157,7 @@ def test_pinned_prefixes_survive_pressure() -> None:
 
 
 def test_a_prefix_may_be_pinned_before_it_is_computed() -> None:
-    blocks = Blocks(8)
+    blocks = BlockManager(8)
     assert blocks.pin(text(48), "a") == 0
     ran(blocks, text(20), "a")
     assert blocks.pin(text(48), "a") == 16
@@ -174,7 +174,7 @@ def test_a_prefix_may_be_pinned_before_it_is_computed() -> None:
 
 
 def test_pins_are_bounded_and_leave_room_for_a_sequence() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     assert blocks.largest_sequence == 10 * SIZE
     blocks.pin(text(32), "a")
     assert blocks.largest_sequence == 8 * SIZE
@@ -184,7 +184,7 @@ def test_pins_are_bounded_and_leave_room_for_a_sequence() -> None:
     assert caught.value.parameter == "pin"
     with pytest.raises(RequestError, match="fills no block"):
         blocks.pin(text(15), "c")
-    many = Blocks(2 * MOST_PINS, 1)
+    many = BlockManager(2 * MOST_PINS, 1)
     for token in range(MOST_PINS):
         many.pin([token], "")
     with pytest.raises(RequestError, match=f"{MOST_PINS} prefixes"):
@@ -192,7 +192,7 @@ def test_pins_are_bounded_and_leave_room_for_a_sequence() -> None:
 
 
 def test_pins_may_share_a_beginning() -> None:
-    blocks = Blocks(20)
+    blocks = BlockManager(20)
     blocks.declare_public(text(32))
     blocks.pin(text(32), "")
     blocks.pin(text(64), "a")
@@ -206,7 +206,7 @@ def test_pins_may_share_a_beginning() -> None:
 
 
 def test_a_saved_prefix_is_put_back() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     ran(blocks, text(16))
     table = blocks.restore(text(48), "")
     assert table is not None
@@ -224,7 +224,7 @@ def test_a_saved_prefix_is_put_back() -> None:
 
 
 def test_salts_that_are_gone_leave_nothing_in_the_tree() -> None:
-    blocks = Blocks(3)
+    blocks = BlockManager(3)
     for number in range(1000):
         ran(blocks, text(20), f"tenant-{number}")
     branches = blocks._tree.root(0).branches  # pyright: ignore[reportPrivateUsage]
@@ -232,7 +232,7 @@ def test_salts_that_are_gone_leave_nothing_in_the_tree() -> None:
 
 
 def test_the_turns_of_a_conversation_leave_no_parts_behind() -> None:
-    blocks = Blocks(40)
+    blocks = BlockManager(40)
     tokens: list[int] = []
     for turn in range(20):
         tokens += text(21, 1000 * turn)
@@ -241,7 +241,7 @@ def test_the_turns_of_a_conversation_leave_no_parts_behind() -> None:
 
 
 def test_equal_tails_are_kept_once() -> None:
-    blocks = Blocks(10)
+    blocks = BlockManager(10)
     first, second = opened(blocks, text(20)), opened(blocks, text(18))
     blocks.release(first, text(20), 20)
     blocks.release(second, text(18), 18)

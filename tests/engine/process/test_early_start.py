@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config, ModelConfig
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.process import wire
-from headrace.engine.process.engine_client import Client
+from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.supervisor import StartError, Supervisor
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.fleet import Fleet
@@ -41,8 +41,8 @@ def is_there(pid: int | None) -> bool:
 
 
 async def answered(supervisor: Supervisor) -> int:
-    async with Client(supervisor.paths) as client:
-        (answer,) = await client.complete(Request(id="a", prompt=(5, 6, 7), max_tokens=8))
+    async with EngineClient(supervisor.paths) as client:
+        (answer,) = await client.complete(GenerationRequest(id="a", prompt=(5, 6, 7), max_tokens=8))
         return len(answer.tokens)
 
 

@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Sampling, seed_of
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams, sequence_seed
 from headrace.engine.process import wire
-from headrace.engine.process.engine_client import MOST_ATTEMPTS, Client, OverloadedError, Waits, WorkerLostError
+from headrace.engine.process.engine_client import (
+    MOST_ATTEMPTS,
+    ClientTimeouts,
+    EngineClient,
+    OverloadedError,
+    WorkerLostError,
+)
 from headrace.errors import HeadraceError, RequestError
 
 PROMPT = tuple(range(100))
-WAITS = Waits(patience=5.0, silence=5.0, ping=0.02, reconnect=0.01, reconnect_most=0.02)
-USAGE = Usage(100, 3, 0, 0, 0, 0.0, 0.0, 0.0)
+WAITS = ClientTimeouts(patience=5.0, silence=5.0, ping=0.02, reconnect=0.01, reconnect_most=0.02)
+USAGE = SequenceUsage(100, 3, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -37,7 +43,7 @@ class Played:
 
     def __init__(self, path: Path, *, variant: str = "int8", version: int = wire.VERSION) -> None:
         self.path = path
-        self.received: asyncio.Queue[wire.ToWorker] = asyncio.Queue()
+        self.received: asyncio.Queue[wire.ClientMessage] = asyncio.Queue()
         self.connections = 0
         self.pongs = True
         self.busy = 0.0
@@ -71,12 +77,12 @@ class Played:
             for message in frames.feed(data):
                 match message:
                     case wire.Hello():
-                        writer.write(wire.frame(self._welcome))
+                        writer.write(wire.encode_frame(self._welcome))
                     case wire.Ping(number):
                         if self.pongs:
-                            writer.write(wire.frame(wire.Pong(number, 1, self.busy)))
+                            writer.write(wire.encode_frame(wire.Pong(number, 1, self.busy)))
                     case wire.AskStats(number):
-                        writer.write(wire.frame(wire.Stats(number, {"who": str(self.path)})))
+                        writer.write(wire.encode_frame(wire.Stats(number, {"who": str(self.path)})))
                     case _:
                         self.received.put_nowait(message)
         writer.close()
@@ -86,13 +92,13 @@ class Played:
         assert isinstance(message, wire.Submit), message
         return message
 
-    def say(self, *messages: wire.ToClient) -> None:
+    def say(self, *messages: wire.WorkerMessage) -> None:
         for writer in self._writers:
-            writer.write(b"".join(wire.frame(message) for message in messages))
+            writer.write(b"".join(wire.encode_frame(message) for message in messages))
 
-    def tell(self, id: str, tokens: list[int], *, index: int = 0, end: Finish | None = None) -> None:
-        ending = None if end is None else Ending(end, USAGE)
-        self.say(wire.Outputs([Output(id, index, tokens, "".join(f"<{t}>" for t in tokens), ending=ending)]))
+    def tell(self, id: str, tokens: list[int], *, index: int = 0, end: FinishReason | None = None) -> None:
+        ending = None if end is None else SequenceEnd(end, USAGE)
+        self.say(wire.Outputs([SequenceOutput(id, index, tokens, "".join(f"<{t}>" for t in tokens), ending=ending)]))
 
     def hang_up(self) -> None:
         for writer in self._writers:
@@ -108,18 +114,18 @@ class Played:
 
 
 @asynccontextmanager
-async def one_of(path: Path, waits: Waits = WAITS) -> AsyncIterator[tuple[Played, Client]]:
-    async with Played(path) as worker, Client([path], waits=waits) as client:
+async def one_of(path: Path, waits: ClientTimeouts = WAITS) -> AsyncIterator[tuple[Played, EngineClient]]:
+    async with Played(path) as worker, EngineClient([path], waits=waits) as client:
         await client.ready()
         yield worker, client
 
 
 @asynccontextmanager
-async def two(folder: Path, waits: Waits = WAITS) -> AsyncIterator[tuple[Played, Played, Client]]:
+async def two(folder: Path, waits: ClientTimeouts = WAITS) -> AsyncIterator[tuple[Played, Played, EngineClient]]:
     async with (
         Played(folder / "a") as first,
         Played(folder / "b") as second,
-        Client([folder / "a", folder / "b"], waits=waits) as client,
+        EngineClient([folder / "a", folder / "b"], waits=waits) as client,
     ):
         while len(await client.stats()) < 2:
             await asyncio.sleep(0.005)
@@ -130,11 +136,11 @@ async def refuse_all(worker: Played, *, never: bool) -> None:
     while True:
         submit = await worker.submitted()
         reason = {"parameter": "deadline"} if never else {"retry_after": 0.01}
-        worker.say(wire.Refused(id=submit.id, reason="too late", **reason))  # type: ignore[arg-type]
+        worker.say(wire.Rejected(id=submit.id, reason="too late", **reason))  # type: ignore[arg-type]
 
 
-def request(id: str = "r", **changes: Any) -> Request:
-    return Request(**({"id": id, "prompt": PROMPT, "max_tokens": 10} | changes))
+def request(id: str = "r", **changes: Any) -> GenerationRequest:
+    return GenerationRequest(**({"id": id, "prompt": PROMPT, "max_tokens": 10} | changes))
 
 
 @asynchronous
@@ -145,18 +151,18 @@ async def test_a_stream_is_what_the_worker_says(tmp_path: Path) -> None:
         assert (submit.prompt, submit.output, submit.max_tokens) == (PROMPT, (), 10)
         assert submit.budget == pytest.approx(2.0, abs=0.5)
         worker.tell(submit.id, [1])
-        worker.tell(submit.id, [2, 3], end=Finish.STOP)
+        worker.tell(submit.id, [2, 3], end=FinishReason.STOP)
         outputs = [output async for output in stream]
     assert [output.tokens for output in outputs] == [[1], [2, 3]]
     assert "".join(output.text for output in outputs) == "<1><2><3>"
     assert outputs[-1].ending is not None
-    assert outputs[-1].ending.finish is Finish.STOP
+    assert outputs[-1].ending.finish is FinishReason.STOP
 
 
 @asynchronous
 async def test_a_stream_goes_on_where_a_lost_worker_left_it(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
-        task = asyncio.create_task(client.complete(request(sampling=Sampling(seed=7))))
+        task = asyncio.create_task(client.complete(request(sampling=SamplingParams(seed=7))))
         submit = await worker.submitted()
         worker.tell(submit.id, [1, 2])
         await asyncio.sleep(0.05)
@@ -166,7 +172,7 @@ async def test_a_stream_goes_on_where_a_lost_worker_left_it(tmp_path: Path) -> N
         assert (again.prompt, again.output, again.max_tokens) == (PROMPT, (1, 2), 10)
         assert again.sampling == submit.sampling
         worker.tell(submit.id, [99])  # of the lost submission: nobody listens
-        worker.tell(again.id, [3], end=Finish.LENGTH)
+        worker.tell(again.id, [3], end=FinishReason.LENGTH)
         (answer,) = await task
     assert (answer.tokens, answer.text) == ([1, 2, 3], "<1><2><3>")
 
@@ -177,7 +183,7 @@ async def test_a_frame_that_came_in_part_counts_for_nothing(tmp_path: Path) -> N
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
         worker.tell(submit.id, [1])
-        whole = wire.frame(wire.Outputs([Output(submit.id, 0, [2], "<2>")]))
+        whole = wire.encode_frame(wire.Outputs([SequenceOutput(submit.id, 0, [2], "<2>")]))
         for writer in worker._writers:  # pyright: ignore[reportPrivateUsage]
             writer.write(whole[:-3])
             await writer.drain()
@@ -199,7 +205,7 @@ async def test_another_replica_takes_over_at_once(tmp_path: Path) -> None:
         await lost.die()
         again = await heir.submitted()
         assert again.output == (5,)
-        heir.tell(again.id, [6], end=Finish.LENGTH)
+        heir.tell(again.id, [6], end=FinishReason.LENGTH)
         (answer,) = await task
     assert answer.tokens == [5, 6]
 
@@ -207,21 +213,21 @@ async def test_another_replica_takes_over_at_once(tmp_path: Path) -> None:
 @asynchronous
 async def test_sequences_that_have_parted_go_on_one_by_one(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
-        task = asyncio.create_task(client.complete(request(n=3, sampling=Sampling(temperature=1.0, seed=7))))
+        task = asyncio.create_task(client.complete(request(n=3, sampling=SamplingParams(temperature=1.0, seed=7))))
         submit = await worker.submitted()
         assert submit.n == 3
         worker.tell(submit.id, [10], index=0)
-        worker.tell(submit.id, [11], index=1, end=Finish.STOP)
+        worker.tell(submit.id, [11], index=1, end=FinishReason.STOP)
         worker.tell(submit.id, [12, 13], index=2)
         await asyncio.sleep(0.05)
         worker.hang_up()
         again = [await worker.submitted(), await worker.submitted()]
         assert [(s.n, s.output, s.sampling.seed) for s in again] == [
             (1, (10,), 7),
-            (1, (12, 13), seed_of(7, 2)),
+            (1, (12, 13), sequence_seed(7, 2)),
         ]
-        worker.tell(again[1].id, [14], end=Finish.LENGTH)
-        worker.tell(again[0].id, [15], end=Finish.LENGTH)
+        worker.tell(again[1].id, [14], end=FinishReason.LENGTH)
+        worker.tell(again[0].id, [15], end=FinishReason.LENGTH)
         answers = await task
     assert [answer.tokens for answer in answers] == [[10, 15], [11], [12, 13, 14]]
 
@@ -251,8 +257,8 @@ async def test_a_request_that_takes_every_worker_with_it_ends(tmp_path: Path) ->
 
 @asynchronous
 async def test_patience_without_a_worker_has_an_end(tmp_path: Path) -> None:
-    waits = Waits(patience=0.1, reconnect=0.01)
-    async with Client([tmp_path / "nowhere"], waits=waits) as client:
+    waits = ClientTimeouts(patience=0.1, reconnect=0.01)
+    async with EngineClient([tmp_path / "nowhere"], waits=waits) as client:
         with pytest.raises(WorkerLostError, match="no worker"):
             await client.complete(request())
         with pytest.raises(WorkerLostError):
@@ -261,12 +267,12 @@ async def test_patience_without_a_worker_has_an_end(tmp_path: Path) -> None:
 
 @asynchronous
 async def test_requests_wait_for_a_worker_that_is_yet_to_come(tmp_path: Path) -> None:
-    async with Client([tmp_path / "s"], waits=WAITS) as client:
+    async with EngineClient([tmp_path / "s"], waits=WAITS) as client:
         task = asyncio.create_task(client.complete(request()))
         await asyncio.sleep(0.05)
         async with Played(tmp_path / "s") as worker:
             submit = await worker.submitted()
-            worker.tell(submit.id, [1], end=Finish.STOP)
+            worker.tell(submit.id, [1], end=FinishReason.STOP)
             assert (await task)[0].tokens == [1]
 
 
@@ -275,13 +281,13 @@ async def test_a_refusal_is_an_error_of_its_kind(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.say(wire.Refused(id=submit.id, reason="no such token", parameter="prompt"))
+        worker.say(wire.Rejected(id=submit.id, reason="no such token", parameter="prompt"))
         with pytest.raises(RequestError, match="no such token") as wrong:
             await task
         assert wrong.value.parameter == "prompt"
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.say(wire.Refused(id=submit.id, reason="too many wait", retry_after=1.5, predicted=9.0))
+        worker.say(wire.Rejected(id=submit.id, reason="too many wait", retry_after=1.5, predicted=9.0))
         with pytest.raises(OverloadedError, match="too many") as full:
             await task
         assert (full.value.retry_after, full.value.predicted) == (1.5, 9.0)
@@ -294,9 +300,9 @@ async def test_what_one_replica_has_no_room_for_goes_to_another(tmp_path: Path) 
         await asyncio.sleep(0.05)
         full, other = (first, second) if first.received.qsize() else (second, first)
         submit = await full.submitted()
-        full.say(wire.Refused(id=submit.id, reason="too many wait", retry_after=1.0))
+        full.say(wire.Rejected(id=submit.id, reason="too many wait", retry_after=1.0))
         again = await other.submitted()
-        other.tell(again.id, [1], end=Finish.STOP)
+        other.tell(again.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -309,10 +315,10 @@ async def test_a_continuation_is_not_refused_but_tried_again(tmp_path: Path) -> 
         await asyncio.sleep(0.05)
         worker.hang_up()
         again = await worker.submitted()
-        worker.say(wire.Refused(id=again.id, reason="too many wait", retry_after=0.01))
+        worker.say(wire.Rejected(id=again.id, reason="too many wait", retry_after=0.01))
         again = await worker.submitted()
         assert again.output == (1,)
-        worker.tell(again.id, [2], end=Finish.STOP)
+        worker.tell(again.id, [2], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1, 2]
 
 
@@ -334,7 +340,7 @@ async def test_a_continuation_that_comes_too_late_ends_at_its_deadline(tmp_path:
             (answer,) = await task
             assert answer.tokens == [1]
             assert answer.ending is not None
-            assert (answer.ending.finish, answer.ending.usage.output_tokens) == (Finish.DEADLINE, 1)
+            assert (answer.ending.finish, answer.ending.usage.output_tokens) == (FinishReason.DEADLINE, 1)
 
 
 @asynchronous
@@ -348,8 +354,8 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(tmp_p
         await asyncio.sleep(0.05)
         fresh = [asyncio.create_task(client.complete(request(str(n)))) for n in range(3)]
         for _ in range(3):
-            other.tell((await other.submitted()).id, [2], end=Finish.STOP)
-        draining.tell(submit.id, [1], end=Finish.STOP)
+            other.tell((await other.submitted()).id, [2], end=FinishReason.STOP)
+        draining.tell(submit.id, [1], end=FinishReason.STOP)
         assert (await running)[0].tokens == [1]
         assert [(await task)[0].tokens for task in fresh] == [[2]] * 3
         assert draining.received.empty()
@@ -362,8 +368,8 @@ async def test_a_request_refused_for_draining_goes_elsewhere_unharmed(tmp_path: 
         await asyncio.sleep(0.05)
         draining, other = (first, second) if first.received.qsize() else (second, first)
         submit = await draining.submitted()
-        draining.say(wire.Refused(id=submit.id, reason="draining", draining=True))
-        other.tell((await other.submitted()).id, [1], end=Finish.STOP)
+        draining.say(wire.Rejected(id=submit.id, reason="draining", draining=True))
+        other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -399,7 +405,7 @@ async def test_who_listens_is_called_for_each_output_and_for_the_end(tmp_path: P
         assert (await stream.__anext__()).tokens == [1]  # until somebody listens
         stream.listen(listener)
         worker.tell(submit.id, [2])
-        worker.tell(submit.id, [3], end=Finish.STOP)
+        worker.tell(submit.id, [3], end=FinishReason.STOP)
         await over.wait()
         assert heard == [[2], [3]]
         assert stream.take() is None
@@ -411,26 +417,26 @@ async def test_who_listens_is_called_for_each_output_and_for_the_end(tmp_path: P
 
 @asynchronous
 async def test_a_worker_that_falls_silent_is_given_up(tmp_path: Path) -> None:
-    waits = Waits(patience=5.0, silence=0.1, ping=0.02, reconnect=0.01)
+    waits = ClientTimeouts(patience=5.0, silence=0.1, ping=0.02, reconnect=0.01)
     async with two(tmp_path, waits) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
         await asyncio.sleep(0.05)
         silent, other = (first, second) if first.received.qsize() else (second, first)
         silent.pongs = False
         again = await other.submitted()
-        other.tell(again.id, [1], end=Finish.STOP)
+        other.tell(again.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
 @asynchronous
 async def test_a_worker_that_is_stuck_in_a_step_is_given_up(tmp_path: Path) -> None:
-    waits = Waits(patience=5.0, ping=0.02, reconnect=0.01, longest_step=60.0)
+    waits = ClientTimeouts(patience=5.0, ping=0.02, reconnect=0.01, longest_step=60.0)
     async with two(tmp_path, waits) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
         await asyncio.sleep(0.05)
         stuck, other = (first, second) if first.received.qsize() else (second, first)
         stuck.busy = 61.0
-        other.tell((await other.submitted()).id, [1], end=Finish.STOP)
+        other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -441,7 +447,7 @@ async def test_requests_with_one_prefix_go_to_one_replica(tmp_path: Path) -> Non
             task = asyncio.create_task(client.complete(request(str(n), prompt=(*range(500), n))))
             await asyncio.sleep(0.02)
             worker = first if first.received.qsize() else second
-            worker.tell((await worker.submitted()).id, [1], end=Finish.STOP)
+            worker.tell((await worker.submitted()).id, [1], end=FinishReason.STOP)
             await task
             if n == 0:
                 chosen = worker
@@ -458,7 +464,7 @@ async def test_workers_of_another_variant_or_version_are_not_used(tmp_path: Path
     async with (
         Played(tmp_path / "a"),
         Played(tmp_path / "b", variant="int4") as other,
-        Client([tmp_path / "a", tmp_path / "b"], waits=WAITS) as client,
+        EngineClient([tmp_path / "a", tmp_path / "b"], waits=WAITS) as client,
     ):
         await client.ready()
         await asyncio.sleep(0.1)
@@ -467,14 +473,14 @@ async def test_workers_of_another_variant_or_version_are_not_used(tmp_path: Path
         assert other.received.empty()
         for task in tasks:
             task.cancel()
-    async with Played(tmp_path / "c", version=wire.VERSION + 1), Client([tmp_path / "c"], waits=WAITS) as client:
+    async with Played(tmp_path / "c", version=wire.VERSION + 1), EngineClient([tmp_path / "c"], waits=WAITS) as client:
         with pytest.raises(wire.WireError, match="version"):
             await client.ready()
 
 
 @asynchronous
 async def test_a_client_has_a_bound_on_requests(tmp_path: Path) -> None:
-    async with Played(tmp_path / "s"), Client([tmp_path / "s"], waits=WAITS, most_requests=2) as client:
+    async with Played(tmp_path / "s"), EngineClient([tmp_path / "s"], waits=WAITS, most_requests=2) as client:
         await client.ready()
         running = [client.stream(request("a")), client.stream(request("b"))]
         with pytest.raises(OverloadedError, match="2 requests"):
@@ -494,7 +500,7 @@ async def test_many_requests_are_answered_in_their_order(tmp_path: Path) -> None
                 held.append(submit.id)
                 if len(held) == 4 or n == 19:  # backwards, four at a time
                     for id in reversed(held):
-                        worker.tell(id, [int(id.split(".")[1])], end=Finish.STOP)
+                        worker.tell(id, [int(id.split(".")[1])], end=FinishReason.STOP)
                     held.clear()
 
         player: Awaitable[None] = asyncio.create_task(play())

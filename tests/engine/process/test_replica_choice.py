@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from headrace.engine.process.replica_choice import PIECE, Routes, prefix_keys
+from headrace.engine.process.replica_choice import PIECE, ReplicaRouter, prefix_keys
 
 PREFIX = list(range(1000))
 
 
-def send(routes: Routes, tokens: list[int], *, salt: str = "", usable: tuple[int, ...] = (0, 1)) -> int:
+def send(routes: ReplicaRouter, tokens: list[int], *, salt: str = "", usable: tuple[int, ...] = (0, 1)) -> int:
     keys = prefix_keys(tokens, salt)
     chosen, load = routes.choose(keys, len(tokens), usable)
     routes.add_load(chosen, load)
@@ -18,28 +18,28 @@ def send(routes: Routes, tokens: list[int], *, salt: str = "", usable: tuple[int
 
 
 def test_requests_without_a_common_prefix_take_turns() -> None:
-    routes = Routes(3)
+    routes = ReplicaRouter(3)
     found = [send(routes, [n] * 100, usable=(0, 1, 2)) for n in range(9)]
     assert sorted(found[:3]) == [0, 1, 2]
     assert [found.count(replica) for replica in range(3)] == [3, 3, 3]
 
 
 def test_a_prefix_goes_where_it_is() -> None:
-    routes = Routes(2)
+    routes = ReplicaRouter(2)
     first = send(routes, PREFIX)
     routes.add_load(first, -routes.load(first))  # it has ended
     assert [send(routes, [*PREFIX, n]) for n in range(5)] == [first] * 5
 
 
 def test_but_not_where_it_would_have_to_wait_longer_than_it_saves() -> None:
-    routes = Routes(2)
+    routes = ReplicaRouter(2)
     first = send(routes, PREFIX)
     routes.add_load(first, 5000.0)
     assert send(routes, PREFIX) == 1 - first
 
 
 def test_the_load_of_replicas_differs_by_what_a_prefix_saves_at_most() -> None:
-    routes = Routes(4)
+    routes = ReplicaRouter(4)
     chooser = random.Random(1)
     for _ in range(400):
         send(routes, [*PREFIX, chooser.randrange(10_000)], usable=(0, 1, 2, 3))
@@ -48,13 +48,13 @@ def test_the_load_of_replicas_differs_by_what_a_prefix_saves_at_most() -> None:
 
 
 def test_salts_do_not_share() -> None:
-    routes = Routes(2)
+    routes = ReplicaRouter(2)
     first = send(routes, PREFIX, salt="a")
     assert send(routes, PREFIX, salt="b") == 1 - first
 
 
 def test_a_new_process_has_nothing_cached() -> None:
-    routes = Routes(2)
+    routes = ReplicaRouter(2)
     first = send(routes, PREFIX)
     routes.forget(first)
     routes.add_load(first, 1.0 - routes.load(first))
@@ -62,12 +62,12 @@ def test_a_new_process_has_nothing_cached() -> None:
 
 
 def test_only_usable_replicas_are_chosen() -> None:
-    routes = Routes(3)
+    routes = ReplicaRouter(3)
     assert {send(routes, [n] * 70, usable=(2,)) for n in range(5)} == {2}
 
 
 def test_the_beginning_of_a_text_is_remembered_longest() -> None:
-    routes = Routes(2, most_pieces=4)
+    routes = ReplicaRouter(2, most_pieces=4)
     first = send(routes, PREFIX)
     routes.add_load(first, -routes.load(first))
     assert send(routes, PREFIX[: 4 * PIECE]) == first

@@ -18,17 +18,17 @@ def test_loading_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     progress = worker.told_now_and_then(lines.append)
     for now, done in ((100.1, 10), (100.3, 20), (100.4, 30), (100.9, 40)):  # noqa: B007 - the clock reads it
         progress(done, 40)
-    found = [msgspec.json.decode(line, type=wire.Loading) for line in lines]
-    assert found == [wire.Loading(20, 40), wire.Loading(40, 40)]
+    found = [msgspec.json.decode(line, type=wire.LoadProgress) for line in lines]
+    assert found == [wire.LoadProgress(20, 40), wire.LoadProgress(40, 40)]
 
 
 def test_the_supervisor_hears_of_the_loading_until_the_worker_has_started() -> None:
     heard: list[tuple[int, int]] = []
 
-    async def listen() -> wire.Started:
+    async def listen() -> wire.StartReport:
         supervisor = Supervisor([], progress=lambda done, total: heard.append((done, total)))
         lines = asyncio.StreamReader()
-        for said in (wire.Loading(1, 3), wire.Loading(2, 3), wire.Started(load_s=0.5)):
+        for said in (wire.LoadProgress(1, 3), wire.LoadProgress(2, 3), wire.StartReport(load_s=0.5)):
             lines.feed_data(msgspec.json.encode(said) + b"\n")
         try:
             return await supervisor.report_of(lines)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen, Sampling
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.process import wire
 from headrace.errors import RequestError
 from headrace.variant import Variant
@@ -18,24 +18,24 @@ SUBMIT = wire.Submit(
     id="a.1",
     prompt=tuple(range(40)),
     output=(5, 6),
-    sampling=Sampling(temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, logprobs=3),
+    sampling=SamplingParams(temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, logprobs=3),
     stop_ids=frozenset({2, 3}),
     stop=("\n\n", "é"),
     grammar=("json_object", ""),
     budget=1.5,
 )
-USAGE = Usage(40, 3, 16, 4, 2, 0.1, 0.2, 0.3)
-OUTPUT = Output(
+USAGE = SequenceUsage(40, 3, 16, 4, 2, 0.1, 0.2, 0.3)
+OUTPUT = SequenceOutput(
     "a.1",
     1,
     [9, 10],
     "wörd",
-    [Chosen(9, -0.5, ((9, -0.5), (4, -2.0))), Chosen(10)],
-    [Chosen(3, -1.0)],
+    [SampledToken(9, -0.5, ((9, -0.5), (4, -2.0))), SampledToken(10)],
+    [SampledToken(3, -1.0)],
     b"\0\1",
-    Ending(Finish.STOP, USAGE, "", "\n\n"),
+    SequenceEnd(FinishReason.STOP, USAGE, "", "\n\n"),
 )
-TO_WORKER: list[wire.ToWorker] = [
+TO_WORKER: list[wire.ClientMessage] = [
     SUBMIT,
     wire.Cancel("a.1"),
     wire.Ping(3),
@@ -44,7 +44,7 @@ TO_WORKER: list[wire.ToWorker] = [
     wire.Pin(number=5, tokens=(1, 2), salt="t", public=True),
     wire.Hello(wire.VERSION),
 ]
-TO_CLIENT: list[wire.ToClient] = [
+TO_CLIENT: list[wire.WorkerMessage] = [
     wire.Welcome(
         version=1,
         pid=7,
@@ -57,8 +57,8 @@ TO_CLIENT: list[wire.ToClient] = [
         blocks=9,
         variant="int8/kv-bf16",
     ),
-    wire.Outputs([OUTPUT, Output("b", 0, [], "")]),
-    wire.Refused(id="a.1", reason="too many requests wait", retry_after=0.5),
+    wire.Outputs([OUTPUT, SequenceOutput("b", 0, [], "")]),
+    wire.Rejected(id="a.1", reason="too many requests wait", retry_after=0.5),
     wire.Pong(3, 100, 0.25),
     wire.Draining(),
     wire.Stats(4, {"steps": 3, "nested": {"a": [1, 2.5, None, "x"]}}),
@@ -70,7 +70,7 @@ TO_CLIENT: list[wire.ToClient] = [
 @pytest.mark.parametrize("step", [1, 3, 7, 10_000])
 def test_messages_arrive_however_their_bytes_are_cut(step: int) -> None:
     for messages, frames in ((TO_WORKER, wire.from_clients()), (TO_CLIENT, wire.from_worker())):
-        data = b"".join(wire.frame(message) for message in messages)
+        data = b"".join(wire.encode_frame(message) for message in messages)
         found: list[object] = []
         for start in range(0, len(data), step):
             found += frames.feed(data[start : start + step])
@@ -79,9 +79,9 @@ def test_messages_arrive_however_their_bytes_are_cut(step: int) -> None:
 
 def test_a_message_too_long_is_neither_sent_nor_read() -> None:
     with pytest.raises(wire.WireError, match="longer than 100"):
-        wire.frame(SUBMIT, most=100)
+        wire.encode_frame(SUBMIT, most=100)
     with pytest.raises(wire.WireError, match="longer than 100"):
-        list(wire.from_clients(most=100).feed(wire.frame(SUBMIT)))
+        list(wire.from_clients(most=100).feed(wire.encode_frame(SUBMIT)))
 
 
 def test_a_giant_is_refused_by_its_length_before_it_comes() -> None:
@@ -125,8 +125,8 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 
 
 def test_a_step_of_many_sequences_is_one_small_frame() -> None:
-    outputs = wire.Outputs([Output(f"0123456789ab.{n}", 0, [n], "word") for n in range(32)])
-    assert len(wire.frame(outputs)) < 32 * 40
+    outputs = wire.Outputs([SequenceOutput(f"0123456789ab.{n}", 0, [n], "word") for n in range(32)])
+    assert len(wire.encode_frame(outputs)) < 32 * 40
 
 
 def test_a_worker_is_configured_by_a_line_of_json() -> None:

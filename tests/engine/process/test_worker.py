@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from headrace.engine.executors.runner import greedy
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process import wire
-from headrace.engine.process.open_engine import Opened
+from headrace.engine.process.open_engine import OpenedVariant
 from headrace.engine.process.worker import Worker
 from tests.support.tiny_engine import PROMPT, open_tiny
 from tests.support.worker_sockets import PATIENCE, Peer, serving
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_folder: Path) -> Opened:
+def opened(tiny_folder: Path) -> OpenedVariant:
     return open_tiny(tiny_folder, context=512, kv_tokens=8192)
 
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def worker(opened: Opened, path: Path) -> Iterator[Worker]:
+def worker(opened: OpenedVariant, path: Path) -> Iterator[Worker]:
     with serving(opened, path) as worker:
         yield worker
 
@@ -49,7 +49,7 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_requests_of_several_clients_are_answered_at_once(worker: Worker, path: Path, opened: Opened) -> None:
+def test_requests_of_several_clients_are_answered_at_once(worker: Worker, path: Path, opened: OpenedVariant) -> None:
     with Peer(path) as first, Peer(path) as second:
         first.send(submit("a"), submit("b", prompt=PROMPT[:9]))
         second.send(submit("c"))
@@ -82,7 +82,7 @@ def test_another_version_is_told_and_parted_with(worker: Worker, path: Path) -> 
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff\xff\xff\xff", b"\x03\0\0\0abc", b"GET / HTTP/1.1\r\n\r\n", wire.frame(wire.Ping(1))],
+    [b"\xff\xff\xff\xff", b"\x03\0\0\0abc", b"GET / HTTP/1.1\r\n\r\n", wire.encode_frame(wire.Ping(1))],
     ids=["giant", "nonsense", "http", "no-greeting"],
 )
 def test_a_client_that_makes_no_sense_is_dismissed_and_the_others_go_on(
@@ -108,10 +108,10 @@ def test_a_wrong_request_is_refused_with_its_parameter(worker: Worker, path: Pat
             ({"budget": float("inf")}, "deadline"),
         ):
             peer.send(submit(**changes))
-            assert peer.expect(wire.Refused).parameter == parameter
+            assert peer.expect(wire.Rejected).parameter == parameter
         peer.send(submit("twice", max_tokens=400), submit("twice"))
-        refused = peer.until(lambda message: isinstance(message, wire.Refused))
-        assert isinstance(refused, wire.Refused)
+        refused = peer.until(lambda message: isinstance(message, wire.Rejected))
+        assert isinstance(refused, wire.Rejected)
         assert (refused.id, refused.parameter) == ("twice", "id")
 
 
@@ -124,20 +124,20 @@ def test_a_grammar_is_compiled_while_others_run(worker: Worker, path: Path) -> N
     assert found["held"].text.lstrip().startswith("{")
 
 
-def test_a_cancelled_request_ends_and_its_id_is_free_again(worker: Worker, path: Path, opened: Opened) -> None:
+def test_a_cancelled_request_ends_and_its_id_is_free_again(worker: Worker, path: Path, opened: OpenedVariant) -> None:
     with Peer(path) as peer:
         peer.send(submit("a", max_tokens=400))
         peer.expect(wire.Outputs)
         peer.send(wire.Cancel("a"), wire.Cancel("unknown"))
         ending = peer.answers("a")["a"].ending
         assert ending is not None
-        assert ending.finish is Finish.CANCELLED
+        assert ending.finish is FinishReason.CANCELLED
         peer.send(submit("a"))
         assert len(peer.answers("a")["a"].tokens) == 16
     assert opened.engine.blocks.stats().used == 0
 
 
-def test_what_a_client_asked_for_ends_when_it_goes_away(worker: Worker, path: Path, opened: Opened) -> None:
+def test_what_a_client_asked_for_ends_when_it_goes_away(worker: Worker, path: Path, opened: OpenedVariant) -> None:
     before = opened.engine.scheduler.stats().cancelled
     with Peer(path) as peer:
         peer.send(*(submit(str(n), max_tokens=400) for n in range(5)))
@@ -155,23 +155,23 @@ def test_a_client_cannot_cancel_what_is_anothers(worker: Worker, path: Path) -> 
         other.expect(wire.Pong)
         ending = owner.answers("mine")["mine"].ending
         assert ending is not None
-        assert ending.finish is Finish.LENGTH
+        assert ending.finish is FinishReason.LENGTH
 
 
 def test_a_client_that_reads_nothing_is_cut_off(
-    worker: Worker, path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
+    worker: Worker, path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenedVariant
 ) -> None:
     monkeypatch.setattr("headrace.engine.process.worker._MOST_UNREAD", 20_000)
     with Peer(path) as deaf, Peer(path) as good:
         for n in range(40):
-            deaf.send(submit(f"d{n}", max_tokens=400, sampling=Sampling(logprobs=100)))
+            deaf.send(submit(f"d{n}", max_tokens=400, sampling=SamplingParams(logprobs=100)))
         eventually(lambda: worker.clients == 1)
         good.send(submit("a"))
         assert len(good.answers("a")["a"].tokens) == 16
     eventually(lambda: opened.engine.idle)
 
 
-def test_more_clients_than_allowed_are_turned_away(opened: Opened, path: Path) -> None:
+def test_more_clients_than_allowed_are_turned_away(opened: OpenedVariant, path: Path) -> None:
     with serving(opened, path, most_clients=2), Peer(path), Peer(path) as second, Peer(path, greet=False) as third:
         assert "2 clients" in third.expect(wire.Bye).reason
         assert third.receive() is None
@@ -209,15 +209,15 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(tiny_folder: Path, pa
         peer.expect(wire.Outputs)
         peer.send(wire.Drain(), submit("b"))
         peer.until(lambda message: isinstance(message, wire.Draining))
-        refused = peer.until(lambda message: isinstance(message, wire.Refused))
-        assert isinstance(refused, wire.Refused)
+        refused = peer.until(lambda message: isinstance(message, wire.Rejected))
+        assert isinstance(refused, wire.Rejected)
         assert (refused.id, refused.draining) == ("b", True)
         made = 0
         while (message := peer.receive()) is not None:  # the worker ends by itself
             if isinstance(message, wire.Outputs):
                 made += len(message.items)
                 if message.items[-1].ending is not None:
-                    assert message.items[-1].ending.finish is Finish.LENGTH
+                    assert message.items[-1].ending.finish is FinishReason.LENGTH
         assert made > 200
     assert not path.exists()
 
@@ -237,7 +237,7 @@ def test_statistics_tell_what_ran(worker: Worker, path: Path) -> None:
     assert stats.values["blocks"]["total"] == 512
 
 
-def test_a_pinned_prefix_is_computed_and_kept(worker: Worker, path: Path, opened: Opened) -> None:
+def test_a_pinned_prefix_is_computed_and_kept(worker: Worker, path: Path, opened: OpenedVariant) -> None:
     prefix = tuple(range(700, 764))
     with Peer(path) as peer:
         peer.send(wire.Pin(number=1, tokens=prefix, salt="t"))

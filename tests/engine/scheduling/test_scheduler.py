@@ -8,17 +8,17 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits, Outcome, Share
+from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
 from headrace.surfaces import SURFACES
 from tests.support.scheduler_machine import Machine, exact, prompt
 
 
 @pytest.fixture
 def machine() -> Machine:
-    return Machine(Blocks(1024))
+    return Machine(BlockManager(1024))
 
 
 # A step's budget
@@ -29,7 +29,7 @@ def test_a_prompt_is_computed_once_and_an_answer_token_by_token(machine: Machine
     machine.run()
     assert machine.rows[sequence] == 100 + 4  # the last token is never computed
     assert sequence.output == [7] * 5
-    assert machine.finish(sequence) is Finish.LENGTH
+    assert machine.finish(sequence) is FinishReason.LENGTH
     assert [shares[0][1:] for shares in machine.shares] == [(100, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
 
 
@@ -87,7 +87,7 @@ def test_a_step_without_streams_lasts_no_longer_than_a_newcomer_may_wait(machine
 
 
 def test_streams_slower_than_their_objective_still_let_prompts_in() -> None:
-    machine = Machine(Blocks(4096), limits=Limits(max_sequences=200))
+    machine = Machine(BlockManager(4096), limits=SchedulerLimits(max_sequences=200))
     for number in range(150):
         machine.must(f"chat {number}", 20, max_tokens=300)
     machine.run(steps=60)
@@ -102,7 +102,7 @@ def test_streams_slower_than_their_objective_still_let_prompts_in() -> None:
 @pytest.mark.parametrize("late_stretch", [1.0, 4.0])
 def test_prompts_that_are_late_share_what_is_too_little_for_both(late_stretch: float) -> None:
     policy = Policy(late_stretch=late_stretch)
-    machine = Machine(Blocks(8192), limits=Limits(max_sequences=200), policy=policy)
+    machine = Machine(BlockManager(8192), limits=SchedulerLimits(max_sequences=200), policy=policy)
     chats = [machine.must(f"chat {number}", 20, max_tokens=400) for number in range(60)]
     machine.run(steps=60)
     objective = policy.pace * SURFACES["chat"].itl
@@ -164,7 +164,7 @@ def test_a_burst_that_shares_a_cold_prefix_computes_it_once(machine: Machine) ->
     machine.run()
     assert sum(machine.rows.values()) == 1600 + 12 * 20
     assert machine.scheduler.stats().followed == 11
-    assert all(machine.finish(sequence) is Finish.LENGTH for sequence in burst)
+    assert all(machine.finish(sequence) is FinishReason.LENGTH for sequence in burst)
 
 
 def test_followers_go_on_as_soon_as_their_part_is_there(machine: Machine) -> None:
@@ -183,7 +183,7 @@ def test_when_the_one_that_computes_is_cancelled_another_goes_on(machine: Machin
     machine.step()
     machine.take(machine.scheduler.cancel("0", machine.now))
     machine.run()
-    assert [machine.finish(sequence) for sequence in burst] == [Finish.CANCELLED] + [Finish.LENGTH] * 3
+    assert [machine.finish(sequence) for sequence in burst] == [FinishReason.CANCELLED] + [FinishReason.LENGTH] * 3
     # What the first had computed is found again; all in all the prefix is computed once.
     assert sum(machine.rows.values()) == 1600 + 3 * 20
 
@@ -210,7 +210,7 @@ def test_several_answers_to_one_prompt_compute_it_once(machine: Machine) -> None
     admission = machine.send("a", 200, n=4, max_tokens=3)
     machine.run()
     assert sum(machine.rows.values()) == 200 + 3 * 1 + 4 * 2
-    assert [machine.finish(sequence) for sequence in admission.sequences] == [Finish.LENGTH] * 4
+    assert [machine.finish(sequence) for sequence in admission.sequences] == [FinishReason.LENGTH] * 4
     assert [sequence.index for sequence in admission.sequences] == [0, 1, 2, 3]
 
 
@@ -234,7 +234,7 @@ def test_background_work_takes_what_is_left_and_gives_way(machine: Machine) -> N
     machine.run(steps=60)
     assert all(machine.ttft(chat) < 0.8 for chat in chats)  # 0.6 s are theirs
     machine.run()
-    assert {machine.finish(each) for each in batch} == {Finish.LENGTH}
+    assert {machine.finish(each) for each in batch} == {FinishReason.LENGTH}
 
 
 def test_background_work_does_not_stand_still_for_ever(machine: Machine) -> None:
@@ -246,7 +246,7 @@ def test_background_work_does_not_stand_still_for_ever(machine: Machine) -> None
         machine.step()
         if machine.finish(batch):
             break
-    assert machine.finish(batch) is Finish.LENGTH
+    assert machine.finish(batch) is FinishReason.LENGTH
     assert machine.scheduler.stats().waiting > 20
 
 
@@ -314,7 +314,7 @@ def test_a_stop_id_ends_a_sequence_even_among_drafts(machine: Machine) -> None:
     sequence = machine.must("a", 50, max_tokens=40, stop_ids=frozenset({9}))
     machine.run()
     assert sequence.output == [5, 9]
-    assert machine.finish(sequence) is Finish.STOP
+    assert machine.finish(sequence) is FinishReason.STOP
 
 
 def test_no_more_tokens_are_kept_than_were_asked_for(machine: Machine) -> None:
@@ -322,7 +322,7 @@ def test_no_more_tokens_are_kept_than_were_asked_for(machine: Machine) -> None:
     sequence = machine.must("a", 50, max_tokens=40)
     machine.run()
     assert len(sequence.output) == 40
-    assert machine.finish(sequence) is Finish.LENGTH
+    assert machine.finish(sequence) is FinishReason.LENGTH
 
 
 def test_tokens_that_were_forced_are_computed_in_one_step(machine: Machine) -> None:
@@ -336,8 +336,8 @@ def test_tokens_that_were_forced_are_computed_in_one_step(machine: Machine) -> N
     assert len(sequence.output) == 30
 
 
-@pytest.mark.parametrize("finish", [Finish.STOP, Finish.FAILED])
-def test_the_engine_may_end_a_sequence(machine: Machine, finish: Finish) -> None:
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.FAILED])
+def test_the_engine_may_end_a_sequence(machine: Machine, finish: FinishReason) -> None:
     machine.answers = lambda share: Outcome([3], finish, "because")
     sequence = machine.must("a", 50)
     machine.run()
@@ -349,7 +349,7 @@ def test_a_token_that_was_not_chosen_is_a_failure_and_no_endless_loop(machine: M
     machine.answers = lambda share: Outcome()
     sequence = machine.must("a", 50)
     machine.run()
-    assert machine.finish(sequence) is Finish.FAILED
+    assert machine.finish(sequence) is FinishReason.FAILED
 
 
 def test_an_answer_that_was_begun_elsewhere_goes_on(machine: Machine) -> None:
@@ -379,7 +379,7 @@ def test_scoring_wants_the_rows_that_foretell_its_tokens(machine: Machine) -> No
     assert [shares[0][1:] for shares in machine.shares] == [(250, 0), (50, 21)] or sum(
         wanted for shares in machine.shares for _, _, wanted in shares
     ) == 21
-    assert machine.finish(sequence) is Finish.STOP
+    assert machine.finish(sequence) is FinishReason.STOP
     assert sequence.output == []
 
 
@@ -414,7 +414,7 @@ def test_prompt_logprobs_are_of_every_token_and_come_before_the_answer(machine: 
 
 
 def test_results_that_were_handed_out_are_not_wanted_again_after_a_preemption() -> None:
-    machine = Machine(Blocks(40), policy=Policy(refuse_unmet=False))
+    machine = Machine(BlockManager(40), policy=Policy(refuse_unmet=False))
     machine.must("eldest", 100, max_tokens=400)
     scored = machine.must("scored", 100, prompt_logprobs=0, max_tokens=300)
     machine.must("third", 100, max_tokens=300)
@@ -430,15 +430,15 @@ def test_embeddings_get_steps_of_their_own_beside_the_streams(machine: Machine) 
     machine.run(steps=3)
     embeds = [machine.must(f"{number}", 100, kind="embed") for number in range(20)]
     machine.run(steps=90)
-    assert all(machine.finish(each) is Finish.STOP for each in embeds)
+    assert all(machine.finish(each) is FinishReason.STOP for each in embeds)
     assert {plan.hidden for plan in machine.plans} == {True, False}
     assert all(wanted == count for shares in machine.shares for each, count, wanted in shares if each in embeds)
     assert max(machine.gaps(chat)) <= SURFACES["chat"].itl + 1e-9
 
 
 def test_an_encoders_texts_go_whole() -> None:
-    blocks = Blocks(1024, reuse=False)
-    machine = Machine(blocks, limits=Limits(max_sequences=16, causal=False, max_rows=512))
+    blocks = BlockManager(1024, reuse=False)
+    machine = Machine(blocks, limits=SchedulerLimits(max_sequences=16, causal=False, max_rows=512))
     texts = [machine.must(f"{number}", 30 + 97 * number % 480, kind="embed") for number in range(40)]
     machine.run()
     assert all(machine.rows[text] == len(text.tokens) for text in texts)
@@ -449,7 +449,7 @@ def test_an_encoders_texts_go_whole() -> None:
 
 
 def test_a_long_rope_shares_nothing_with_a_short_one() -> None:
-    machine = Machine(Blocks(1024))
+    machine = Machine(BlockManager(1024))
     scheduler = machine.scheduler
     scheduler._rope_variant = lambda total: int(total > 200)  # pyright: ignore[reportPrivateUsage]
     shared = prompt(160)
@@ -461,10 +461,10 @@ def test_a_long_rope_shares_nothing_with_a_short_one() -> None:
 
 
 def test_seen_tokens_are_kept_where_a_penalty_asks_for_them(machine: Machine) -> None:
-    from headrace.engine.interface.sampling import Sampling
+    from headrace.engine.interface.sampling import SamplingParams
 
     plain = machine.must("plain", (1, 2, 3), max_tokens=3)
-    counted = machine.must("counted", (1, 2, 7), max_tokens=3, sampling=Sampling(presence_penalty=0.5))
+    counted = machine.must("counted", (1, 2, 7), max_tokens=3, sampling=SamplingParams(presence_penalty=0.5))
     machine.run()
     assert plain.seen == {}
     assert counted.seen == {1: 0, 2: 0, 7: 3}
@@ -484,7 +484,7 @@ def test_it_imports_no_arrays_no_framework_and_no_event_loop() -> None:
 
 def test_the_same_calls_give_the_same_plans() -> None:
     def run() -> list[list[tuple[str, int, int]]]:
-        machine = Machine(Blocks(80), policy=Policy(refuse_unmet=False))
+        machine = Machine(BlockManager(80), policy=Policy(refuse_unmet=False))
         for number in range(30):
             machine.send(f"{number}", 40 + 37 * number % 400, tenant=f"t{number % 4}", max_tokens=20)
         machine.run()
@@ -494,8 +494,8 @@ def test_the_same_calls_give_the_same_plans() -> None:
 
 
 def test_limits_may_be_as_small_as_they_get() -> None:
-    limits = Limits(max_sequences=1, max_rows=1, least_rows=1, max_results=1)
-    machine = Machine(Blocks(64), limits=limits)
+    limits = SchedulerLimits(max_sequences=1, max_rows=1, least_rows=1, max_results=1)
+    machine = Machine(BlockManager(64), limits=limits)
     for number in range(3):
         machine.must(f"{number}", 10, max_tokens=3)
     machine.must("score", 10, kind="score")
@@ -505,7 +505,7 @@ def test_limits_may_be_as_small_as_they_get() -> None:
 
 def test_a_policy_can_be_changed_in_every_number() -> None:
     surfaces = {"only": replace(SURFACES["chat"], itl=0.03, stretch=1.2)}
-    machine = Machine(Blocks(512), policy=Policy(surfaces=surfaces, share_cold=False, late_turns=2))
+    machine = Machine(BlockManager(512), policy=Policy(surfaces=surfaces, share_cold=False, late_turns=2))
     chat = machine.must("a", 50, max_tokens=60, surface="only")
     machine.run(steps=5)
     machine.must("b", 400, surface="only")

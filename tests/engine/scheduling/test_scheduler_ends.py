@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits, Outcome, Share
+from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
 from headrace.surfaces import SURFACES
 from tests.support.scheduler_machine import Machine, prompt
 
 
 @pytest.fixture
 def machine() -> Machine:
-    return Machine(Blocks(1024))
+    return Machine(BlockManager(1024))
 
 
 # Deadlines, refusals, bounds
@@ -23,19 +23,19 @@ def machine() -> Machine:
 def test_past_its_deadline_a_request_ends_with_what_it_has(machine: Machine) -> None:
     sequence = machine.must("a", 100, max_tokens=1000, deadline=1.0)
     machine.run()
-    assert machine.finish(sequence) is Finish.DEADLINE
+    assert machine.finish(sequence) is FinishReason.DEADLINE
     assert 20 < len(sequence.output) < 1000
     assert machine.times[sequence][-1] <= machine.endings[sequence][0][2] < 1.0 + 0.05
 
 
 def test_past_its_deadline_a_waiting_request_ends_with_nothing() -> None:
     policy = Policy(refuse_unmet=False, rescue=False)
-    machine = Machine(Blocks(1024), policy=policy, limits=Limits(max_sequences=1))
+    machine = Machine(BlockManager(1024), policy=policy, limits=SchedulerLimits(max_sequences=1))
     machine.must("running", 200, max_tokens=200)
     machine.step()
     waiting = machine.must("waiting", 200, deadline=0.5)
     machine.run()
-    assert machine.finish(waiting) is Finish.DEADLINE
+    assert machine.finish(waiting) is FinishReason.DEADLINE
     assert waiting.output == []
 
 
@@ -43,7 +43,7 @@ def test_a_deadline_is_seen_when_nothing_is_planned(machine: Machine) -> None:
     sequence = machine.must("a", 100, deadline=5.0)
     machine.now = 6.0
     (event,) = machine.scheduler.expire(machine.now)
-    assert (event.sequence, event.finish) == (sequence, Finish.DEADLINE)
+    assert (event.sequence, event.finish) == (sequence, FinishReason.DEADLINE)
     assert machine.scheduler.plan(machine.now) is None
     assert machine.scheduler.idle
 
@@ -90,7 +90,9 @@ def test_a_surfaces_patience_is_kept(machine: Machine) -> None:
 
 
 def test_the_queue_is_bounded_and_has_room_for_every_tenant() -> None:
-    machine = Machine(Blocks(1024), limits=Limits(queued_sequences=100), policy=Policy(refuse_unmet=False))
+    machine = Machine(
+        BlockManager(1024), limits=SchedulerLimits(queued_sequences=100), policy=Policy(refuse_unmet=False)
+    )
     flood = [machine.send(f"flood {number}", 20, tenant="flood") for number in range(500)]
     assert sum(admission.accepted for admission in flood) == 50
     assert not flood[-1].accepted
@@ -102,7 +104,9 @@ def test_the_queue_is_bounded_and_has_room_for_every_tenant() -> None:
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
-    machine = Machine(Blocks(1024), limits=Limits(queued_tokens=10_000), policy=Policy(refuse_unmet=False))
+    machine = Machine(
+        BlockManager(1024), limits=SchedulerLimits(queued_tokens=10_000), policy=Policy(refuse_unmet=False)
+    )
     accepted = [machine.send(f"{number}", 900).accepted for number in range(30)]
     assert 1 <= sum(accepted) <= 11
     machine.run()
@@ -138,7 +142,7 @@ def test_what_can_never_be_served_is_refused_with_the_parameter(
 
 
 def test_what_does_not_fit_the_memory_is_refused() -> None:
-    machine = Machine(Blocks(10))
+    machine = Machine(BlockManager(10))
     assert machine.send("a", 150, max_tokens=20).parameter == "max_tokens"
     machine.must("b", 150, max_tokens=10)
     machine.run()
@@ -151,7 +155,7 @@ def test_draining_finishes_and_admits_nothing_more(machine: Machine) -> None:
     assert not refused.accepted
     assert "drain" in refused.why
     machine.run()
-    assert machine.finish(sequence) is Finish.LENGTH
+    assert machine.finish(sequence) is FinishReason.LENGTH
 
 
 # Cancelling
@@ -163,9 +167,9 @@ def test_a_cancelled_request_is_gone_by_the_next_step(machine: Machine) -> None:
     assert plan is not None
     assert machine.scheduler.cancel("running", machine.now) == []  # its step is under way
     machine.settle(plan)
-    assert machine.finish(running) is Finish.CANCELLED
+    assert machine.finish(running) is FinishReason.CANCELLED
     machine.take(machine.scheduler.cancel("waiting", machine.now))
-    assert machine.finish(waiting) is Finish.CANCELLED
+    assert machine.finish(waiting) is FinishReason.CANCELLED
     assert machine.step() is None
     assert machine.scheduler.idle
     assert machine.blocks.available == machine.blocks.count
@@ -182,17 +186,17 @@ def test_all_sequences_of_a_request_are_cancelled(machine: Machine) -> None:
     admission = machine.send("a", 100, n=3, max_tokens=100)
     machine.run(steps=5)
     machine.take(machine.scheduler.cancel("a", machine.now))
-    assert [machine.finish(sequence) for sequence in admission.sequences] == [Finish.CANCELLED] * 3
+    assert [machine.finish(sequence) for sequence in admission.sequences] == [FinishReason.CANCELLED] * 3
 
 
 # Memory
 
 
 def test_with_too_little_memory_for_all_everything_still_finishes() -> None:
-    machine = Machine(Blocks(60), policy=Policy(refuse_unmet=False))
+    machine = Machine(BlockManager(60), policy=Policy(refuse_unmet=False))
     sequences = [machine.must(f"{number}", 150, max_tokens=200) for number in range(12)]
     machine.run()
-    assert {machine.finish(sequence) for sequence in sequences} == {Finish.LENGTH}
+    assert {machine.finish(sequence) for sequence in sequences} == {FinishReason.LENGTH}
     assert {len(sequence.output) for sequence in sequences} == {200}
     stats = machine.scheduler.stats()
     assert 0 < stats.preempted < 100
@@ -200,7 +204,7 @@ def test_with_too_little_memory_for_all_everything_still_finishes() -> None:
 
 
 def test_the_one_with_most_slack_is_preempted_first() -> None:
-    machine = Machine(Blocks(46), policy=Policy(refuse_unmet=False))
+    machine = Machine(BlockManager(46), policy=Policy(refuse_unmet=False))
     eldest = machine.must("eldest", 100, max_tokens=250, deadline=100.0)
     patient = machine.must("patient", 100, max_tokens=250, deadline=1000.0)
     hurried = machine.must("hurried", 100, max_tokens=250, deadline=50.0)
@@ -209,7 +213,7 @@ def test_the_one_with_most_slack_is_preempted_first() -> None:
 
 
 def test_a_preempted_stream_goes_on_where_it_was() -> None:
-    machine = Machine(Blocks(30), policy=Policy(refuse_unmet=False))
+    machine = Machine(BlockManager(30), policy=Policy(refuse_unmet=False))
 
     def counting(share: Share) -> Outcome:
         return Outcome([share.sequence.output_count] if share.wanted else [])
@@ -222,7 +226,7 @@ def test_a_preempted_stream_goes_on_where_it_was() -> None:
 
 
 def test_when_pins_leave_no_memory_the_request_fails_and_says_so() -> None:
-    machine = Machine(Blocks(20))
+    machine = Machine(BlockManager(20))
     pinned = prompt(160)
     machine.must("pinned", (*pinned, 1), max_tokens=1)
     sequence = machine.must("a", 200, max_tokens=60)
@@ -231,6 +235,6 @@ def test_when_pins_leave_no_memory_the_request_fails_and_says_so() -> None:
     for _ in range(400):
         if machine.step() is None:
             break
-    assert machine.finish(sequence) is Finish.FAILED
+    assert machine.finish(sequence) is FinishReason.FAILED
     assert "memory" in machine.endings[sequence][0][1]
     assert machine.scheduler.idle

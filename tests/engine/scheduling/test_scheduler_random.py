@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits, Outcome, Share
+from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
 from tests.support.scheduler_machine import Machine, prompt
 
 
@@ -53,7 +53,7 @@ class Traffic:
     def answer(self, share: Share) -> Outcome:
         rng, sequence = self.rng, share.sequence
         if rng.random() < 0.002:
-            return Outcome([], Finish.FAILED, "broken")
+            return Outcome([], FinishReason.FAILED, "broken")
         if not share.wanted or sequence.request.kind != "generate":
             return Outcome()
         if sequence.computed + share.count < len(sequence.tokens):
@@ -93,8 +93,10 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("blocks", [48, 100, 2000])
 def test_everything_ends_once_and_nothing_leaks(seed: int, blocks: int) -> None:
-    limits = Limits(max_sequences=12, max_rows=128, queued_sequences=60, context=700, short_rows=64, idle_tenants=2)
-    machine = Machine(Blocks(blocks), limits=limits, policy=Policy(refuse_unmet=seed % 2 == 0))
+    limits = SchedulerLimits(
+        max_sequences=12, max_rows=128, queued_sequences=60, context=700, short_rows=64, idle_tenants=2
+    )
+    machine = Machine(BlockManager(blocks), limits=limits, policy=Policy(refuse_unmet=seed % 2 == 0))
     traffic = Traffic(seed, machine)
     traffic.go(500, most_waiting=40)
     machine.run()
@@ -107,13 +109,13 @@ def test_everything_ends_once_and_nothing_leaks(seed: int, blocks: int) -> None:
         assert sequence.blocks == []
         assert sequence.finish is finish
         match finish:
-            case Finish.LENGTH:
+            case FinishReason.LENGTH:
                 assert sequence.output_count == request.max_tokens
-            case Finish.STOP if request.kind == "generate":
+            case FinishReason.STOP if request.kind == "generate":
                 assert sequence.output[-1] in request.stop_ids
-            case Finish.DEADLINE:
+            case FinishReason.DEADLINE:
                 assert request.deadline is not None
-            case Finish.FAILED:
+            case FinishReason.FAILED:
                 assert why == "broken", (why, request.kind, sequence.output_count, sequence.computed)
             case _:
                 pass
@@ -127,7 +129,7 @@ def test_everything_ends_once_and_nothing_leaks(seed: int, blocks: int) -> None:
 
 def test_nobody_waits_for_ever_however_much_there_is() -> None:
     """Every kind of request under a flood that never lets the machine rest."""
-    machine = Machine(Blocks(400), limits=Limits(max_sequences=8), policy=Policy(refuse_unmet=False))
+    machine = Machine(BlockManager(400), limits=SchedulerLimits(max_sequences=8), policy=Policy(refuse_unmet=False))
     rng = random.Random(1)
     wanted = [
         machine.must("cold", 900, tenant="a", max_tokens=3),
@@ -149,4 +151,4 @@ def test_nobody_waits_for_ever_however_much_there_is() -> None:
         machine.step()
         if all(machine.finish(sequence) for sequence in wanted):
             break
-    assert [machine.finish(sequence) for sequence in wanted] == [Finish.LENGTH] * 4
+    assert [machine.finish(sequence) for sequence in wanted] == [FinishReason.LENGTH] * 4

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from headrace.engine.scheduling.tenant_service import LATE, Account, Usage
+from headrace.engine.scheduling.tenant_service import LATE, RecentService, TenantAccount
 
 
 @pytest.mark.parametrize("now", [0.0, 43_854.0, 1e7, 4e9])  # seconds: a machine may be up for years
 def test_a_clock_may_begin_anywhere(now: float) -> None:
-    usage, account = Usage(), Account("a")
+    usage, account = RecentService(), TenantAccount("a")
     usage.tick(now)
     usage.add(account, 100.0)
     usage.tick(now + LATE)
@@ -21,7 +21,7 @@ def test_a_clock_may_begin_anywhere(now: float) -> None:
 
 
 def test_an_engine_may_stand_for_days() -> None:
-    usage, busy, other = Usage(), Account("busy"), Account("other")
+    usage, busy, other = RecentService(), TenantAccount("busy"), TenantAccount("other")
     now = 100.0
     for rest in (1.0, 3_600.0, 50_000.0, 30 * 86_400.0):
         now += rest
@@ -35,7 +35,7 @@ def test_an_engine_may_stand_for_days() -> None:
 
 
 def test_what_was_served_long_ago_counts_for_nothing() -> None:
-    usage, early, late = Usage(), Account("early"), Account("late")
+    usage, early, late = RecentService(), TenantAccount("early"), TenantAccount("late")
     usage.tick(1.0)
     usage.add(early, 1e9)
     usage.tick(1.0 + 100 * LATE)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ManyOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.executors.batch_builder import BatchBuilder
 from headrace.engine.executors.executor import Executor
-from headrace.engine.grammar.constraints import Grammars, GrammarState
+from headrace.engine.grammar.constraints import GrammarCompiler, GrammarState
 from headrace.engine.interface.output_text import OutputText
-from headrace.engine.interface.request import Finish, Request, Sequence, open_sequence
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState, open_sequence
+from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.scheduling.step_plan import Share, StepPlan
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import sample_rows, verify
@@ -20,21 +20,21 @@ from headrace.models.text.tokenizer import Tokenizer
 
 @dataclass
 class Running:
-    sequence: Sequence
+    sequence: SequenceState
     output: OutputText
     grammar: GrammarState | None
     text: str = ""
-    chosen: list[Chosen] = field(default_factory=list[Chosen])
+    chosen: list[SampledToken] = field(default_factory=list[SampledToken])
     forced: int = 0
 
 
 def decode(
     executor: Executor,
     tokenizer: Tokenizer,
-    requests: ManyOf[Request],
+    requests: Sequence[GenerationRequest],
     *,
     speculator: Speculator | None = None,
-    grammars: Grammars | None = None,
+    grammars: GrammarCompiler | None = None,
     force: bool = True,
 ) -> list[Running]:
     """Every sequence of every request to its end, all in step; a prompt is computed in one piece."""
@@ -47,7 +47,7 @@ def decode(
     rows = [builder.row() for _ in everything]
     states = {id(running.sequence): running.grammar for running in everything}
 
-    def fits(sequence: Sequence, drafts: list[int]) -> int:
+    def fits(sequence: SequenceState, drafts: list[int]) -> int:
         state = states[id(sequence)]
         return len(drafts) if state is None else state.fitting(drafts)
 
@@ -100,14 +100,14 @@ def decode(
     return everything
 
 
-def start(request: Request, index: int, tokenizer: Tokenizer, grammars: Grammars | None) -> Running:
+def start(request: GenerationRequest, index: int, tokenizer: Tokenizer, grammars: GrammarCompiler | None) -> Running:
     output = OutputText(tokenizer, stop=request.stop, stop_ids=request.stop_ids, min_tokens=request.min_tokens)
     grammar = grammars.compile(request.grammar) if grammars and request.grammar else None
     return Running(open_sequence(request, index), output, grammar)
 
 
 def settle(
-    running: Running, tokens: list[int], chosen: list[Chosen], speculator: Speculator | None, *, force: bool
+    running: Running, tokens: list[int], chosen: list[SampledToken], speculator: Speculator | None, *, force: bool
 ) -> None:
     sequence = running.sequence
     request = sequence.request
@@ -129,9 +129,9 @@ def settle(
     sequence.append([*tokens, *forced][:taken])
     sequence.drafted = []
     if running.output.ended is not None or (grammar is not None and grammar.finished):
-        sequence.finish = Finish.STOP
+        sequence.finish = FinishReason.STOP
     elif sequence.output_count >= request.max_tokens:
-        sequence.finish = Finish.LENGTH
+        sequence.finish = FinishReason.LENGTH
     if sequence.finish is not None:
         running.text += running.output.finish()
         if speculator is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as ManyOf
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,8 @@ import pytest
 
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy, logits
-from headrace.engine.interface.request import Request, Sequence, open_sequence
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.request import GenerationRequest, SequenceState, open_sequence
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import Mask, sample_rows
 from headrace.engine.speculation.speculator import DraftLength
@@ -50,13 +50,13 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def sequence(
     tokens: list[int], *, name: str = "r", salt: str = "", max_tokens: int = 100, **wishes: object
-) -> Sequence:
-    request = Request(
+) -> SequenceState:
+    request = GenerationRequest(
         id=name,
         prompt=tuple(tokens),
         salt=salt,
         max_tokens=max_tokens,
-        sampling=Sampling(**wishes),  # type: ignore[arg-type]
+        sampling=SamplingParams(**wishes),  # type: ignore[arg-type]
     )
     return open_sequence(request)
 
@@ -122,7 +122,7 @@ def test_a_mask_constrains_the_drafts(tiny_folder: Path) -> None:
     executor = load(tiny_folder)
     words = -(-executor.spec.vocab_size // 32)
 
-    def constrain(_: Sequence, drafts: ManyOf[int]) -> Mask:
+    def constrain(_: SequenceState, drafts: Sequence[int]) -> Mask:
         mask = np.zeros(words, dtype=np.uint32)
         mask[1] = 1 << len(drafts)
         return mask
@@ -135,7 +135,7 @@ def test_a_mask_constrains_the_drafts(tiny_folder: Path) -> None:
 def test_a_stop_id_is_the_last_draft(executor: CpuExecutor, drafter: DraftModelDrafter) -> None:
     tokens = prompt(6, 20)
     expected = greedy(executor, [tokens], 6)[0]
-    request = Request(id="r", prompt=tuple(tokens), stop_ids=frozenset({expected[2]}))
+    request = GenerationRequest(id="r", prompt=tuple(tokens), stop_ids=frozenset({expected[2]}))
     assert drafter.propose(open_sequence(request), 6) == expected[: expected.index(expected[2]) + 1]
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as ManyOf
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.interface.request import Request, Sequence, open_sequence
-from headrace.engine.interface.sampling import SampleRow, Sampling, seed_of
+from headrace.engine.interface.request import GenerationRequest, SequenceState, open_sequence
+from headrace.engine.interface.sampling import SampleRow, SamplingParams, sequence_seed
 from headrace.engine.speculation.drafters import NgramDrafter, PerSequence, ReplayDrafter, sample_rows, verify
 from headrace.engine.speculation.suffix_index import SuffixIndex
 
 NONE: frozenset[int] = frozenset()
 
 
-def sequence(prompt: ManyOf[int], output: ManyOf[int] = (), *, index: int = 0, **wishes: object) -> Sequence:
-    request = Request(id="r", prompt=tuple(prompt), **wishes)  # type: ignore[arg-type]
+def sequence(prompt: Sequence[int], output: Sequence[int] = (), *, index: int = 0, **wishes: object) -> SequenceState:
+    request = GenerationRequest(id="r", prompt=tuple(prompt), **wishes)  # type: ignore[arg-type]
     found = open_sequence(request, index)
     found.append(output)
     return found
@@ -51,7 +51,7 @@ def test_rows_that_a_grammar_does_not_reach_are_not_there() -> None:
 
 
 def test_each_row_is_sampled_as_if_the_drafts_before_it_were_output() -> None:
-    sampling = Sampling(repetition_penalty=1.5, seed=7)
+    sampling = SamplingParams(repetition_penalty=1.5, seed=7)
     rows = sample_rows(sequence([1, 2, 2], [3], sampling=sampling), [2, 4, 4])
     assert [row.position for row in rows] == [4, 5, 6, 7]
     assert [row.seen for row in rows] == [
@@ -64,14 +64,14 @@ def test_each_row_is_sampled_as_if_the_drafts_before_it_were_output() -> None:
 
 
 def test_the_sequences_own_counts_stay_as_they_are() -> None:
-    drafted = sequence([1, 2], [3], sampling=Sampling(presence_penalty=1.0))
+    drafted = sequence([1, 2], [3], sampling=SamplingParams(presence_penalty=1.0))
     sample_rows(drafted, [1, 1])
     assert drafted.seen == {1: 0, 2: 0, 3: 1}
 
 
 def test_each_of_n_has_a_seed_of_its_own() -> None:
-    (row,) = sample_rows(sequence([1], index=2, sampling=Sampling(seed=7)), [])
-    assert row.seed == seed_of(7, 2) != 7
+    (row,) = sample_rows(sequence([1], index=2, sampling=SamplingParams(seed=7)), [])
+    assert row.seed == sequence_seed(7, 2) != 7
 
 
 def test_stop_ids_are_forbidden_before_min_tokens() -> None:
@@ -101,7 +101,7 @@ def choose(row: SampleRow, tokens: list[int]) -> int:
     return (token + 1) % 4 if token in row.forbidden else token
 
 
-def decode(start: Sequence, most: int, drafts: list[list[int]]) -> list[int]:
+def decode(start: SequenceState, most: int, drafts: list[list[int]]) -> list[int]:
     """Decodes with whatever is drafted at each step."""
     request = start.request
     steps = iter(drafts)
@@ -129,8 +129,8 @@ def decode(start: Sequence, most: int, drafts: list[list[int]]) -> list[int]:
 def test_whatever_is_drafted_the_output_is_the_same(
     prompt: list[int], drafts: list[list[int]], seed: int, penalised: bool, min_tokens: int, most: int
 ) -> None:
-    def fresh() -> Sequence:
-        sampling = Sampling(seed=seed, frequency_penalty=0.5 if penalised else 0.0)
+    def fresh() -> SequenceState:
+        sampling = SamplingParams(seed=seed, frequency_penalty=0.5 if penalised else 0.0)
         return sequence(prompt, sampling=sampling, stop_ids=frozenset({3}), min_tokens=min_tokens)
 
     assert decode(fresh(), most, drafts) == decode(fresh(), most, [])

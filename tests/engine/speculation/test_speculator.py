@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as ManyOf
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from headrace.engine.grammar.constraints import Grammar
-from headrace.engine.interface.request import Request, Sequence, open_sequence
-from headrace.engine.speculation.drafters import Wanted
+from headrace.engine.interface.request import GenerationRequest, SequenceState, open_sequence
+from headrace.engine.speculation.drafters import DraftRequests
 from headrace.engine.speculation.speculator import DraftLength, Speculator
 
 
-def sequences(count: int, **wishes: object) -> list[Sequence]:
+def sequences(count: int, **wishes: object) -> list[SequenceState]:
     return [
-        open_sequence(Request(id=str(number), prompt=(1,), **wishes))  # type: ignore[arg-type]
+        open_sequence(GenerationRequest(id=str(number), prompt=(1,), **wishes))  # type: ignore[arg-type]
         for number in range(count)
     ]
 
 
-def observed(lengths: DraftLength, running: ManyOf[Sequence], drafted: int, held: int, times: int = 60) -> None:
+def observed(lengths: DraftLength, running: Sequence[SequenceState], drafted: int, held: int, times: int = 60) -> None:
     for _ in range(times):
         for sequence in running:
             lengths.observe(sequence, drafted, held)
@@ -31,7 +30,12 @@ def line(fixed: float, per_row: float) -> Callable[[int], float]:
 
 
 def choose(
-    lengths: DraftLength, running: ManyOf[Sequence], seconds: Callable[[int], float], *, most: int = 8, room: int = 100
+    lengths: DraftLength,
+    running: Sequence[SequenceState],
+    seconds: Callable[[int], float],
+    *,
+    most: int = 8,
+    room: int = 100,
 ) -> list[int]:
     wanted = [(sequence, most) for sequence in running]
     return lengths.choose(wanted, rows=len(running), room=room, step_seconds=seconds)
@@ -152,19 +156,19 @@ class Counting:
     def __init__(self, *, free: bool) -> None:
         self.free = free
         self.asked: list[list[int]] = []
-        self.forgotten: list[Sequence] = []
+        self.forgotten: list[SequenceState] = []
 
     def pass_seconds(self, sequences: int) -> float:
         return 0.0 if self.free else 0.01
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         self.asked.append([most for _, most in wanted])
         return [list(range(10, 10 + most)) for _, most in wanted]
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
         return self.propose_all([(sequence, most)])[0]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self.forgotten.append(sequence)
 
 

@@ -13,7 +13,7 @@ from headrace.config import LogConfig, ModelConfig, PriceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.limit_section import LimitSet
 from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConfig
-from headrace.engine.interface.request import Finish
+from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.serving.fleet import ServedVariant
@@ -133,7 +133,7 @@ async def test_what_was_cut_or_failed_is_not_kept(tmp_path: Path) -> None:
     async with caching(tmp_path) as running:
 
         def cut(stream: Any) -> None:
-            say(stream, "half", end=True, finish=Finish.DEADLINE)
+            say(stream, "half", end=True, finish=FinishReason.DEADLINE)
 
         for answer in (
             cut,

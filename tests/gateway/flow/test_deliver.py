@@ -15,9 +15,9 @@ import pytest
 import structlog
 
 from headrace.config import KeyConfig, LogConfig
-from headrace.engine.interface.request import Finish
+from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import storage_unavailable
@@ -191,9 +191,9 @@ async def test_an_error_after_the_first_token_is_an_event() -> None:
         assert answer.events[-1]["error"]["code"] == "engine_lost"
         assert ended("overloaded_error") == errors + 1
 
-        def failed(stream: Stream) -> None:
+        def failed(stream: OutputStream) -> None:
             say(stream, "one ")
-            say(stream, "", end=True, finish=Finish.FAILED)
+            say(stream, "", end=True, finish=FinishReason.FAILED)
 
         running.engine.answer = failed
         answer = await client.chat(stream=True)

@@ -30,9 +30,9 @@ import uvloop
 
 from headrace.config import Config, KeyConfig, LogConfig, PriceConfig, ServerConfig, StorageConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.process.output_stream import OutputStream
 from headrace.server.http.request_log import configure_log
 from headrace.server.server import Server
 from tests.support.running_server import CHAT, Answer, Client, FakeEngine, FakeFleet, request, tokenizer, until
@@ -53,23 +53,23 @@ def sections() -> dict[str, Any]:
     }
 
 
-async def talk(stream: Stream, chance: random.Random) -> None:
+async def talk(stream: OutputStream, chance: random.Random) -> None:
     tokens = chance.randrange(1, MOST)
     for number in range(tokens):
         await asyncio.sleep(chance.uniform(0.0, 0.008))
         for index in range(stream.request.n):
             if stream.closed:
                 return
-            usage = Usage(len(stream.request.prompt), number + 1, CACHED, 0, 0, 0.0, 0.001, 0.002)
-            ending = Ending(Finish.STOP, usage) if number == tokens - 1 else None
-            stream.push(Output("", index, [1], "w", ending=ending))
+            usage = SequenceUsage(len(stream.request.prompt), number + 1, CACHED, 0, 0, 0.0, 0.001, 0.002)
+            ending = SequenceEnd(FinishReason.STOP, usage) if number == tokens - 1 else None
+            stream.push(SequenceOutput("", index, [1], "w", ending=ending))
 
 
 async def serve(folder: Path, seed: int, pipe: int) -> None:
     """In the child."""
     engine, chance, talks = FakeEngine(), random.Random(seed), set[asyncio.Task[None]]()
 
-    def answer(stream: Stream) -> None:
+    def answer(stream: OutputStream) -> None:
         talks.add(asyncio.create_task(talk(stream, chance)))
 
     engine.answer = answer

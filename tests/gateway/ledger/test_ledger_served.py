@@ -33,11 +33,11 @@ from headrace.config import (
 )
 from headrace.config.routing_section import CascadeConfig, RoutingConfig, RuleConditions, RuleConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.ledger.prices import Price
 from headrace.observe import metrics
 from headrace.server.server import Server
@@ -233,18 +233,18 @@ async def test_a_hit_is_charged_its_share_and_so_is_who_joins(tmp_path: Path) ->
         assert exported["saved"]["shared"] == {"requests": 2, "micros": 2 * (whole - whole // 10)}
 
 
-def sure(probability: float) -> Callable[[Stream], None]:
+def sure(probability: float) -> Callable[[OutputStream], None]:
     """Answers of three tokens, as sure as that where the log-probabilities are wanted."""
 
     id, logprob = tokenizer().encode("w", add_special_tokens=False)[0], math.log(probability)
 
-    def answer(stream: Stream) -> None:
+    def answer(stream: OutputStream) -> None:
         for number in range(3):
-            usage = Usage(len(stream.request.prompt), number + 1, 0, 0, 0, 0.0, 0.001, 0.002)
+            usage = SequenceUsage(len(stream.request.prompt), number + 1, 0, 0, 0, 0.0, 0.001, 0.002)
             wanted = stream.request.sampling.logprobs is not None
-            chosen = [Chosen(id, logprob, ((id, logprob),))] if wanted else None
-            ending = Ending(Finish.STOP, usage) if number == 2 else None
-            stream.push(Output("", 0, [id], tokenizer().decode([id]), chosen=chosen, ending=ending))
+            chosen = [SampledToken(id, logprob, ((id, logprob),))] if wanted else None
+            ending = SequenceEnd(FinishReason.STOP, usage) if number == 2 else None
+            stream.push(SequenceOutput("", 0, [id], tokenizer().decode([id]), chosen=chosen, ending=ending))
 
     return answer
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 
 from headrace import LLM
-from headrace.engine.grammar.constraints import Grammar, Grammars
+from headrace.engine.grammar.constraints import Grammar, GrammarCompiler
 from headrace.errors import RequestError
 from headrace.gateway.output.tool_formats import TOOL_FORMATS, ToolFormat, detect_tool_format
 from headrace.gateway.output.tool_parsers import MOST_HELD, new_call_id
@@ -266,8 +266,8 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def grammars(llm: LLM) -> Iterator[Grammars]:
-    grammars = Grammars(llm.tokenizer)
+def grammars(llm: LLM) -> Iterator[GrammarCompiler]:
+    grammars = GrammarCompiler(llm.tokenizer)
     yield grammars
     grammars.close()
 
@@ -313,7 +313,7 @@ def test_the_tokens_of_a_forced_call_are_those_of_its_text(llm: LLM) -> None:
     assert tokens == tokenizer.encode(answer.text, add_special_tokens=False)
 
 
-def allows(grammars: Grammars, grammar: Grammar | None, text: str, tokenizer: Tokenizer | None = None) -> bool:
+def allows(grammars: GrammarCompiler, grammar: Grammar | None, text: str, tokenizer: Tokenizer | None = None) -> bool:
     """Whether the text, cut as the tokenizer does, is a whole answer."""
     assert grammar is not None
     tokens = (tokenizer or grammars.tokenizer).encode(text, add_special_tokens=False)
@@ -334,7 +334,7 @@ WRITTEN: dict[str, Callable[[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-def test_a_forced_grammar_takes_calls_and_nothing_else(grammars: Grammars, name: str) -> None:
+def test_a_forced_grammar_takes_calls_and_nothing_else(grammars: GrammarCompiler, name: str) -> None:
     write = WRITTEN[name]
     one = TOOL_FORMATS[name].grammar(TOOLS, only=None, parallel=False)
     assert allows(grammars, one, write("get_weather", GOOD))
@@ -366,7 +366,7 @@ TWO = {
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-def test_several_calls_are_taken_where_they_are_allowed(grammars: Grammars, name: str) -> None:
+def test_several_calls_are_taken_where_they_are_allowed(grammars: GrammarCompiler, name: str) -> None:
     known = TOOL_FORMATS[name]
     assert read(name, [TWO[name]]) == ("", [("anything", "{}"), ("get_weather", GOOD)])
     assert allows(grammars, known.grammar(TOOLS, only=None, parallel=True), TWO[name])
@@ -376,7 +376,7 @@ def test_several_calls_are_taken_where_they_are_allowed(grammars: Grammars, name
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-def test_free_text_is_free_until_a_call_begins(grammars: Grammars, name: str) -> None:
+def test_free_text_is_free_until_a_call_begins(grammars: GrammarCompiler, name: str) -> None:
     write = WRITTEN[name]
     auto = TOOL_FORMATS[name].auto_grammar(TOOLS)
     for text in ("Hello.", "a < b\n", "", " x [1] {}", "[a](b)", write("get_weather", GOOD), write("anything", "{}")):
@@ -404,7 +404,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         TOOL_FORMATS["mini"].grammar((Tool("deep", None, schema),), only=None, parallel=False)
 
 
-def test_what_a_grammar_cannot_hold_matters_to_strict_tools_alone(grammars: Grammars) -> None:
+def test_what_a_grammar_cannot_hold_matters_to_strict_tools_alone(grammars: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
     loose = TOOL_FORMATS["mini"].grammar((Tool("f", None, schema),), only=None, parallel=False)
     assert allows(grammars, loose, '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>')
@@ -472,7 +472,7 @@ def test_a_template_of_no_known_format_has_none(llm: LLM, source: str | None) ->
     ],
 )
 def test_markers_that_are_special_tokens_are_written_as_those(marked: Tokenizer, source: str, text: str) -> None:
-    grammars = Grammars(marked)
+    grammars = GrammarCompiler(marked)
     known = of(source, marked)
     auto = known.auto_grammar(TOOLS)
     for grammar in (known.grammar(TOOLS, only=None, parallel=True), auto):

@@ -13,7 +13,7 @@ import pytest
 from headrace.config.breaker_section import BreakerConfig
 from headrace.config.routing_section import HedgeConfig, RoutingConfig
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, LabelledAnswer, write_labelled
 from headrace.gateway.routing.cascade import Cascade
 from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, derive_exchange
@@ -103,7 +103,7 @@ def test_a_cascade_has_its_small_model_and_its_threshold() -> None:
 
 
 @pytest.mark.parametrize("asked", [asked_for(echo=True), asked_for(prompt_logprobs=1), asked_for(ignore_eos=True)])
-def test_where_a_cascade_cannot_be_measured_the_large_model_answers(asked: Asked) -> None:
+def test_where_a_cascade_cannot_be_measured_the_large_model_answers(asked: TextRequest) -> None:
     router = router_of(rules=[{"name": "cheap", "cascade": "small"}], cascades={"small": CASCADE})
     plan = router.route(exchange_of(asked))
     assert (plan.small, plan.variant) == (None, "mini")
@@ -253,7 +253,7 @@ class House:
             self.make, self.health, settled=lambda _, error, gone: self.ended.append((error, gone)), **options
         )
 
-    def make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answerer:
+    def make(self, variant: str, exchange: Exchange, asked: TextRequest, alone: bool) -> Answerer:
         part = Scripted(derive_exchange(exchange, served(variant), asked), self.scripts[variant].pop(0))
         self.parts.append(part)
         return part

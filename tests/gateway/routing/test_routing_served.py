@@ -23,10 +23,10 @@ from headrace.config.routing_section import (
     SplitConfig,
     StepConfig,
 )
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.routing.hedge import LEAST_SAMPLES
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import PATH, RED, Caching, caching, question, rest, told
@@ -34,7 +34,7 @@ from tests.support.config_text import read
 from tests.support.running_server import (
     Answer,
     FakeEngine,
-    Finish,
+    FinishReason,
     asynchronous,
     fails,
     request,
@@ -162,17 +162,18 @@ async def test_the_fast_profile_without_a_variant_is_the_model_itself_and_golden
 # Cascades
 
 
-def sure(logprob: float, *texts: str) -> Callable[[Stream], None]:
+def sure(logprob: float, *texts: str) -> Callable[[OutputStream], None]:
     """Says the texts, so sure of each token."""
 
-    def answer(stream: Stream) -> None:
+    def answer(stream: OutputStream) -> None:
         for place, text in enumerate(texts):
             end = place == len(texts) - 1
-            usage = Usage(len(stream.request.prompt), place + 1, 0, 0, 0, 0.001, 0.002, 0.003)
+            usage = SequenceUsage(len(stream.request.prompt), place + 1, 0, 0, 0, 0.001, 0.002, 0.003)
             chosen = None
             if stream.request.sampling.logprobs is not None:
-                chosen = [Chosen(100, logprob, ((100, logprob),))]
-            stream.push(Output("", 0, [100], text, chosen, ending=Ending(Finish.STOP, usage) if end else None))
+                chosen = [SampledToken(100, logprob, ((100, logprob),))]
+            ending = SequenceEnd(FinishReason.STOP, usage) if end else None
+            stream.push(SequenceOutput("", 0, [100], text, chosen, ending=ending))
 
     return answer
 

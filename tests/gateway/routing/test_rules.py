@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.config.routing_section import RuleConditions, RuleConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
 from headrace.gateway.routing.language import LANGUAGES, language_of
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match, parse_hours
@@ -23,7 +23,7 @@ WEDNESDAY = datetime(2026, 11, 18, 14, 30, tzinfo=UTC).timestamp()
 
 
 def facts_of(
-    asked: Asked | None = None, *, tokens: int = 100, wall: float = WEDNESDAY, zone: str = "UTC"
+    asked: TextRequest | None = None, *, tokens: int = 100, wall: float = WEDNESDAY, zone: str = "UTC"
 ) -> RoutingFacts:
     exchange = exchange_of(asked)
     exchange.prompt_tokens = tokens
@@ -170,7 +170,12 @@ def test_no_text_has_a_language_that_there_is_not(text: str) -> None:
 
 
 def test_a_score_is_between_nothing_and_one() -> None:
-    for asked in (asked_for(""), asked_for("why " * 5000), Asked(model="", prompts=[[1, 2]]), Asked(model="")):
+    for asked in (
+        asked_for(""),
+        asked_for("why " * 5000),
+        TextRequest(model="", prompts=[[1, 2]]),
+        TextRequest(model=""),
+    ):
         assert 0.0 <= complexity(asked) <= 1.0
 
 
@@ -197,7 +202,7 @@ def test_the_weights_are_numbers_for_every_feature() -> None:
         ("formatted", lambda: JSON),
     ],
 )
-def test_a_feature_sees_what_it_is_for(feature: str, more: Callable[[], Asked]) -> None:
+def test_a_feature_sees_what_it_is_for(feature: str, more: Callable[[], TextRequest]) -> None:
     place = FEATURES.index(feature)
     assert features(more())[place] > features(asked_for("Hello"))[place]
 

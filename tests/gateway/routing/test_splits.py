@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.splits import UNITS, Split, bucket_of, conversation_key
 from tests.support.scripted_answers import asked_for, exchange_of
 
@@ -67,7 +67,7 @@ def test_a_place_is_the_same_in_every_process_and_version() -> None:
     assert [bucket_of("canary", each) for each in CONVERSATIONS[:3]] == [708_083, 318_281, 101_617]
 
 
-def place(asked: Asked, tenant: str = "acme") -> bytes:
+def place(asked: TextRequest, tenant: str = "acme") -> bytes:
     return conversation_key(exchange_of(asked, tenant=tenant), "conversation")
 
 
@@ -79,9 +79,9 @@ def test_a_conversation_is_the_same_at_all_of_its_turns(system: str, later: list
     for number, text in enumerate(later):
         turns.append({"role": "user" if number % 2 else "assistant", "content": text})
     split = Split.of("canary", {"a": 50.0, "b": 50.0})
-    begun = place(Asked(model="mini", messages=opening))
-    assert place(Asked(model="mini", messages=turns)) == begun
-    assert split.choose(begun) == split.choose(place(Asked(model="mini", messages=turns)))
+    begun = place(TextRequest(model="mini", messages=opening))
+    assert place(TextRequest(model="mini", messages=turns)) == begun
+    assert split.choose(begun) == split.choose(place(TextRequest(model="mini", messages=turns)))
 
 
 def test_an_id_comes_before_a_user_and_a_user_before_how_it_began() -> None:
@@ -108,6 +108,8 @@ def test_no_two_conversations_are_written_alike() -> None:
 
 def test_a_text_without_messages_is_known_by_its_beginning() -> None:
     beginning = "Once upon a time there was a mill that had no water for a year, and"
-    first, second = (Asked(model="mini", prompts=[beginning + rest]) for rest in (" then", " then it rained"))
+    first, second = (TextRequest(model="mini", prompts=[beginning + rest]) for rest in (" then", " then it rained"))
     assert place(first) == place(second)
-    assert place(Asked(model="mini", prompts=[[1, 2, 3]])) != place(Asked(model="mini", prompts=[[1, 2, 4]]))
+    assert place(TextRequest(model="mini", prompts=[[1, 2, 3]])) != place(
+        TextRequest(model="mini", prompts=[[1, 2, 4]])
+    )

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 
 from headrace.config.routing_section import HedgeConfig
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import WorkerLostError
-from headrace.engine.process.output_stream import Stream
-from headrace.gateway.requests.text_request import Asked
+from headrace.engine.process.output_stream import OutputStream
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import Answerer, AnswererFactory, derive_exchange
 from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
@@ -32,35 +32,35 @@ class Variant:
         )
 
     def part(self, exchange: Exchange) -> AnswererFactory:
-        def make(asked: Asked) -> Answerer:
+        def make(asked: TextRequest) -> Answerer:
             return EngineAnswering(derive_exchange(exchange, self.served, asked))
 
         return make
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[GenerationRequest]:
         return [stream.request for stream in self.engine.streams]
 
 
-def exchange_for(variant: Variant, asked: Asked | None = None) -> Exchange:
+def exchange_for(variant: Variant, asked: TextRequest | None = None) -> Exchange:
     return Exchange(caller=Caller(tenant="acme"), asked=asked or asked_for(), served=variant.served)
 
 
-def says(*words: str, probability: float | None = None, breaks: bool = False) -> Callable[[Stream], None]:
+def says(*words: str, probability: float | None = None, breaks: bool = False) -> Callable[[OutputStream], None]:
     """A token for each word; log-probabilities only where the request asks for them."""
 
-    def answer(stream: Stream) -> None:
+    def answer(stream: OutputStream) -> None:
         for word in words:
             token = tokenizer().encode(word, add_special_tokens=False)[0]
             chosen = None
             if stream.request.sampling.logprobs is not None and probability is not None:
-                chosen = [Chosen(token, math.log(probability), ((token, math.log(probability)),))]
-            stream.push(Output("", 0, [token], tokenizer().decode([token]), chosen=chosen))
+                chosen = [SampledToken(token, math.log(probability), ((token, math.log(probability)),))]
+            stream.push(SequenceOutput("", 0, [token], tokenizer().decode([token]), chosen=chosen))
         if breaks:
             stream.end(WorkerLostError("it is gone"))
             return
-        usage = Usage(len(stream.request.prompt), len(words), 0, 0, 0, 0.001, 0.002, 0.003)
-        stream.push(Output("", 0, [], "", ending=Ending(Finish.STOP, usage)))
+        usage = SequenceUsage(len(stream.request.prompt), len(words), 0, 0, 0, 0.001, 0.002, 0.003)
+        stream.push(SequenceOutput("", 0, [], "", ending=SequenceEnd(FinishReason.STOP, usage)))
 
     return answer
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.config import Config, ModelConfig, SurfaceConfig
 from headrace.config.breaker_section import UpstreamBreakerConfig
 from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures, UpstreamRetries
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
@@ -83,7 +83,7 @@ async def test_one_that_cannot_be_closed_leaves_no_other_open() -> None:
 async def test_what_only_an_engine_can_do_is_refused_in_clear_words() -> None:
     served = one(FAR)
     with pytest.raises(ApiError, match="served by an upstream") as refused:
-        served.engine.stream(Request(id="", prompt=(1,)))
+        served.engine.stream(GenerationRequest(id="", prompt=(1,)))
     assert (refused.value.status, refused.value.parameter) == (400, "model")
     assert await served.engine.stats() == []
     assert served.own_tokenizer is None

@@ -12,12 +12,19 @@ import pytest
 from headrace.config import RequestLimits
 from headrace.engine.interface import outputs
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.choice_reader import ChoiceReader
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage, ToolCallDelta
+from headrace.gateway.requests.text_request import (
+    Choice,
+    ChoiceDelta,
+    TextRequest,
+    TokenLogprob,
+    TokenUsage,
+    ToolCallDelta,
+)
 from headrace.server.api.chat_completions import ChatStream, read_chat, whole_chat
 from tests.support.dialect_exchanges import USAGE, called, exchange_for, streamed, tokenizer, whole
 
@@ -25,7 +32,7 @@ SAY: dict[str, Any] = {"role": "user", "content": "Hi"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 
-def asked(**wishes: Any) -> Asked:
+def asked(**wishes: Any) -> TextRequest:
     return read_chat(msgspec.json.encode({"messages": [SAY], **wishes}), {}, RequestLimits())
 
 
@@ -179,17 +186,19 @@ def test_logprobs_of_an_empty_answer_are_an_empty_list() -> None:
 # The reader, on outputs as the engine gives them
 
 
-def chosen(*tokens: int) -> list[Chosen]:
-    return [Chosen(token, -0.5, ((token, -0.5), (5, float("-inf")))) for token in tokens]
+def chosen(*tokens: int) -> list[SampledToken]:
+    return [SampledToken(token, -0.5, ((token, -0.5), (5, float("-inf")))) for token in tokens]
 
 
-def output(tokens: Sequence[int], text: str, finish: Finish | None = None, stop: str | None = None) -> Output:
-    usage = outputs.Usage(3, len(tokens), 0, 0, 0, 0.0, 0.0, 0.0)
-    ending = None if finish is None else Ending(finish, usage, "", stop)
-    return Output("r", 0, list(tokens), text, chosen=chosen(*tokens), ending=ending)
+def output(
+    tokens: Sequence[int], text: str, finish: FinishReason | None = None, stop: str | None = None
+) -> SequenceOutput:
+    usage = outputs.SequenceUsage(3, len(tokens), 0, 0, 0, 0.0, 0.0, 0.0)
+    ending = None if finish is None else SequenceEnd(finish, usage, "", stop)
+    return SequenceOutput("r", 0, list(tokens), text, chosen=chosen(*tokens), ending=ending)
 
 
-def measured(*outputs: Output, echo: Sequence[int] | None = None) -> list[TokenLogprob]:
+def measured(*outputs: SequenceOutput, echo: Sequence[int] | None = None) -> list[TokenLogprob]:
     reader = ChoiceReader(0, tokenizer(), logprobs=True, echo=echo)
     return [each for one in outputs for each in reader.read(one).logprobs or ()]
 
@@ -201,7 +210,7 @@ def cut(text: str) -> list[int]:
 def test_logprobs_leave_out_the_end_of_the_answer() -> None:
     (end,) = tuple(tokenizer().eos_ids)[:1]
     text = "Grüße, 日本語 🦜"
-    found = measured(output([*cut(text), end], text, Finish.STOP))
+    found = measured(output([*cut(text), end], text, FinishReason.STOP))
     assert b"".join(each.bytes for each in found).decode() == text
     assert "".join(each.shown for each in found) == text
     assert all(top >= -9999 for each in found for _, _, top in each.top)  # JSON has no infinity
@@ -212,27 +221,27 @@ def test_logprobs_come_with_their_text() -> None:
     reader = ChoiceReader(0, tokenizer(), logprobs=True)
     held = reader.read(output(tokens, "one"))  # the rest may yet be a stop text
     assert "".join(each.shown for each in held.logprobs or ()) == "one"
-    rest = reader.read(output([], " two three", Finish.LENGTH))
+    rest = reader.read(output([], " two three", FinishReason.LENGTH))
     assert "".join(each.shown for each in rest.logprobs or ()) == " two three"
 
 
 @pytest.mark.parametrize("stop", range(1, 13))
 def test_logprobs_end_where_a_stop_text_begins(stop: int) -> None:
     text = "one two three"
-    found = measured(output(cut(text), text[:stop], Finish.STOP, text[stop:]))
+    found = measured(output(cut(text), text[:stop], FinishReason.STOP, text[stop:]))
     assert b"".join(each.bytes for each in found).decode() == text[:stop]
 
 
 def test_tokens_one_by_one_are_the_same_as_at_once() -> None:
     text = "日本語 🦜 is é"
     tokens = cut(text)
-    at_once = measured(output(tokens, text, Finish.LENGTH))
-    steps: list[Output] = []
+    at_once = measured(output(tokens, text, FinishReason.LENGTH))
+    steps: list[SequenceOutput] = []
     told = ""
     for count in range(1, len(tokens) + 1):
         new = tokenizer().decode(tokens[:count]).rstrip("\ufffd")[len(told) :]
         told += new
-        steps.append(output(tokens[count - 1 : count], new, Finish.LENGTH if count == len(tokens) else None))
+        steps.append(output(tokens[count - 1 : count], new, FinishReason.LENGTH if count == len(tokens) else None))
     assert told == text
     assert measured(*steps) == at_once
 
@@ -241,9 +250,9 @@ def test_special_tokens_count_where_they_are_shown() -> None:
     (end,) = tuple(tokenizer().eos_ids)[:1]
     name = tokenizer().decode([end], skip_special_tokens=False)
     tokens = [*cut("one"), end, *cut("two")]
-    shown = measured(output(tokens, f"one{name}two", Finish.LENGTH))
+    shown = measured(output(tokens, f"one{name}two", FinishReason.LENGTH))
     assert "".join(each.shown for each in shown) == f"one{name}two"
-    hidden = measured(output(tokens, "onetwo", Finish.LENGTH))
+    hidden = measured(output(tokens, "onetwo", FinishReason.LENGTH))
     assert "".join(each.text for each in hidden) == "onetwo"
 
 
@@ -259,12 +268,12 @@ def test_an_answer_to_a_named_tool_stops_as_the_service_s_does() -> None:
 
     for named, finish in ((False, "tool_calls"), (True, "stop")):
         reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
-        assert reader.read(output(cut("x"), "x", Finish.STOP)).finish == finish
+        assert reader.read(output(cut("x"), "x", FinishReason.STOP)).finish == finish
         reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
-        assert reader.read(output(cut("x"), "x", Finish.LENGTH)).finish == "length"
+        assert reader.read(output(cut("x"), "x", FinishReason.LENGTH)).finish == "length"
 
 
 def test_a_sequence_that_failed_is_an_error() -> None:
     with pytest.raises(ApiError) as raised:
-        ChoiceReader(0, tokenizer()).read(output([], "", Finish.FAILED))
+        ChoiceReader(0, tokenizer()).read(output([], "", FinishReason.FAILED))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")

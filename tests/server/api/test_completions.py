@@ -10,17 +10,17 @@ import pytest
 
 from headrace.config import RequestLimits
 from headrace.engine.interface import outputs
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.choice_reader import ChoiceReader
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenLogprob, TokenUsage
 from headrace.server.api.completions import CompletionStream, prompts_of, read_completion, whole_completion
 from tests.support.dialect_exchanges import exchange_for, streamed, tokenizer
 
 
-def asked(**wishes: Any) -> Asked:
+def asked(**wishes: Any) -> TextRequest:
     return read_completion(msgspec.json.encode({"prompt": "Hi", **wishes}), {}, RequestLimits())
 
 
@@ -115,20 +115,22 @@ def test_usage_does_not_depend_on_which_choice_ends_first(order: tuple[int, ...]
 # Echo, on outputs as the engine gives them
 
 
-def echoed(index: int, shared: list[Chosen], prompt: list[int], first: Output) -> ChoiceDelta:
+def echoed(index: int, shared: list[SampledToken], prompt: list[int], first: SequenceOutput) -> ChoiceDelta:
     return ChoiceReader(index, tokenizer(), logprobs=True, echo=prompt, measured=shared).read(first)
 
 
 def test_echo_measures_the_prompt_for_every_choice() -> None:
     """The engine tells the prompt's log-probabilities with the first choice alone."""
     prompt = tokenizer().encode("The first token")
-    told = [Chosen(each, -2.0) for each in prompt[1:]]
+    told = [SampledToken(each, -2.0) for each in prompt[1:]]
     new = tokenizer().encode(" is", add_special_tokens=False)[:1]
     text = tokenizer().decode(new)
-    shared: list[Chosen] = []
-    usage = outputs.Usage(len(prompt), 1, 0, 0, 0, 0.0, 0.0, 0.0)
+    shared: list[SampledToken] = []
+    usage = outputs.SequenceUsage(len(prompt), 1, 0, 0, 0, 0.0, 0.0, 0.0)
     for index in range(2):
-        output = Output("r", index, new, text, chosen=[Chosen(new[0], -1.0)], ending=Ending(Finish.LENGTH, usage))
+        output = SequenceOutput(
+            "r", index, new, text, chosen=[SampledToken(new[0], -1.0)], ending=SequenceEnd(FinishReason.LENGTH, usage)
+        )
         output.prompt = told if index == 0 else None
         piece = echoed(index, shared, prompt, output)
         assert piece.content == "The first token" + text

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenUsage, ToolCallDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.server.api.content_blocks import Runs
 from headrace.server.api.messages import (
@@ -33,7 +33,7 @@ WEATHER = {"name": "weather", "description": "How it is outside.", "input_schema
 LEAST: dict[str, Any] = {"model": "mini", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def asked_of(headers: dict[str, str] | None = None, **given: Any) -> Asked:
+def asked_of(headers: dict[str, str] | None = None, **given: Any) -> TextRequest:
     return read_message(json.dumps({**LEAST, **given}).encode(), headers or {}, LIMITS)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from headrace.config import RequestLimits
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SampledToken
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
@@ -38,7 +38,7 @@ embeddings, rerank, score = map(whole, (prepared_embeddings, prepared_rerank, pr
 
 
 class Stream:
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
         self._engine = engine
         self._request = request
 
@@ -48,29 +48,29 @@ class Stream:
     async def __aexit__(self, *_: object) -> None:
         self._engine.running -= 1
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncIterator[SequenceOutput]:
         request = self._request
         await asyncio.sleep(0)
         if self._engine.fails_at is not None and len(self._engine.asked) > self._engine.fails_at:
             raise RequestError("too much of it", parameter="prompt")
-        usage = Usage(len(request.prompt), 0, 1, 0, 0, 0.0, 0.0, 0.0)
-        output = Output("r", 0, [], "", ending=Ending(Finish.STOP, usage))
+        usage = SequenceUsage(len(request.prompt), 0, 1, 0, 0, 0.0, 0.0, 0.0)
+        output = SequenceOutput("r", 0, [], "", ending=SequenceEnd(FinishReason.STOP, usage))
         if request.kind == "embed":
             output.vector = np.array([len(request.prompt), 3, 0, -1], dtype="<f4").tobytes()
         else:
             wanted = request.prompt[request.score_from :]
-            output.prompt = [Chosen(token, -0.5, ((token, -0.5),)) for token in wanted]
+            output.prompt = [SampledToken(token, -0.5, ((token, -0.5),)) for token in wanted]
         yield output
 
 
 class Engine:
     def __init__(self, fails_at: int | None = None) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[GenerationRequest] = []
         self.running = 0
         self.most = 0
         self.fails_at = fails_at
 
-    def stream(self, request: Request) -> Any:
+    def stream(self, request: GenerationRequest) -> Any:
         self.asked.append(request)
         self.running += 1
         self.most = max(self.most, self.running)

@@ -12,8 +12,8 @@ from typing import Final, Literal, get_args
 from msgspec.structs import replace
 
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits
-from headrace.engine.scheduling.waiting_queue import SHORT, FairQueue, Job
+from headrace.engine.scheduling.step_plan import SchedulerLimits
+from headrace.engine.scheduling.waiting_queue import SHORT, FairQueue, SequenceJob
 
 Order = Literal["fair", "fcfs", "longest-prefix"]
 ORDERS: Final[tuple[Order, ...]] = get_args(Order)
@@ -23,16 +23,16 @@ _SAME: Final = 64  # tokens that are compared to find the requests whose prefix 
 class ArrivalQueue(FairQueue):
     """First come, first served."""
 
-    def push(self, job: Job, now: float) -> None:
+    def push(self, job: SequenceJob, now: float) -> None:
         job.line = SHORT
         job.late = math.inf
         job.urgency = job.request.arrival
         super().push(job, now)
 
-    def charge(self, job: Job, tokens: float) -> None:
+    def charge(self, job: SequenceJob, tokens: float) -> None:
         pass
 
-    def computed(self, job: Job, tokens: float) -> None:
+    def computed(self, job: SequenceJob, tokens: float) -> None:
         pass
 
 
@@ -41,14 +41,14 @@ class LongestPrefixQueue(ArrivalQueue):
 
     def __init__(self, policy: Policy, *, idle_tenants: int) -> None:
         super().__init__(policy, idle_tenants=idle_tenants)
-        self._groups: dict[tuple[str, tuple[int, ...]], dict[Job, None]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dict[SequenceJob, None]] = {}
 
-    def push(self, job: Job, now: float) -> None:
+    def push(self, job: SequenceJob, now: float) -> None:
         super().push(job, now)
         self._groups.setdefault(_begins(job), {})[job] = None
         self._rank(job, job.match.cached_tokens if job.match is not None else 0)
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: SequenceJob) -> None:
         super().drop(job)
         group = self._groups.get(_begins(job))
         if group is not None:
@@ -56,7 +56,7 @@ class LongestPrefixQueue(ArrivalQueue):
             if not group:
                 del self._groups[_begins(job)]
 
-    def prefilled(self, job: Job) -> None:
+    def prefilled(self, job: SequenceJob) -> None:
         prompt = job.request.prompt
         for other in self._groups.get(_begins(job), ()):
             common = 0
@@ -67,7 +67,7 @@ class LongestPrefixQueue(ArrivalQueue):
             if -common < other.urgency:
                 self._rank(other, common)
 
-    def _rank(self, job: Job, cached: int) -> None:
+    def _rank(self, job: SequenceJob, cached: int) -> None:
         turn = job.turn
         assert turn is not None
         turn.line.drop(job)
@@ -75,11 +75,11 @@ class LongestPrefixQueue(ArrivalQueue):
         turn.line.push(job, job.urgency)
 
 
-def _begins(job: Job) -> tuple[str, tuple[int, ...]]:
+def _begins(job: SequenceJob) -> tuple[str, tuple[int, ...]]:
     return job.request.salt, job.request.prompt[:_SAME]
 
 
-def rival(order: Order, policy: Policy, limits: Limits) -> tuple[FairQueue | None, Policy, Limits]:
+def rival(order: Order, policy: Policy, limits: SchedulerLimits) -> tuple[FairQueue | None, Policy, SchedulerLimits]:
     """The queue, policy and limits of an order; None for the scheduler's own queue."""
     if order == "fair":
         return None, policy, limits

@@ -18,7 +18,7 @@ from headrace.bench.simulation.simulation_summary import SimulationSummary, is_g
 from headrace.bench.simulation.simulator import Hardware, RequestOutcome, SimulationResult, simulate
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest, TrafficMix, abuser, generate
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 
 PATIENCE = 600.0  # seconds after the last arrival for which a run goes on
 
@@ -28,7 +28,7 @@ class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     mix: TrafficMix
     hardware: Hardware
-    limits: Limits
+    limits: SchedulerLimits
     policy: Policy
     orders: Sequence[Order]
     say: Callable[[str], None] = lambda _text: None

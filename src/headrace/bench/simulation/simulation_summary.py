@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace.bench.simulation.simulator import RequestOutcome, SimulationResult
-from headrace.engine.interface.request import Finish
+from headrace.engine.interface.request import FinishReason
 from headrace.engine.scheduling.policy import Policy
 
 
@@ -69,7 +69,7 @@ def spread(values: Iterable[float]) -> LatencyPercentiles | None:
 def is_good(record: RequestOutcome, policy: Policy) -> bool:
     """Whole, and its first token and its pace as its surface promises (pace: the mean of its gaps)."""
     surface = policy.surfaces[record.call.surface]
-    whole = record.finish in (Finish.STOP, Finish.LENGTH)
+    whole = record.finish in (FinishReason.STOP, FinishReason.LENGTH)
     in_time = record.call.deadline is None or record.end <= record.call.deadline
     return whole and in_time and record.ttft <= surface.ttft and record.tpot <= surface.itl
 
@@ -124,7 +124,7 @@ def _group(
         name=name,
         requests=len(records),
         refused=sum(record.refused for record in records),
-        cut=sum(record.finish is Finish.DEADLINE for record in records),
+        cut=sum(record.finish is FinishReason.DEADLINE for record in records),
         unfinished=sum(not record.refused and record.finish is None for record in records),
         ttft=spread(record.ttft for record in started),
         itl=spread(gaps),

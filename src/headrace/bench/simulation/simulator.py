@@ -16,11 +16,11 @@ import msgspec
 
 from headrace.bench.simulation.baseline_orders import Order, rival
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler, SchedulerStats
-from headrace.engine.scheduling.step_plan import Event, Limits, Outcome
+from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, SequenceEvent
 from headrace.engine.scheduling.step_time import StepTimeModel
 
 
@@ -51,7 +51,7 @@ class RequestOutcome(msgspec.Struct):
     gap: float = 0.0  # longest between two tokens
     tokens: int = 0
     cached: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     @property
     def tpot(self) -> float:
@@ -72,15 +72,15 @@ def simulate(
     hardware: Hardware,
     *,
     policy: Policy | None = None,
-    limits: Limits | None = None,
+    limits: SchedulerLimits | None = None,
     order: Order = "fair",
     seed: int = 0,
     drain: float = math.inf,
     progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
     """Serves the calls; `drain` seconds after the last of them it stops, whoever still waits."""
-    queue, policy, limits = rival(order, policy or Policy(), limits or Limits())
-    blocks = Blocks(hardware.blocks, hardware.block_tokens)
+    queue, policy, limits = rival(order, policy or Policy(), limits or SchedulerLimits())
+    blocks = BlockManager(hardware.blocks, hardware.block_tokens)
     scheduler = Scheduler(blocks, limits, policy, StepTimeModel(), queue=queue)
     clients = _Clients(scheduler)
     rng = random.Random(f"{seed} machine")
@@ -131,7 +131,7 @@ class _Clients:
 
     def send(self, call: SimulatedRequest, now: float) -> None:
         name = str(len(self.records))
-        request = Request(
+        request = GenerationRequest(
             id=name,
             prompt=call.prompt,
             max_tokens=call.answer,
@@ -152,7 +152,7 @@ class _Clients:
         if admission.accepted:
             self._open[name] = (record, math.nan)
 
-    def deliver(self, events: list[Event], now: float) -> None:
+    def deliver(self, events: list[SequenceEvent], now: float) -> None:
         for event in events:
             name = event.sequence.request.id
             record, before = self._open[name]

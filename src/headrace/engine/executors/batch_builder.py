@@ -10,8 +10,8 @@ import itertools
 
 import numpy as np
 
-from headrace.engine.executors.executor import Batch, Capacity, peaks_of
-from headrace.engine.interface.request import Sequence
+from headrace.engine.executors.executor import Capacity, StepBatch, peaks_of
+from headrace.engine.interface.request import SequenceState
 from headrace.engine.scheduling.step_plan import Share, StepPlan
 
 
@@ -52,7 +52,7 @@ class BatchBuilder:
         """A new sequence's."""
         return BlockRow(self._width)
 
-    def build(self, plan: StepPlan, rows: list[BlockRow]) -> Batch:
+    def build(self, plan: StepPlan, rows: list[BlockRow]) -> StepBatch:
         """Valid until the next one is built, and so is the step's result."""
         shares = plan.shares
         count = len(shares)
@@ -83,7 +83,7 @@ class BatchBuilder:
         self._computed[:count] = [share.sequence.computed for share in shares]
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
-        return Batch(
+        return StepBatch(
             tokens=self._tokens[:end],
             offsets=self._offsets[: count + 1],
             computed=self._computed[:count],
@@ -125,7 +125,7 @@ class BatchBuilder:
         self._variants = np.zeros(sequences, dtype=np.int32)
 
 
-def share_tokens(sequence: Sequence, count: int) -> list[int]:
+def share_tokens(sequence: SequenceState, count: int) -> list[int]:
     """The next `count` tokens that are to be computed: what is pending, then what was drafted."""
     found = sequence.tokens[sequence.computed : sequence.computed + count]
     if len(found) < count:

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.executors.executor import Batch, Capacity, Result, Ticket
-from headrace.engine.executors.executor import Rows as AnyRows
-from headrace.engine.executors.sampler import Rows, Sampler
-from headrace.engine.executors.step_thread import Call, StepThread
-from headrace.engine.interface.sampling import Chosen, SampleRow
+from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
+from headrace.engine.executors.executor import SampleBatch as AnyRows
+from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
+from headrace.engine.executors.step_thread import StepCall, StepThread
+from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import LoadedTensors, load_tensors
@@ -56,7 +56,7 @@ def choose_isa(named: str | None) -> str:
     return named
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadReport(msgspec.Struct, frozen=True):
     """What loading took and made."""
 
     seconds: float
@@ -86,7 +86,7 @@ class CpuExecutor:
         self._kv = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, capacity.blocks, kv)
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._thread = StepThread("headrace-step")
-        self.load_report = Load(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
+        self.load_report = LoadReport(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
 
     @classmethod
     def load(
@@ -129,7 +129,7 @@ class CpuExecutor:
         tensors = load_tensors(folder, plan, pool, cache=cache, progress=progress)
         executor = cls(spec, plan, tensors, pool, kv=kv_type, capacity=capacity, isa=chosen)
         report = executor.load_report
-        executor.load_report = Load(
+        executor.load_report = LoadReport(
             time.perf_counter() - started, report.weight_bytes, report.mapped, report.scratch_bytes
         )
         return executor
@@ -146,20 +146,20 @@ class CpuExecutor:
         """Seconds that all steps so far spent in each stage of the core; waits for a step under way."""
         return self._model.stage_seconds()
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: StepBatch) -> StepTicket:
         return self._thread.submit(self._step, batch)
 
-    def collect(self, ticket: Ticket) -> Result:
-        return cast("Call[Result]", ticket).result()
+    def collect(self, ticket: StepTicket) -> StepResult:
+        return cast("StepCall[StepResult]", ticket).result()
 
-    def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[Chosen]:
+    def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[SampledToken]:
         return self._sampler.choose(logits, rows)
 
-    def lay_out(self, rows: Sequence[SampleRow]) -> Rows:
+    def lay_out(self, rows: Sequence[SampleRow]) -> CoreSampleBatch:
         return self._sampler.lay_out(rows)
 
     def choose(self, logits: NDArray[np.float32], rows: AnyRows, peaks: NDArray[np.float32] | None = None) -> list[int]:
-        return self._sampler.choose_laid_out(logits, cast("Rows", rows), peaks)
+        return self._sampler.choose_laid_out(logits, cast("CoreSampleBatch", rows), peaks)
 
     def close(self) -> None:
         """Waits for the step under way and ends the waiting thread."""
@@ -181,7 +181,7 @@ class CpuExecutor:
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         self._thread.submit(self._kv.write_block, block, data).result()
 
-    def _step(self, batch: Batch) -> Result:
+    def _step(self, batch: StepBatch) -> StepResult:
         for source, target in batch.copies:
             self._kv.copy_block(source, target)
         values = batch.out
@@ -201,7 +201,7 @@ class CpuExecutor:
             batch.hidden,
             batch.peaks,
         )
-        return Result(values, batch.peaks)
+        return StepResult(values, batch.peaks)
 
 
 def describe(spec: ModelSpec) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What an executor is: the one place where tokens become logits.
 
-Owns the contract between a step's planner and the hardware: a Batch goes in by `launch`, which returns at once, and a
-Result comes out by `collect`, so that the host's work for the next step overlaps with the device's. Knows no hardware.
+Owns the contract between a step's planner and the hardware: a StepBatch goes in by `launch`, which returns at once, and
+a StepResult comes out by `collect`, so that the host's work for the next step overlaps with the device's. Knows no
+hardware.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.interface.sampling import Chosen, SampleRow
+from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.models.spec import ModelSpec
 
 Int32s = NDArray[np.int32]
@@ -28,7 +29,7 @@ class Capacity(msgspec.Struct, frozen=True):
     context: int  # most tokens of one sequence
 
 
-class Batch(msgspec.Struct, frozen=True):
+class StepBatch(msgspec.Struct, frozen=True):
     """One step over several sequences, each with any number of new tokens; a sequence's rows follow one another."""
 
     tokens: Int32s  # [rows]
@@ -43,7 +44,7 @@ class Batch(msgspec.Struct, frozen=True):
     peaks: NDArray[np.float32] | None = None  # where what `choose` is helped by goes, [wanted, peaks_of(vocab)]
 
 
-class Result(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True):
     values: NDArray[np.float32]  # [wanted, vocab], or [wanted, hidden]
     peaks: NDArray[np.float32] | None = None  # of the logits, where the batch brought room for them
 
@@ -53,7 +54,7 @@ def peaks_of(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-class Ticket(Protocol):
+class StepTicket(Protocol):
     """A step under way."""
 
     def done(self) -> bool: ...
@@ -63,13 +64,13 @@ class Ticket(Protocol):
         ...
 
 
-class Rows(Protocol):
+class SampleBatch(Protocol):
     """What is wished of the rows of a step, laid out for the sampler of one executor."""
 
     @property
     def count(self) -> int: ...
 
-    def chosen(self, row: int) -> Chosen:
+    def chosen(self, row: int) -> SampledToken:
         """What was chosen for a row, with log-probabilities where they were asked for; NoTokenError where nothing."""
         ...
 
@@ -81,21 +82,23 @@ class Executor(Protocol):
     @property
     def capacity(self) -> Capacity: ...
 
-    def launch(self, batch: Batch) -> Ticket: ...
+    def launch(self, batch: StepBatch) -> StepTicket: ...
 
-    def collect(self, ticket: Ticket) -> Result:
+    def collect(self, ticket: StepTicket) -> StepResult:
         """Waits for the step; raises what went wrong in it."""
         ...
 
-    def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[Chosen]:
+    def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[SampledToken]:
         """The next token of every row of logits, which it may change."""
         ...
 
-    def lay_out(self, rows: Sequence[SampleRow]) -> Rows:
+    def lay_out(self, rows: Sequence[SampleRow]) -> SampleBatch:
         """The part of `sample` that needs no logits, to be done while the step runs."""
         ...
 
-    def choose(self, logits: NDArray[np.float32], rows: Rows, peaks: NDArray[np.float32] | None = None) -> list[int]:
+    def choose(
+        self, logits: NDArray[np.float32], rows: SampleBatch, peaks: NDArray[np.float32] | None = None
+    ) -> list[int]:
         """The rest of it: a token for every row, -1 where none can be chosen. `peaks` are the logits', unchanged."""
         ...
 

@@ -1,24 +1,25 @@
 """An executor driven directly, one caller at a time: greedy tokens, logits and embeddings without a scheduler.
 
-Owns Sequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For tests and measurements,
-where what the engine makes is compared with what the executor alone does; callers are served by engine.engine.
+Owns RunnerSequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For tests and
+measurements, where what the engine makes is compared with what the executor alone does; callers are served by
+engine.engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ManyOf
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.executors.executor import Batch, Executor
+from headrace.engine.executors.executor import Executor, StepBatch
 from headrace.errors import RequestError
 
 Floats = NDArray[np.float32]
 
 
-class Sequence(msgspec.Struct):
+class RunnerSequence(msgspec.Struct):
     tokens: list[int]
     rope_variant: int
     blocks: list[int] = []
@@ -36,7 +37,7 @@ class Runner:
         self.executor = executor
         self._free = list(range(executor.capacity.blocks))
 
-    def open(self, tokens: ManyOf[int], *, total: int | None = None) -> Sequence:
+    def open(self, tokens: Sequence[int], *, total: int | None = None) -> RunnerSequence:
         """A sequence that may grow to `total` tokens."""
         capacity = self.executor.capacity
         most = len(tokens) if total is None else total
@@ -52,13 +53,15 @@ class Runner:
         if needed > len(self._free):
             raise RequestError(f"{needed} KV blocks are needed and {len(self._free)} are free", parameter="kv_tokens")
         blocks = [self._free.pop() for _ in range(needed)]
-        return Sequence(list(tokens), self.executor.spec.rope_variant(most), blocks)
+        return RunnerSequence(list(tokens), self.executor.spec.rope_variant(most), blocks)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: RunnerSequence) -> None:
         self._free.extend(sequence.blocks)
         sequence.blocks = []
 
-    def step(self, work: ManyOf[tuple[Sequence, int]], wanted: ManyOf[int], *, hidden: bool = False) -> Floats:
+    def step(
+        self, work: Sequence[tuple[RunnerSequence, int]], wanted: Sequence[int], *, hidden: bool = False
+    ) -> Floats:
         """Computes the next `count` tokens of each sequence; returns the wanted rows' logits or hidden states."""
         tables = np.zeros((len(work), max(len(sequence.blocks) for sequence, _ in work)), dtype=np.int32)
         tokens: list[int] = []
@@ -67,7 +70,7 @@ class Runner:
             tables[index, : len(sequence.blocks)] = sequence.blocks
             tokens += sequence.tokens[sequence.computed : sequence.computed + count]
             offsets.append(len(tokens))
-        batch = Batch(
+        batch = StepBatch(
             tokens=np.array(tokens, dtype=np.int32),
             offsets=np.array(offsets, dtype=np.int32),
             computed=np.array([sequence.computed for sequence, _ in work], dtype=np.int32),
@@ -81,10 +84,10 @@ class Runner:
             sequence.computed += count
         return result.values
 
-    def plan(self, sequences: ManyOf[Sequence]) -> list[tuple[Sequence, int]]:
+    def plan(self, sequences: Sequence[RunnerSequence]) -> list[tuple[RunnerSequence, int]]:
         """What is pending, as much of it as one step takes; an encoder's sequence goes whole or waits."""
         room = self.executor.capacity.max_rows
-        work: list[tuple[Sequence, int]] = []
+        work: list[tuple[RunnerSequence, int]] = []
         for sequence in sequences:
             count = min(sequence.pending, room)
             if count == 0 or (not self.executor.spec.causal and count < sequence.pending):
@@ -93,7 +96,7 @@ class Runner:
             room -= count
         return work
 
-    def prefill(self, sequences: ManyOf[Sequence]) -> Floats:
+    def prefill(self, sequences: Sequence[RunnerSequence]) -> Floats:
         """Computes all that is pending; returns each sequence's logits after its last token."""
         last = np.empty((len(sequences), self.executor.spec.vocab_size), dtype=np.float32)
         places = {id(sequence): index for index, sequence in enumerate(sequences)}
@@ -106,17 +109,17 @@ class Runner:
         return last
 
 
-def logits(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> list[Floats]:
+def logits(executor: Executor, prompts: Sequence[Sequence[int]]) -> list[Floats]:
     """Logits after every token of every prompt, the prompts computed side by side."""
     return _every_row(executor, prompts, hidden=False)
 
 
-def hidden_states(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> list[Floats]:
+def hidden_states(executor: Executor, prompts: Sequence[Sequence[int]]) -> list[Floats]:
     """Final hidden states of every token of every prompt."""
     return _every_row(executor, prompts, hidden=True)
 
 
-def _every_row(executor: Executor, prompts: ManyOf[ManyOf[int]], *, hidden: bool) -> list[Floats]:
+def _every_row(executor: Executor, prompts: Sequence[Sequence[int]], *, hidden: bool) -> list[Floats]:
     runner = Runner(executor)
     sequences = [runner.open(prompt) for prompt in prompts]
     rows: dict[int, list[Floats]] = {id(sequence): [] for sequence in sequences}
@@ -129,7 +132,7 @@ def _every_row(executor: Executor, prompts: ManyOf[ManyOf[int]], *, hidden: bool
     return [np.concatenate(rows[id(sequence)]) for sequence in sequences]
 
 
-def greedy(executor: Executor, prompts: ManyOf[ManyOf[int]], count: int) -> list[list[int]]:
+def greedy(executor: Executor, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, all prompts decoded in step."""
     if count < 1:
         return [[] for _ in prompts]
@@ -142,7 +145,7 @@ def greedy(executor: Executor, prompts: ManyOf[ManyOf[int]], count: int) -> list
     return [sequence.tokens[start:] for sequence, start in zip(sequences, starts, strict=True)]
 
 
-def embed(executor: Executor, prompts: ManyOf[ManyOf[int]]) -> Floats:
+def embed(executor: Executor, prompts: Sequence[Sequence[int]]) -> Floats:
     """One vector per prompt, pooled and normalised as the spec says; the mean of all tokens where it says nothing."""
     spec = executor.spec
     vectors: list[Floats] = []

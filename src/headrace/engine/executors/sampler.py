@@ -1,7 +1,7 @@
 """The core's sampler: all rows of a step laid out in its arrays, and the choice for all of them in one call.
 
-Owns Sampler and Rows. Laying out needs no logits, so it is done while the step that computes them runs. Knows nothing
-of requests or of where logits come from.
+Owns Sampler and CoreSampleBatch. Laying out needs no logits, so it is done while the step that computes them runs.
+Knows nothing of requests or of where logits come from.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.interface.sampling import Chosen, NoTokenError, SampleRow
+from headrace.engine.interface.sampling import NoTokenError, SampledToken, SampleRow
 
 _NEVER: Final = float("-inf")
 _CERTAIN: Final = 1e30  # a bias that makes a token the likeliest, whatever the logits, and stays finite
 
 
-class Rows:
+class CoreSampleBatch:
     """What is wished of each row of a step, in the core's arrays, and, after the choice, what was chosen."""
 
     __slots__ = ("_arrays", "_logprobs", "_reported", "_tokens", "_top", "_top_logprobs", "count")
@@ -104,16 +104,16 @@ class Rows:
         core.choose(logits, *self._arrays, self._tokens, self._logprobs, self._top, self._top_logprobs, peaks)
         return self._tokens.tolist()
 
-    def chosen(self, row: int) -> Chosen:
+    def chosen(self, row: int) -> SampledToken:
         """A row's token, with the log-probabilities that it asked for; NoTokenError where it has none."""
         token = int(self._tokens[row])
         if token < 0:
             raise NoTokenError("no token can be chosen: all are masked, or the model computed NaN or infinity")
         count = self._reported[row]
         if count < 0:
-            return Chosen(token)
+            return SampledToken(token)
         likeliest = zip(self._top[row, :count].tolist(), self._top_logprobs[row, :count].tolist(), strict=True)
-        return Chosen(token, float(self._logprobs[row]), tuple(likeliest))
+        return SampledToken(token, float(self._logprobs[row]), tuple(likeliest))
 
 
 class Sampler:
@@ -123,16 +123,16 @@ class Sampler:
         self._core = _core.Sampler(vocab_size, pool, isa)
         self._words = -(-vocab_size // 32)
 
-    def lay_out(self, rows: Sequence[SampleRow]) -> Rows:
-        return Rows(rows, self._words)
+    def lay_out(self, rows: Sequence[SampleRow]) -> CoreSampleBatch:
+        return CoreSampleBatch(rows, self._words)
 
     def choose_laid_out(
-        self, logits: NDArray[np.float32], rows: Rows, peaks: NDArray[np.float32] | None = None
+        self, logits: NDArray[np.float32], rows: CoreSampleBatch, peaks: NDArray[np.float32] | None = None
     ) -> list[int]:
         """A token for every row, -1 where none can be chosen. Changes the logits where a row's wishes do."""
         return rows.choose(self._core, logits, peaks)
 
-    def choose(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[Chosen]:
+    def choose(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[SampledToken]:
         """A token for every row. Changes the logits where a row's wishes do."""
         laid_out = self.lay_out(rows)
         laid_out.choose(self._core, logits)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
+class StepCall(Generic[T]):
     """A call under way; what it returns, or raises, is to be had from `result`."""
 
     __slots__ = ("_arguments", "_callbacks", "_ended", "_error", "_finished", "_function", "_value")
@@ -68,13 +68,13 @@ class Call(Generic[T]):
 
 class StepThread:
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
+        self._calls: SimpleQueue[StepCall[Any] | None] = SimpleQueue()
         # A daemon: a program that ends without closing its executor does not wait for ever.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
-        call = Call(function, arguments)
+    def submit(self, function: Callable[..., T], *arguments: Any) -> StepCall[T]:
+        call = StepCall(function, arguments)
         self._calls.put(call)
         return call
 

@@ -1,8 +1,8 @@
 """Constrained decoding: what a sequence may say next, as a bit per token.
 
-Owns Grammars (compiling for one tokenizer, in threads, and the masks of a step, in a thread beside it) and GrammarState
-(how far one sequence has come in its grammar). llguidance parses; what a caller may ask for is engine.grammar_source's.
-Knows nothing of logits, of requests or of who waits.
+Owns GrammarCompiler (compiling for one tokenizer, in threads, and the masks of a step, in a thread beside it) and
+GrammarState (how far one sequence has come in its grammar). llguidance parses; what a caller may ask for is
+engine.grammar_source's. Knows nothing of logits, of requests or of who waits.
 
 What may follow depends on the tokens so far alone: not on what was drafted and taken back, nor on which tokens were
 forced and which sampled. Where a grammar leaves one continuation, its tokens are those that the tokenizer would write.
@@ -33,7 +33,16 @@ from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, gramm
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.models.text.tokenizer import Tokenizer
 
-__all__ = ["Compilation", "Grammar", "GrammarError", "GrammarLimits", "GrammarState", "Grammars", "Mask", "Masks"]
+__all__ = [
+    "Compilation",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarLimits",
+    "GrammarState",
+    "Mask",
+    "Masks",
+]
 
 Mask = NDArray[np.uint32]
 
@@ -46,8 +55,8 @@ class GrammarError(HeadraceError):
     """A grammar that turned out, while it was used, to go past its bounds or to lead nowhere."""
 
 
-class Grammars:
-    """Grammars for one tokenizer. To be used from one thread; what takes long runs in threads of its own."""
+class GrammarCompiler:
+    """GrammarCompiler for one tokenizer. To be used from one thread; what takes long runs in threads of its own."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None, *, threads: int = 1) -> None:
         """`threads` compute masks; one alone leaves the cores to the step that they are computed beside."""
@@ -56,9 +65,9 @@ class Grammars:
         self._words = -(-tokenizer.vocab_size // 32)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._known: OrderedDict[tuple[str, Grammar], Future[Compiled]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Grammar], Future[CompiledGrammar]] = OrderedDict()
         self._known_bytes = 0
-        self._unfinished: list[Future[Compiled]] = []
+        self._unfinished: list[Future[CompiledGrammar]] = []
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="headrace-grammar", initializer=_give_way)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
         self._executor = LLExecutor(threads)
@@ -76,7 +85,7 @@ class Grammars:
             self._unfinished = [future for future in self._unfinished if not future.done()]
             if len(self._unfinished) >= limits.compiling:
                 raise RequestError(f"{limits.compiling} grammars are being compiled; try again", parameter="grammar")
-            known = self._known[key] = self._compilers.submit(lambda: Compiled(lambda: self._compile(source)))
+            known = self._known[key] = self._compilers.submit(lambda: CompiledGrammar(lambda: self._compile(source)))
             self._unfinished.append(known)
             self._known_bytes += len(grammar.text)
             while len(self._known) > 1 and (len(self._known) > limits.kept or self._known_bytes > limits.kept_bytes):
@@ -198,7 +207,7 @@ class Grammars:
 class Compilation:
     """A grammar that is being compiled."""
 
-    def __init__(self, future: Future[Compiled], seconds: float) -> None:
+    def __init__(self, future: Future[CompiledGrammar], seconds: float) -> None:
         self._future = future
         self._seconds = seconds
         self._until = time.monotonic() + seconds
@@ -218,7 +227,7 @@ class Compilation:
         return GrammarState(compiled)
 
 
-class Compiled:
+class CompiledGrammar:
     """A grammar at its beginning, from which every sequence's state is copied.
 
     The copies share what llguidance learns of the grammar's texts, and the bound on it. So that one sequence does not
@@ -257,7 +266,7 @@ class Masks:
 class GrammarState:
     """How far one sequence has come in its grammar."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
         self._origin = compiled.matcher
         self.matcher = self._origin.deep_copy()

@@ -21,7 +21,7 @@ MOST_STOPS: Final = 64
 MOST_STOP_CHARACTERS: Final = 1024  # of one stop string
 
 
-class Piece(NamedTuple):
+class TokenText(NamedTuple):
     """The text that one token of the output stands for. Joined, they are the text that was handed out."""
 
     place: int  # of the token in the output
@@ -59,8 +59,8 @@ class OutputText:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
         self._state = 0
         self._held = ""  # may be the beginning of a stop string
-        self._pieces: deque[Piece] | None = deque() if pieces else None
-        self._released: list[Piece] = []
+        self._pieces: deque[TokenText] | None = deque() if pieces else None
+        self._released: list[TokenText] = []
         self._bytes = 0  # of the text so far, with what is held
         self._characters = 0
         self.count = 0  # tokens of the output, with the one that ended it
@@ -90,7 +90,7 @@ class OutputText:
             self._release(everything=True)
         return text
 
-    def take_pieces(self) -> list[Piece]:
+    def take_pieces(self) -> list[TokenText]:
         """The pieces of the text that was handed out since the last call; of a cut token, what was handed out of it."""
         released = self._released
         self._released = []
@@ -122,7 +122,7 @@ class OutputText:
     def _note(self, added: str, token: int | None) -> None:
         assert self._pieces is not None
         if token is not None:
-            self._pieces.append(Piece(self.count - 1, token, added, self._bytes, self._characters))
+            self._pieces.append(TokenText(self.count - 1, token, added, self._bytes, self._characters))
         elif added and self._pieces:
             # Bytes that became no character belong to the last token.
             last = self._pieces.pop()
@@ -138,7 +138,7 @@ class OutputText:
         if not self._pieces:
             return
         certain = self._characters - len(self._held)
-        waiting: list[Piece] = []
+        waiting: list[TokenText] = []
         while self._pieces and (everything or self._pieces[0].start + len(self._pieces[0].text) <= certain):
             piece = self._pieces.popleft()
             waiting.append(piece)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class SequenceUsage(msgspec.Struct, frozen=True, array_like=True):
     """What one sequence took. Times are by the worker's clock, and begin anew where another worker took over."""
 
     prompt_tokens: int
@@ -21,21 +21,21 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float  # from then to its end
 
 
-class Ending(msgspec.Struct, frozen=True, array_like=True):
-    finish: Finish
-    usage: Usage
+class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
+    finish: FinishReason
+    usage: SequenceUsage
     why: str = ""  # a reason fit to show, where it failed or was cut
     stop: str | None = None  # the stop string that ended it
 
 
-class Output(msgspec.Struct, array_like=True):
+class SequenceOutput(msgspec.Struct, array_like=True):
     """What is new of one sequence after a step."""
 
     request: str
     index: int  # which of the request's n
     tokens: list[int]
     text: str
-    chosen: list[Chosen] | None = None  # the tokens with their log-probabilities, where they were asked for
-    prompt: list[Chosen] | None = None  # the prompt's tokens from the first wanted one on, with theirs
+    chosen: list[SampledToken] | None = None  # the tokens with their log-probabilities, where they were asked for
+    prompt: list[SampledToken] | None = None  # the prompt's tokens from the first wanted one on, with theirs
     vector: bytes | None = None  # an embedding, f32, little end first
-    ending: Ending | None = None  # with a sequence's last output
+    ending: SequenceEnd | None = None  # with a sequence's last output

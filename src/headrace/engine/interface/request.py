@@ -1,7 +1,7 @@
 """What is asked of the engine, and how far one sequence of it has come.
 
-Owns Request (fixed once it is made), Sequence (one of a request's `n`, changed by the scheduler and the engine as steps
-go by) and Finish (how a sequence ended). Knows no blocks, no clock and no hardware.
+Owns GenerationRequest (fixed once it is made), SequenceState (one of a request's `n`, changed by the scheduler and the
+engine as steps go by) and FinishReason (how a sequence ended). Knows no blocks, no clock and no hardware.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.interface.grammar_spec import Grammar
 
-Kind = Literal["generate", "score", "embed"]
+RequestKind = Literal["generate", "score", "embed"]
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     STOP = "stop"  # a stop id, a stop string, a finished grammar; for scoring and embedding: done
     LENGTH = "length"  # max_tokens, or the context is full
     DEADLINE = "deadline"  # cut with what there is
@@ -28,11 +28,11 @@ class Finish(StrEnum):
     FAILED = "failed"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt: tuple[int, ...]
-    kind: Kind = "generate"  # score: log-probabilities of the prompt's tokens, nothing new; embed: hidden states
-    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    kind: RequestKind = "generate"  # score: log-probabilities of the prompt's tokens, nothing new; embed: hidden states
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     max_tokens: int = 256
     min_tokens: int = 0  # no stop before: stop ids are masked, stop strings ignored
     stop_ids: frozenset[int] = frozenset()  # with end-of-sequence ids, unless they are to be ignored
@@ -61,10 +61,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt)
 
 
-class Sequence(msgspec.Struct, eq=False):
+class SequenceState(msgspec.Struct, eq=False):
     """One of a request's n. `tokens` and `computed` are moved on by the scheduler when a step is settled."""
 
-    request: Request
+    request: GenerationRequest
     index: int
     tokens: list[int]  # prompt and output
     computed: int = 0  # tokens whose KV is in the blocks
@@ -74,7 +74,7 @@ class Sequence(msgspec.Struct, eq=False):
     seen: dict[int, int] = {}  # token -> count in the output, where penalties ask
     drafted: list[int] = []  # proposed continuation, to be verified by the next step
     cached: int = 0  # prompt tokens that the prefix cache had when the sequence first started
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     @property
     def output(self) -> list[int]:
@@ -96,9 +96,9 @@ class Sequence(msgspec.Struct, eq=False):
                 self.seen[token] = self.seen.get(token, 0) + 1
 
 
-def open_sequence(request: Request, index: int = 0, rope_variant: int = 0) -> Sequence:
+def open_sequence(request: GenerationRequest, index: int = 0, rope_variant: int = 0) -> SequenceState:
     """A sequence of which nothing is computed; `seen` is kept only where a penalty asks for it."""
     sampling = request.sampling
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     seen = dict.fromkeys(request.prompt, 0) if penalties != (1.0, 0.0, 0.0) else {}
-    return Sequence(request, index, list(request.prompt), rope_variant=rope_variant, seen=seen)
+    return SequenceState(request, index, list(request.prompt), rope_variant=rope_variant, seen=seen)

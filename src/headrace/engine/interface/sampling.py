@@ -1,9 +1,9 @@
 """How the next token of a sequence is to be chosen: what a caller may wish, its bounds, and what comes out.
 
-Owns Sampling, a row of logits as a sampler takes it (SampleRow) and the choice (Chosen). Knows nothing of arrays: the
-core's sampler, with the laying out of rows for it, is engine.sampler. Random numbers are counter-based: they follow
-from the seed and the token's position alone, so a sampled sequence, like a greedy one, does not depend on what else
-runs.
+Owns SamplingParams, a row of logits as a sampler takes it (SampleRow) and the choice (SampledToken). Knows nothing of
+arrays: the core's sampler, with the laying out of rows for it, is engine.sampler. Random numbers are counter-based:
+they follow from the seed and the token's position alone, so a sampled sequence, like a greedy one, does not depend on
+what else runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_LOGPROBS: Final = 1024
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -62,7 +62,7 @@ def _within(parameter: str, value: float, least: float, most: float) -> None:
         raise RequestError(f"{parameter} must be from {least:g} to {most:g}, not {value}", parameter=parameter)
 
 
-def seed_of(seed: int, index: int) -> int:
+def sequence_seed(seed: int, index: int) -> int:
     """The seed of the `index`-th of a request's n sequences; the first has the request's own."""
     if index == 0:
         return seed
@@ -79,7 +79,7 @@ _WORD: Final = 2**64 - 1
 class SampleRow(msgspec.Struct):
     """One row of logits and what is wished of it."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     position: int  # of the token to be chosen, in its sequence
     seen: Mapping[int, int] = {}  # token of prompt or output -> count in the output
     mask: NDArray[np.uint32] | None = None  # a bit per token, set where it is allowed
@@ -88,7 +88,7 @@ class SampleRow(msgspec.Struct):
     seed: int | None = None  # in place of the sampling's
 
 
-class Chosen(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # likeliest tokens with their log-probabilities

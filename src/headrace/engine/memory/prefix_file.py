@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.memory.blocks import MOST_PINS, Blocks, PinnedPrefix
+from headrace.engine.memory.block_manager import MOST_PINS, BlockManager, PinnedPrefix
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.models.formats.pack_file import PackFile, PackWriter
 from headrace.models.precision import KvType, WeightPlan
@@ -104,13 +104,13 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     prefixes: Annotated[list[_Prefix], msgspec.Meta(max_length=MOST_PINS)]
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedPrefixes(msgspec.Struct, frozen=True):
     prefixes: int  # that are pinned and whole again
     tokens: int  # whose KV came from the file
     left_out: tuple[str, ...]  # why, for each of those that did not fit
 
 
-def save_pinned(path: Path, identity: KvIdentity, blocks: Blocks, read_block: Callable[[int], Bytes]) -> int:
+def save_pinned(path: Path, identity: KvIdentity, blocks: BlockManager, read_block: Callable[[int], Bytes]) -> int:
     """Writes what is computed of all pinned prefixes; the file appears whole or not at all. Returns its tokens."""
     entries: dict[int, int] = {}  # block -> entry
     prefixes: list[_Prefix] = []
@@ -132,7 +132,9 @@ def save_pinned(path: Path, identity: KvIdentity, blocks: Blocks, read_block: Ca
     return len(entries) * identity.block_tokens
 
 
-def load_pinned(path: Path, identity: KvIdentity, blocks: Blocks, write_block: Callable[[int, Bytes], None]) -> Loaded:
+def load_pinned(
+    path: Path, identity: KvIdentity, blocks: BlockManager, write_block: Callable[[int, Bytes], None]
+) -> LoadedPrefixes:
     """Pins the file's prefixes and puts their KV back. Nothing is touched before the whole file has been checked."""
     prefixes, data = _read(path, identity)
     count = tokens = 0
@@ -144,11 +146,11 @@ def load_pinned(path: Path, identity: KvIdentity, blocks: Blocks, write_block: C
             left_out.append(why)
         else:
             count += 1
-    return Loaded(count, tokens, tuple(left_out))
+    return LoadedPrefixes(count, tokens, tuple(left_out))
 
 
 def _put_back(
-    prefix: PinnedPrefix, data: list[Bytes], blocks: Blocks, write_block: Callable[[int, Bytes], None]
+    prefix: PinnedPrefix, data: list[Bytes], blocks: BlockManager, write_block: Callable[[int, Bytes], None]
 ) -> tuple[str, int]:
     """Why it could not be put back, or nothing; and how many tokens' KV was written."""
     try:

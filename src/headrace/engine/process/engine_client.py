@@ -20,14 +20,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from headrace.engine.interface.outputs import Ending, Output, Usage
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import seed_of
-from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import sequence_seed
+from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
-from headrace.engine.process.output_stream import Stream
-from headrace.engine.process.replica_choice import SEQUENCE_COST, Routes, prefix_keys
-from headrace.engine.process.worker_connection import Connection
+from headrace.engine.process.output_stream import OutputStream
+from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, prefix_keys
+from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.errors import HeadraceError, RequestError
 
 MOST_ATTEMPTS: Final = 5  # workers that a request may lose without a new token: after that it may be what kills them
@@ -46,7 +46,7 @@ class WorkerLostError(HeadraceError):
     """No worker could finish the request in the time that a client waits for one."""
 
 
-class Waits(msgspec.Struct, frozen=True, kw_only=True):
+class ClientTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client waits for what, in seconds."""
 
     patience: float = 60.0  # for a worker that can take a request
@@ -57,11 +57,11 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_most: float = 0.5
 
 
-class Job(msgspec.Struct, eq=False):
+class Submission(msgspec.Struct, eq=False):
     """A stream, or some of its sequences, as submitted to a worker once."""
 
     id: str
-    stream: Stream
+    stream: OutputStream
     indices: tuple[int, ...]  # of the request's n, by the index that the worker knows
     continues: bool = False
     replica: _Replica | None = None
@@ -73,10 +73,10 @@ class Job(msgspec.Struct, eq=False):
 class _Replica(msgspec.Struct, eq=False):
     number: int
     path: str
-    connection: Connection | None = None  # greeted, and to be used
+    connection: WorkerConnection | None = None  # greeted, and to be used
     welcome: wire.Welcome | None = None
     draining: bool = False
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, Submission] = {}
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
     asked: int = 0  # pings that were not answered yet
@@ -86,30 +86,30 @@ class _Replica(msgspec.Struct, eq=False):
         return self.connection is not None and not self.draining
 
 
-class Client:
+class EngineClient:
     """Requests to one variant's replicas, given by the paths of their sockets. All of it belongs to one event loop."""
 
     def __init__(
-        self, paths: Sequence[str | PathLike[str]], *, waits: Waits | None = None, most_requests: int = 16_384
+        self, paths: Sequence[str | PathLike[str]], *, waits: ClientTimeouts | None = None, most_requests: int = 16_384
     ) -> None:
         self._replicas = [_Replica(number, fspath(path)) for number, path in enumerate(paths)]
-        self._waits = waits or Waits()
+        self._waits = waits or ClientTimeouts()
         self._most = most_requests
-        self._routes = Routes(len(paths))
+        self._routes = ReplicaRouter(len(paths))
         self._name = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._waiting: list[Job] = []
+        self._waiting: list[Submission] = []
         self._retries: set[asyncio.TimerHandle] = set()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._changed = asyncio.Event()  # a replica became usable, or was found to be wrong
         self._wrong: HeadraceError | None = None
-        self._streams: set[Stream] = set()
+        self._streams: set[OutputStream] = set()
         self._variant: tuple[str, str] | None = None
         self._closing = False
 
     # Life
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> EngineClient:
         self.start()
         return self
 
@@ -122,7 +122,7 @@ class Client:
             replica.task = asyncio.create_task(self._keep(replica))
 
     async def ready(self, timeout: float | None = None) -> wire.Welcome:
-        """Waits until a replica can take requests; what it serves."""
+        """ClientTimeouts until a replica can take requests; what it serves."""
 
         async def wait() -> wire.Welcome:
             while True:
@@ -158,9 +158,9 @@ class Client:
 
     # Requests
 
-    def stream(self, request: Request) -> Stream:
+    def stream(self, request: GenerationRequest) -> OutputStream:
         """Submits a request. Its `deadline` and `arrival` are on this process's monotonic clock."""
-        stream = Stream(self, request)
+        stream = OutputStream(self, request)
         if len(self._streams) >= self._most:
             stream.end(OverloadedError(f"{self._most} requests run already", retry_after=1.0))
             return stream
@@ -168,19 +168,21 @@ class Client:
         self._dispatch(self._job(stream, tuple(range(request.n))))
         return stream
 
-    async def complete(self, request: Request) -> list[Answer]:
+    async def complete(self, request: GenerationRequest) -> list[SequenceResult]:
         """A request's answers, whole."""
-        answers = [Answer(index) for index in range(request.n)]
+        answers = [SequenceResult(index) for index in range(request.n)]
         async with self.stream(request) as stream:
             async for output in stream:
                 answers[output.index].add(output)
         return answers
 
-    async def complete_all(self, requests: Iterable[Request], *, at_once: int = 1024) -> list[list[Answer]]:
+    async def complete_all(
+        self, requests: Iterable[GenerationRequest], *, at_once: int = 1024
+    ) -> list[list[SequenceResult]]:
         """The answers of many requests, in their order, with at most `at_once` of them under way."""
         room = asyncio.Semaphore(at_once)
 
-        async def one(request: Request) -> list[Answer]:
+        async def one(request: GenerationRequest) -> list[SequenceResult]:
             async with room:
                 return await self.complete(request)
 
@@ -207,7 +209,7 @@ class Client:
             if replica.connection is not None:
                 replica.connection.send(wire.Drain())
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: OutputStream) -> None:
         """Forgets a stream and cancels what runs of it; the stream itself calls this."""
         for job in list(stream.jobs):
             if job.replica is not None and job.replica.connection is not None:
@@ -215,7 +217,7 @@ class Client:
             self._forget(job)
         self._streams.discard(stream)
 
-    async def _ask(self, replica: _Replica, message: Callable[[int], wire.ToWorker]) -> Any:
+    async def _ask(self, replica: _Replica, message: Callable[[int], wire.ClientMessage]) -> Any:
         if replica.connection is None:
             raise WorkerLostError(f"the worker at {replica.path} is not there")
         number = next(self._numbers)
@@ -232,15 +234,15 @@ class Client:
 
     # Jobs
 
-    def _job(self, stream: Stream, indices: tuple[int, ...], *, continues: bool = False) -> Job:
-        job = Job(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
+    def _job(self, stream: OutputStream, indices: tuple[int, ...], *, continues: bool = False) -> Submission:
+        job = Submission(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
         job.give_up = time.monotonic() + self._waits.patience
         if stream.request.deadline is not None:
             job.give_up = min(job.give_up, stream.request.deadline)
         stream.jobs.add(job)
         return job
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: Submission) -> None:
         job.stream.jobs.discard(job)
         if job.replica is not None:
             job.replica.jobs.pop(job.id, None)
@@ -249,7 +251,7 @@ class Client:
         elif job in self._waiting:
             self._waiting.remove(job)
 
-    def _dispatch(self, job: Job) -> None:
+    def _dispatch(self, job: Submission) -> None:
         usable = [replica.number for replica in self._replicas if replica.usable]
         fresh = [number for number in usable if number not in job.refused_by]
         if not usable:
@@ -274,7 +276,7 @@ class Client:
         self._routes.add_load(number, load)
         self._routes.learn(number, job.stream.keys)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: Submission, error: Exception) -> None:
         stream = job.stream
         self.drop(stream)
         stream.end(error)
@@ -293,7 +295,7 @@ class Client:
             if not self._cut(job, now):
                 self._fail(job, WorkerLostError(f"no worker was there for {self._waits.patience:g} s"))
 
-    def _cut(self, job: Job, now: float) -> bool:
+    def _cut(self, job: Submission, now: float) -> bool:
         """Ends a job that is past its deadline with what there is; False where it is not."""
         stream = job.stream
         deadline = stream.request.deadline
@@ -302,9 +304,9 @@ class Client:
         self._forget(job)
         for index in job.indices:
             if stream.endings[index] is None:
-                usage = Usage(len(stream.request.prompt), len(stream.tokens[index]), 0, 0, 0, 0.0, 0.0, 0.0)
-                ending = Ending(Finish.DEADLINE, usage)
-                stream.push(Output(job.id, index, [], "", ending=ending))
+                usage = SequenceUsage(len(stream.request.prompt), len(stream.tokens[index]), 0, 0, 0, 0.0, 0.0, 0.0)
+                ending = SequenceEnd(FinishReason.DEADLINE, usage)
+                stream.push(SequenceOutput(job.id, index, [], "", ending=ending))
         if stream.closed:
             self._streams.discard(stream)
         return True
@@ -334,12 +336,12 @@ class Client:
 
     # Messages
 
-    def _on_message(self, replica: _Replica, message: wire.ToClient) -> None:
+    def _on_message(self, replica: _Replica, message: wire.WorkerMessage) -> None:
         match message:
             case wire.Outputs(items):
                 for output in items:
                     self._on_output(replica, output)
-            case wire.Refused():
+            case wire.Rejected():
                 self._on_refused(replica, message)
             case wire.Welcome():
                 if replica.greeting is not None and not replica.greeting.done():
@@ -357,7 +359,7 @@ class Client:
             case wire.Bye(reason):
                 self._wrong = wire.WireError(f"the worker at {replica.path} ended the connection: {reason}")
 
-    def _on_output(self, replica: _Replica, output: Output) -> None:
+    def _on_output(self, replica: _Replica, output: SequenceOutput) -> None:
         job = replica.jobs.get(output.request)
         if job is None:
             return  # cancelled meanwhile
@@ -377,7 +379,7 @@ class Client:
         if stream.closed:
             self._streams.discard(stream)
 
-    def _on_refused(self, replica: _Replica, refused: wire.Refused) -> None:
+    def _on_refused(self, replica: _Replica, refused: wire.Rejected) -> None:
         job = replica.jobs.get(refused.id)
         if job is None:
             return
@@ -407,7 +409,7 @@ class Client:
             error = OverloadedError(refused.reason, retry_after=refused.retry_after, predicted=refused.predicted)
             self._fail(job, error)
 
-    def _try_again(self, job: Job) -> None:
+    def _try_again(self, job: Submission) -> None:
         if not job.stream.closed:
             job.refused_by.clear()
             job.stream.jobs.add(job)
@@ -420,7 +422,9 @@ class Client:
         wait = self._waits.reconnect
         while not self._closing:
             try:
-                connection = await Connection.open(replica.path, lambda message: self._on_message(replica, message))
+                connection = await WorkerConnection.open(
+                    replica.path, lambda message: self._on_message(replica, message)
+                )
             except OSError:
                 await asyncio.sleep(wait)
                 wait = min(wait * 1.5, self._waits.reconnect_most)
@@ -442,7 +446,7 @@ class Client:
                 if not self._closing:
                     self._recover(replica)
 
-    def _accept(self, replica: _Replica, connection: Connection, welcome: wire.Welcome) -> bool:
+    def _accept(self, replica: _Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
         """Whether the worker speaks our version and serves what the others do."""
         serves = (welcome.model, welcome.variant)
         self._variant = self._variant or serves
@@ -461,7 +465,7 @@ class Client:
         self._changed.set()
         return replica.connection is not None
 
-    async def _watch(self, replica: _Replica, connection: Connection) -> None:
+    async def _watch(self, replica: _Replica, connection: WorkerConnection) -> None:
         """Until the worker is gone, or says nothing though it was asked."""
         asked_at = time.monotonic()
         replica.asked = 0
@@ -492,12 +496,12 @@ async def _unless(ended: asyncio.Future[None], wanted: Awaitable[T], seconds: fl
     return None
 
 
-def submission(request: Request, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
+def submission(request: GenerationRequest, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
     """A request for the wire: all of its sequences from the start, or one of them from the tokens so far."""
     now = time.monotonic()
     sampling = request.sampling
     if len(indices) == 1 and indices[0]:
-        sampling = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, indices[0]))
+        sampling = msgspec.structs.replace(sampling, seed=sequence_seed(sampling.seed, indices[0]))
     return wire.Submit(
         id=id,
         prompt=request.prompt,

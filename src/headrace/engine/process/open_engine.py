@@ -1,6 +1,6 @@
 """From a Variant to an engine that is ready to run: the model loaded, memory laid out, all parts put together.
 
-Owns nothing that lives on; Opened holds what came of it. Used alike by the worker process and by headrace.LLM.
+Owns nothing that lives on; OpenedVariant holds what came of it. Used alike by the worker process and by headrace.LLM.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from headrace.engine.engine import Engine
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.interface.variant_check import check_variant
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.prefix_file import kv_identity
-from headrace.engine.pinned_prefixes import Pins
+from headrace.engine.pinned_prefixes import PinnedPrefixes
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
@@ -33,15 +33,15 @@ from headrace.variant import Variant
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # bytes of weights done, and of all
+ProgressCallback = Callable[[int, int], None]  # bytes of weights done, and of all
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenedVariant(msgspec.Struct, frozen=True):
     variant: Variant
     folder: ModelFolder
     executor: CpuExecutor
     engine: Engine
-    pins: Pins
+    pins: PinnedPrefixes
     tokenizer: Tokenizer
 
 
@@ -49,9 +49,9 @@ def open_variant(
     variant: Variant,
     *,
     folder: ModelFolder | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     cuts_texts: bool = True,
-) -> Opened:
+) -> OpenedVariant:
     """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already.
     `cuts_texts`: prompts become tokens here, so that the tokenizer is read as a whole."""
     check_variant(variant)
@@ -61,11 +61,11 @@ def open_variant(
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
     reuse = spec.causal and variant.prefix_cache
-    blocks = Blocks(capacity.blocks, capacity.block_tokens, reuse=reuse)
+    blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse)
     for prefix in variant.public_prefixes:
         blocks.declare_public(prefix)
     step_time = StepTimeModel()
-    limits = Limits(
+    limits = SchedulerLimits(
         context=capacity.context,
         max_rows=capacity.max_rows,
         block_tokens=capacity.block_tokens,
@@ -85,10 +85,10 @@ def open_variant(
         sequences=variant.max_sequences,
         checks=variant.checks,
     )
-    return Opened(variant, folder, executor, engine, _pins(variant, folder, executor, engine), tokenizer)
+    return OpenedVariant(variant, folder, executor, engine, _pins(variant, folder, executor, engine), tokenizer)
 
 
-def _load(folder: ModelFolder, variant: Variant, progress: Progress | None) -> CpuExecutor:
+def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | None) -> CpuExecutor:
     return CpuExecutor.load(
         folder,
         weights=variant.weights,
@@ -124,9 +124,9 @@ def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
     return Speculator(DraftModelDrafter(draft, vocab_size=executor.spec.vocab_size), lengths)
 
 
-def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: Engine) -> Pins:
+def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: Engine) -> PinnedPrefixes:
     if variant.saved_prefixes is None:
-        return Pins(engine)
+        return PinnedPrefixes(engine)
     identity = kv_identity(
         weights_digest=content_digest(folder.weights.files, index_dir=cache_folder() if variant.cache else None),
         spec=executor.spec,
@@ -136,6 +136,6 @@ def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: 
         block_tokens=executor.capacity.block_tokens,
         block_bytes=executor.block_bytes,
     )
-    pins = Pins(engine, Path(variant.saved_prefixes), identity)
+    pins = PinnedPrefixes(engine, Path(variant.saved_prefixes), identity)
     pins.restore()
     return pins

@@ -1,6 +1,6 @@
 """One request's outputs as they come, for whoever waits for them or wants to be called.
 
-Owns Stream. Where its outputs come from, and what becomes of it when a worker is lost, is the client's.
+Owns OutputStream. Where its outputs come from, and what becomes of it when a worker is lost, is the client's.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.process.replica_choice import prefix_keys
 
 
-class Source(Protocol):
+class StreamOwner(Protocol):
     """What a stream comes from."""
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: OutputStream) -> None:
         """Forgets a stream that was left, and cancels what runs of it."""
         ...
 
 
-class Stream:
+class OutputStream:
     """One request's outputs as they come; iterated once. Leaving it before its end cancels the request.
 
     Who cannot spare a turn of the event loop for each output asks to be called instead: `listen` and `take`.
     """
 
-    def __init__(self, source: Source, request: Request) -> None:
+    def __init__(self, source: StreamOwner, request: GenerationRequest) -> None:
         self.request = request
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # that came so far, of each sequence
-        self.endings: list[Ending | None] = [None] * request.n
+        self.endings: list[SequenceEnd | None] = [None] * request.n
         self.jobs: set[Any] = set()  # the client's Jobs, whose module imports this one
         self.attempts = 0  # workers lost since something last came
         self.keys = prefix_keys(request.prompt, request.salt)
         self.closed = False
         self._source = source
-        self._ready: deque[Output] = deque()
+        self._ready: deque[SequenceOutput] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
@@ -47,7 +47,7 @@ class Stream:
         """Calls it whenever something has come, or the stream has ended. It raises nothing. None: no more."""
         self._listener = listener
 
-    def take(self) -> Output | None:
+    def take(self) -> SequenceOutput | None:
         """What came next; None where nothing has come yet, or nothing more will. Raises what broke the stream off."""
         if self._ready:
             return self._ready.popleft()
@@ -55,10 +55,10 @@ class Stream:
             raise self._error
         return None
 
-    def __aiter__(self) -> AsyncIterator[Output]:
+    def __aiter__(self) -> AsyncIterator[SequenceOutput]:
         return self
 
-    async def __anext__(self) -> Output:
+    async def __anext__(self) -> SequenceOutput:
         while (output := self.take()) is None:
             if self.closed:
                 raise StopAsyncIteration
@@ -72,7 +72,7 @@ class Stream:
                 self._waiter = None
         return output
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> OutputStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class Stream:
             self._source.drop(self)
             self.end()
 
-    def push(self, output: Output) -> None:
+    def push(self, output: SequenceOutput) -> None:
         self.attempts = 0
         self.tokens[output.index] += output.tokens
         self.endings[output.index] = output.ending

@@ -1,7 +1,7 @@
 """Which replica a request goes to: the one that would have it done soonest, by what each has cached and has to do.
 
-Owns Routes: for each replica a bounded memory of the prefixes that went there, and the tokens that it still has to
-compute. Both are in the same unit, tokens of prefill: a cached prefix is worth exactly as much load as it spares, so
+Owns ReplicaRouter: for each replica a bounded memory of the prefixes that went there, and the tokens that it still has
+to compute. Both are in the same unit, tokens of prefill: a cached prefix is worth exactly as much load as it spares, so
 requests that share a prefix stay together until another replica would be done sooner. Pure logic; a guess that is wrong
 costs time and nothing else.
 """
@@ -26,7 +26,7 @@ def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
     return keys
 
 
-class Routes:
+class ReplicaRouter:
     """The replicas are numbered from 0."""
 
     def __init__(self, replicas: int, *, most_pieces: int = 65_536) -> None:

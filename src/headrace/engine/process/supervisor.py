@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.process import wire
-from headrace.engine.process.wire import Loading, Started, WorkerConfig
-from headrace.engine.process.worker_connection import Connection
+from headrace.engine.process.wire import LoadProgress, StartReport, WorkerConfig
+from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.engine.process.worker_process import WorkerProcess
 from headrace.errors import HeadraceError
 
@@ -31,7 +31,7 @@ class StartError(HeadraceError):
     """A worker that did not start."""
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """How closely workers are watched, in seconds."""
 
     start: float = 900.0  # to load; packing a large model for the first time takes minutes
@@ -51,7 +51,7 @@ class _Worker(msgspec.Struct, eq=False):
     socket: Path
     process: WorkerProcess | None = None
     begun: bool = False  # the process has not been waited for yet
-    started: asyncio.Future[Started] | None = None
+    started: asyncio.Future[StartReport] | None = None
     task: asyncio.Task[None] | None = None
     restarts: int = 0
 
@@ -63,12 +63,12 @@ class Supervisor:
         self,
         configs: Sequence[WorkerConfig],
         *,
-        watch: Watch | None = None,
+        watch: SupervisorTimeouts | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`progress` hears, while a worker starts, how many bytes of its weights are packed, and of how many."""
         self._progress = progress
-        self._watch = watch or Watch()
+        self._watch = watch or SupervisorTimeouts()
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: sockets are for this user alone
         self._workers = [
             _Worker(config, self._folder / f"worker-{number}.socket") for number, config in enumerate(configs)
@@ -108,7 +108,7 @@ class Supervisor:
                 worker.process.abandon()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def start(self) -> list[Started]:
+    async def start(self) -> list[StartReport]:
         """Starts all workers; returns when each can take requests. An error of the first start is raised."""
         loop = asyncio.get_running_loop()
         for worker in self._workers:
@@ -165,7 +165,7 @@ class Supervisor:
             if failures > 1:
                 await asyncio.sleep(min(self._watch.pause * 2 ** min(failures - 2, 16), self._watch.pause_most))
 
-    async def _spawn(self, worker: _Worker) -> Started:
+    async def _spawn(self, worker: _Worker) -> StartReport:
         """A new process, when it can take requests. StartError where it cannot."""
         if not worker.begun:
             try:
@@ -196,11 +196,11 @@ class Supervisor:
         config = msgspec.structs.replace(worker.config, socket=str(worker.socket))
         return WorkerProcess(msgspec.json.encode(config) + b"\n")
 
-    async def report_of(self, lines: asyncio.StreamReader) -> Started:
+    async def report_of(self, lines: asyncio.StreamReader) -> StartReport:
         """What a worker says at the end of its start; before it, how far it is."""
         while True:
-            said = msgspec.json.decode(await lines.readline(), type=Loading | Started)
-            if isinstance(said, Started):
+            said = msgspec.json.decode(await lines.readline(), type=LoadProgress | StartReport)
+            if isinstance(said, StartReport):
                 return said
             if self._progress is not None:
                 self._progress(said.done, said.total)
@@ -231,9 +231,9 @@ class Supervisor:
         watch = self._watch
         answered = time.monotonic()
         busy = 0.0
-        connection: Connection | None = None
+        connection: WorkerConnection | None = None
 
-        def on_message(message: wire.ToClient) -> None:
+        def on_message(message: wire.WorkerMessage) -> None:
             nonlocal answered, busy
             if isinstance(message, wire.Pong):
                 answered, busy = time.monotonic(), message.busy
@@ -242,7 +242,7 @@ class Supervisor:
             while True:
                 if connection is None or connection.closed.done():
                     with contextlib.suppress(OSError):
-                        connection = await Connection.open(str(worker.socket), on_message)
+                        connection = await WorkerConnection.open(str(worker.socket), on_message)
                         connection.send(wire.Hello(wire.VERSION))
                 if connection is not None:
                     connection.send(wire.Ping(0))

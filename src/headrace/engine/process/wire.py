@@ -1,7 +1,7 @@
 """What passes between an engine's process and its clients: messages, and the frames that carry them.
 
 Owns the messages' shapes, their version, the framing (a length of 4 bytes, little end first, then msgpack) and the
-bounds on both. Knows neither sockets nor engines. One frame of outputs leaves per step and client, however many
+bounds on both. Knows neither sockets nor engines. One encode_frame of outputs leaves per step and client, however many
 sequences ran. Durations and budgets pass as seconds from now: clocks of two processes are never compared.
 """
 
@@ -12,19 +12,19 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from headrace.engine.interface.outputs import Output
-from headrace.engine.interface.request import Kind
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.outputs import SequenceOutput
+from headrace.engine.interface.request import RequestKind
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
 VERSION: Final = 1  # of the messages; a client and a worker of different versions part at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; the prompt's log-probabilities of a long text are the largest
-_LENGTH: Final = 4  # bytes before each frame
+_LENGTH: Final = 4  # bytes before each encode_frame
 
 
 class WireError(HeadraceError):
-    """A frame that is too long, is no message, or comes from another version."""
+    """A encode_frame that is too long, is no message, or comes from another version."""
 
 
 class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True, frozen=True):
@@ -33,8 +33,8 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True, fro
     id: str  # unique among all clients of a worker
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()  # tokens that a worker has made and handed out already: the answer goes on after them
-    kind: Kind = "generate"
-    sampling: Sampling = Sampling()
+    kind: RequestKind = "generate"
+    sampling: SamplingParams = SamplingParams()
     max_tokens: int = 256  # `output` counts
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int
 
 
-ToWorker = Submit | Cancel | Ping | Drain | AskStats | Pin | Hello
+ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | Hello
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
@@ -106,10 +106,10 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    items: list[Output]
+    items: list[SequenceOutput]
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True, kw_only=True, omit_defaults=True):
+class Rejected(msgspec.Struct, tag="refused", frozen=True, kw_only=True, omit_defaults=True):
     """A request that was not admitted; nothing of it runs."""
 
     id: str
@@ -146,7 +146,7 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
     reason: str
 
 
-ToClient = Welcome | Outputs | Refused | Pong | Draining | Stats | Pinned | Bye
+WorkerMessage = Welcome | Outputs | Rejected | Pong | Draining | Stats | Pinned | Bye
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,14 +159,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watched: bool = True  # end, when standard input does
 
 
-class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """How far a worker is with its weights: lines of JSON on its standard output, before Started."""
+class LoadProgress(msgspec.Struct, tag="loading", frozen=True):
+    """How far a worker is with its weights: lines of JSON on its standard output, before StartReport."""
 
     done: int  # bytes that are packed
     total: int
 
 
-class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, omit_defaults=True):
+class StartReport(msgspec.Struct, tag="started", frozen=True, kw_only=True, omit_defaults=True):
     """What a worker says of its start: the last line of JSON on its standard output."""
 
     error: str | None = None  # it did not start; the text is fit to show
@@ -181,7 +181,7 @@ class Started(msgspec.Struct, tag="started", frozen=True, kw_only=True, omit_def
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToWorker | ToClient, most: int = MOST_FRAME) -> bytearray:
+def encode_frame(message: ClientMessage | WorkerMessage, most: int = MOST_FRAME) -> bytearray:
     """A message as it goes over the socket."""
     buffer = bytearray(_LENGTH)
     _encoder.encode_into(message, buffer, _LENGTH)
@@ -195,8 +195,8 @@ def frame(message: ToWorker | ToClient, most: int = MOST_FRAME) -> bytearray:
 T = TypeVar("T")
 
 
-class Frames(Generic[T]):
-    """Cuts the bytes that a socket gives into messages; a frame that came in part waits for the rest."""
+class FrameDecoder(Generic[T]):
+    """Cuts the bytes that a socket gives into messages; a encode_frame that came in part waits for the rest."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], most: int = MOST_FRAME) -> None:
         self._decoder = decoder
@@ -213,7 +213,7 @@ class Frames(Generic[T]):
                 end = at + _LENGTH
                 length = int.from_bytes(waiting[at:end], "little")
                 if length > self._most:
-                    raise WireError(f"a frame of {length} bytes is longer than {self._most}")
+                    raise WireError(f"a encode_frame of {length} bytes is longer than {self._most}")
                 if len(waiting) - end < length:
                     return
                 at = end + length
@@ -228,9 +228,9 @@ class Frames(Generic[T]):
             raise WireError(f"not a message: {error}") from None
 
 
-def from_clients(most: int = MOST_FRAME) -> Frames[ToWorker]:
-    return Frames(msgspec.msgpack.Decoder(ToWorker), most)
+def from_clients(most: int = MOST_FRAME) -> FrameDecoder[ClientMessage]:
+    return FrameDecoder(msgspec.msgpack.Decoder(ClientMessage), most)
 
 
-def from_worker(most: int = MOST_FRAME) -> Frames[ToClient]:
-    return Frames(msgspec.msgpack.Decoder(ToClient), most)
+def from_worker(most: int = MOST_FRAME) -> FrameDecoder[WorkerMessage]:
+    return FrameDecoder(msgspec.msgpack.Decoder(WorkerMessage), most)

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.request import Finish, Request
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process import wire
-from headrace.engine.process.open_engine import Opened, open_variant
+from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ _MOST_WAITED: Final = 3600.0  # seconds before its submission that a request may
 
 class _Client(msgspec.Struct, eq=False):
     socket: socket.socket
-    frames: wire.Frames[wire.ToWorker]
+    frames: wire.FrameDecoder[wire.ClientMessage]
     unsent: bytearray = msgspec.field(default_factory=bytearray)
     greeted: bool = False
     leaving: bool = False  # once all is sent
     requests: set[str] = set()
-    outputs: list[Output] = []  # of the step being delivered
+    outputs: list[SequenceOutput] = []  # of the step being delivered
 
 
 class _Running(msgspec.Struct, eq=False):
@@ -70,7 +70,7 @@ class _Compiling(msgspec.Struct, eq=False):
 
 
 class Worker:
-    def __init__(self, opened: Opened, config: wire.WorkerConfig) -> None:
+    def __init__(self, opened: OpenedVariant, config: wire.WorkerConfig) -> None:
         self.engine = opened.engine
         self._opened = opened
         self._config = config
@@ -243,7 +243,7 @@ class Worker:
 
     # Messages
 
-    def _on_message(self, client: _Client, message: wire.ToWorker) -> None:
+    def _on_message(self, client: _Client, message: wire.ClientMessage) -> None:
         if not client.greeted:
             if not isinstance(message, wire.Hello):
                 self._dismiss(client, "the first message must be a greeting")
@@ -290,7 +290,7 @@ class Worker:
         id = message.id
         try:
             if self._drain_until is not None:
-                self._send(client, wire.Refused(id=id, reason="the worker is draining", draining=True))
+                self._send(client, wire.Rejected(id=id, reason="the worker is draining", draining=True))
                 return
             if id in self._running or id in self._compiling:
                 raise RequestError(f"a request '{id[:80]}' runs already", parameter="id")
@@ -304,13 +304,13 @@ class Worker:
                 grammar = compilation.result()
             admission = self.engine.submit(request, output=message.output, grammar=grammar)
         except RequestError as error:
-            reason = wire.Refused(id=id, reason=str(error), parameter=error.parameter or "request")
+            reason = wire.Rejected(id=id, reason=str(error), parameter=error.parameter or "request")
             self._send(client, reason)
             return
         if not admission.accepted:
             self._send(
                 client,
-                wire.Refused(
+                wire.Rejected(
                     id=id, reason=admission.why, retry_after=admission.retry_after, predicted=admission.predicted
                 ),
             )
@@ -327,7 +327,7 @@ class Worker:
             try:
                 grammar = waiting.compilation.result()
             except RequestError as error:
-                refused = wire.Refused(id=id, reason=str(error), parameter=error.parameter or "grammar")
+                refused = wire.Rejected(id=id, reason=str(error), parameter=error.parameter or "grammar")
                 self._send(waiting.client, refused)
             else:
                 self._submit(waiting.client, waiting.message, grammar)
@@ -379,7 +379,7 @@ class Worker:
             outputs, client.outputs = client.outputs, []
             self._send_outputs(client, outputs)
 
-    def _send_outputs(self, client: _Client, outputs: list[Output]) -> None:
+    def _send_outputs(self, client: _Client, outputs: list[SequenceOutput]) -> None:
         try:
             self._send(client, wire.Outputs(outputs))
         except wire.WireError as error:
@@ -389,20 +389,20 @@ class Worker:
             else:
                 self._give_up(client, outputs[0], str(error))
 
-    def _give_up(self, client: _Client, output: Output, why: str) -> None:
+    def _give_up(self, client: _Client, output: SequenceOutput, why: str) -> None:
         """An output that no frame holds."""
         log.warning("an output of request %s is too large: %s", output.request, why)
         ending = output.ending
         if ending is None:
             self.engine.cancel(output.request)
             return
-        ended = Ending(Finish.FAILED, ending.usage, why)
-        self._send(client, wire.Outputs([Output(output.request, output.index, [], "", ending=ended)]))
+        ended = SequenceEnd(FinishReason.FAILED, ending.usage, why)
+        self._send(client, wire.Outputs([SequenceOutput(output.request, output.index, [], "", ending=ended)]))
 
-    def _send(self, client: _Client, message: wire.ToClient) -> None:
+    def _send(self, client: _Client, message: wire.WorkerMessage) -> None:
         if client not in self._clients or client.leaving:
             return
-        data = wire.frame(message)
+        data = wire.encode_frame(message)
         if client.unsent:
             client.unsent += data
             if len(client.unsent) > _MOST_UNREAD:
@@ -466,7 +466,7 @@ class _Handler:
         self._worker.on_client(self._client, events)
 
 
-def request_of(message: wire.Submit, now: float) -> Request:
+def request_of(message: wire.Submit, now: float) -> GenerationRequest:
     """A submission as the engine takes it, with instants on this process's clock."""
     if message.output and (message.kind != "generate" or message.n != 1):
         raise RequestError("the output so far does not fit the request", parameter="output")
@@ -476,7 +476,7 @@ def request_of(message: wire.Submit, now: float) -> Request:
             grammar = msgspec.convert({"kind": message.grammar[0], "text": message.grammar[1]}, Grammar)
         except msgspec.ValidationError as error:
             raise RequestError(f"no such grammar: {error}", parameter="grammar") from None
-    return Request(
+    return GenerationRequest(
         id=message.id,
         prompt=message.prompt,
         kind=message.kind,
@@ -535,7 +535,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
         opened = open_variant(config.variant, progress=told_now_and_then(tell), cuts_texts=False)
         worker = Worker(opened, config)
     except (HeadraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
-        tell(msgspec.json.encode(wire.Started(error=str(error) or type(error).__name__)))
+        tell(msgspec.json.encode(wire.StartReport(error=str(error) or type(error).__name__)))
         return 2
     worker.watch_signals()
     if config.watched:
@@ -546,7 +546,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     # The thread that waits for the core asks for the interpreter when a step is done: 5 ms would be long.
     sys.setswitchinterval(0.0005)
     loaded, capacity = opened.executor.load_report, opened.executor.capacity
-    started = wire.Started(
+    started = wire.StartReport(
         load_s=loaded.seconds,
         mapped=loaded.mapped,
         weight_bytes=loaded.weight_bytes,
@@ -578,7 +578,7 @@ def told_now_and_then(tell: Callable[[bytes], Any]) -> Callable[[int, int], None
         now = time.monotonic()
         if now - told >= _PROGRESS_SECONDS:
             told = now
-            tell(msgspec.json.encode(wire.Loading(done, total)))
+            tell(msgspec.json.encode(wire.LoadProgress(done, total)))
 
     return progress
 

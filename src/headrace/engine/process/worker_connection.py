@@ -1,6 +1,6 @@
 """One socket to one worker: messages out, messages in, and the end of it.
 
-Owns Connection. What the messages mean is the client's.
+Owns WorkerConnection. What the messages mean is the client's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import cast
 from headrace.engine.process import wire
 
 
-class Connection(asyncio.Protocol):
-    def __init__(self, on_message: Callable[[wire.ToClient], None]) -> None:
+class WorkerConnection(asyncio.Protocol):
+    def __init__(self, on_message: Callable[[wire.WorkerMessage], None]) -> None:
         self._on_message = on_message
         self._frames = wire.from_worker()
         self._transport: asyncio.Transport | None = None
@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
         self.heard = time.monotonic()
 
     @classmethod
-    async def open(cls, path: str, on_message: Callable[[wire.ToClient], None]) -> Connection:
+    async def open(cls, path: str, on_message: Callable[[wire.WorkerMessage], None]) -> WorkerConnection:
         _, connection = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_message), path)
         return connection
 
@@ -41,9 +41,9 @@ class Connection(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def send(self, message: wire.ToWorker) -> None:
+    def send(self, message: wire.ClientMessage) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(message))
+            self._transport.write(wire.encode_frame(message))
 
     def abort(self) -> None:
         if self._transport is not None:

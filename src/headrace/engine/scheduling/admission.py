@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Admission, Limits
-from headrace.engine.scheduling.waiting_queue import FairQueue, Job
+from headrace.engine.scheduling.step_plan import Admission, SchedulerLimits
+from headrace.engine.scheduling.waiting_queue import FairQueue, SequenceJob
 from headrace.surfaces import MOST_PRIORITY, MOST_WEIGHT, PATIENCE_SERVICES
 
 _MOST_SECONDS = 60.0  # of work that may wait in any case
 
 
-def tokens_in_all(request: Request) -> int:
+def tokens_in_all(request: GenerationRequest) -> int:
     """That its sequences may reach."""
     return len(request.prompt) + (request.max_tokens if request.kind == "generate" else 0)
 
 
-def impossible(request: Request, made: int, limits: Limits, policy: Policy, memory: int) -> tuple[str, str] | None:
+def impossible(
+    request: GenerationRequest, made: int, limits: SchedulerLimits, policy: Policy, memory: int
+) -> tuple[str, str] | None:
     """The parameter for which a request can never be served, and why. `made`: tokens of its answer that are there
     already; `memory`: tokens of a sequence that fits whatever is pinned."""
     count, total = len(request.prompt), tokens_in_all(request)
@@ -52,7 +54,9 @@ def impossible(request: Request, made: int, limits: Limits, policy: Policy, memo
     return None
 
 
-def no_room(job: Job, queue: FairQueue, limits: Limits, *, predicted: float, retry: float) -> Admission | None:
+def no_room(
+    job: SequenceJob, queue: FairQueue, limits: SchedulerLimits, *, predicted: float, retry: float
+) -> Admission | None:
     """A refusal where the queue is full. No tenant may hold more of it than what is left, so there is always room for
     another's first request."""
     request, account = job.request, job.account
@@ -67,7 +71,9 @@ def no_room(job: Job, queue: FairQueue, limits: Limits, *, predicted: float, ret
     return Admission(False, predicted, retry_after=retry, why="too many requests wait")
 
 
-def too_late(job: Job, now: float, *, wait: float, most: float, least: float, margin: float) -> Admission | None:
+def too_late(
+    job: SequenceJob, now: float, *, wait: float, most: float, least: float, margin: float
+) -> Admission | None:
     """A refusal of what would get its first token after its deadline, or wait longer than its surface has patience.
 
     `wait`: seconds that are foreseen, `most`: if all that is there went first, `least`: what the prompt takes alone,

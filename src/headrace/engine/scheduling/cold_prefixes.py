@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 
-from headrace.engine.scheduling.waiting_queue import Job, State
+from headrace.engine.scheduling.waiting_queue import JobState, SequenceJob
 
 Key = tuple[str, int]
 
@@ -28,9 +28,9 @@ def fingerprints(tokens: tuple[int, ...], block_tokens: int, variant: int) -> li
 class ColdPrefixes:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._leaders: dict[Key, Job] = {}
+        self._leaders: dict[Key, SequenceJob] = {}
 
-    def leader(self, job: Job, cached: int) -> tuple[Job, int] | None:
+    def leader(self, job: SequenceJob, cached: int) -> tuple[SequenceJob, int] | None:
         """Who is computing what comes after the `cached` tokens of this job, and up to which of its tokens."""
         chain = self._chain(job)
         first = cached // self._block_tokens
@@ -50,7 +50,7 @@ class ColdPrefixes:
                 high = middle
         return (leader, low * self._block_tokens) if low > first else None
 
-    def lead(self, job: Job) -> None:
+    def lead(self, job: SequenceJob) -> None:
         """The job begins to compute: who shares what nobody else computes already may wait for it."""
         chain = self._chain(job)
         job.top = len(chain) * self._block_tokens
@@ -58,16 +58,16 @@ class ColdPrefixes:
         for place in range(job.sequence.computed // self._block_tokens, len(chain)):
             self._leaders.setdefault((salt, chain[place]), job)
 
-    def follow(self, job: Job, leader: Job, tokens: int) -> None:
-        job.state = State.FOLLOWING
+    def follow(self, job: SequenceJob, leader: SequenceJob, tokens: int) -> None:
+        job.state = JobState.FOLLOWING
         job.waits_for = leader
         heapq.heappush(leader.followers, (tokens, job.number, job))
 
-    def advance(self, leader: Job, before: int) -> list[Job]:
+    def advance(self, leader: SequenceJob, before: int) -> list[SequenceJob]:
         """The leader has computed, and published, more than the `before` tokens: who can go on."""
         computed = min(leader.sequence.computed, leader.top)
         self._unlist(leader, before, computed)
-        woken: list[Job] = []
+        woken: list[SequenceJob] = []
         followers = leader.followers
         while followers and followers[0][0] <= computed:
             job = heapq.heappop(followers)[2]
@@ -76,7 +76,7 @@ class ColdPrefixes:
                 woken.append(job)
         return woken
 
-    def end(self, leader: Job) -> list[Job]:
+    def end(self, leader: SequenceJob) -> list[SequenceJob]:
         """The leader computes no more: its followers go on by themselves."""
         self._unlist(leader, leader.sequence.computed, leader.top)
         leader.top = 0
@@ -86,12 +86,12 @@ class ColdPrefixes:
             job.waits_for = None
         return woken
 
-    def _chain(self, job: Job) -> list[int]:
+    def _chain(self, job: SequenceJob) -> list[int]:
         if job.chain is None:
             job.chain = fingerprints(job.request.prompt, self._block_tokens, job.sequence.rope_variant)
         return job.chain
 
-    def _unlist(self, leader: Job, start: int, end: int) -> None:
+    def _unlist(self, leader: SequenceJob, start: int, end: int) -> None:
         salt, chain = leader.request.salt, leader.chain
         if chain is None:
             return

@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
-from headrace.engine.scheduling.waiting_queue import LONG, SHORT, FairQueue, Job
+from headrace.engine.scheduling.waiting_queue import LONG, SHORT, FairQueue, SequenceJob
 
 _REMEMBERED: Final = 64  # sequences that a mean is taken over
 _MOST_WRONG: Final = 4.0  # a correction goes no further
@@ -57,7 +57,7 @@ class Forecast:
         return tokens * max(self.base, self._model.predict(self.base_rows + 1, self.base_pairs))
 
     def waiting(
-        self, queue: FairQueue, job: Job, now: float, *, free: int, short: int, long: int
+        self, queue: FairQueue, job: SequenceJob, now: float, *, free: int, short: int, long: int
     ) -> tuple[float, float]:
         """Seconds until a new foreground request would begin to be computed: as it is most likely, and if all that
         waits in its class went first.
@@ -99,7 +99,7 @@ class Forecast:
             self._wrong += max(-1.0, min(1.0, error)) / _REMEMBERED
             self._wrong = max(-math.log(_MOST_WRONG), min(math.log(_MOST_WRONG), self._wrong))
 
-    def finished(self, job: Job, now: float, running: int) -> None:
+    def finished(self, job: SequenceJob, now: float, running: int) -> None:
         """A sequence has ended, `running` ran beside it or were it."""
         surface = job.request.surface
         tokens = float(max(job.sequence.output_count, 1))

@@ -18,16 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from headrace.engine.memory.blocks import Blocks, Match
+from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
 from headrace.engine.scheduling.admission import tokens_in_all
 from headrace.engine.scheduling.cold_prefixes import ColdPrefixes
 from headrace.engine.scheduling.forecast import Forecast
 from headrace.engine.scheduling.policy import Policy, due_time, urgency
-from headrace.engine.scheduling.running_set import Running
-from headrace.engine.scheduling.step_builder import Step
-from headrace.engine.scheduling.step_plan import Limits
+from headrace.engine.scheduling.running_set import RunningSet
+from headrace.engine.scheduling.step_builder import StepBuilder
+from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
-from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, SHORT, FairQueue, Job, State
+from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, SHORT, FairQueue, JobState, SequenceJob
 
 _BYPASS = 1.0  # seconds for which others may start before one that finds no memory
 _SKIPS = 32  # steps that a background stream may be left out of
@@ -41,8 +41,8 @@ _MOST_OWED = 64  # times `least_rows` that background work may be owed
 class Planner:
     def __init__(
         self,
-        blocks: Blocks,
-        limits: Limits,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
         policy: Policy,
         model: StepTimeModel,
         queue: FairQueue,
@@ -50,8 +50,8 @@ class Planner:
     ) -> None:
         self.blocks = blocks
         self.queue = queue
-        self.running = Running(blocks)
-        self.failed: list[Job] = []  # those for which there is no memory, now or ever
+        self.running = RunningSet(blocks)
+        self.failed: list[SequenceJob] = []  # those for which there is no memory, now or ever
         self.preempted = 0
         self.rescues = 0  # of those, for another's first token
         self.followed = 0
@@ -60,13 +60,13 @@ class Planner:
         self._model = model
         self._forecast = forecast
         self._cold = ColdPrefixes(blocks.block_tokens)
-        self._blocked: dict[int, tuple[Job, float]] = {}  # heads that found no place, by class, and since when
+        self._blocked: dict[int, tuple[SequenceJob, float]] = {}  # heads that found no place, by class, and since when
         self._owed = 0.0  # rows that background work was promised and did not get
         self._last_hidden = False
 
     # Sequences that wait
 
-    def look(self, job: Job) -> None:
+    def look(self, job: SequenceJob) -> None:
         """How much of a waiting job there is to compute, and with it its class and how urgent it is."""
         request, surface = job.request, job.surface
         match = job.match = self._find(job)
@@ -82,7 +82,7 @@ class Planner:
         warm = cached / len(request.prompt)
         job.urgency = urgency(request, surface, self._policy, service=job.service, answer=job.answer, warm=warm)
 
-    def wait_seconds(self, job: Job, now: float) -> tuple[float, float]:
+    def wait_seconds(self, job: SequenceJob, now: float) -> tuple[float, float]:
         """Until a new request would begin to be computed: as it is most likely, and at most, as it looks now."""
         if job.background:
             return 0.0, 0.0
@@ -95,7 +95,7 @@ class Planner:
         long = sum(other.sequence.pending for other in prompts if other.line == LONG)
         return self._forecast.waiting(self.queue, job, now, free=free, short=short, long=long)
 
-    def _find(self, job: Job) -> Match:
+    def _find(self, job: SequenceJob) -> PrefixMatch:
         """What the prefix cache has of it; where results of the prompt are wanted, only what comes before them."""
         sequence = job.sequence
         tokens = sequence.tokens
@@ -104,18 +104,18 @@ class Planner:
             tokens = tokens[: first + 1]
         return self.blocks.match(tokens, job.request.salt, variant=sequence.rope_variant)
 
-    def _match(self, job: Job) -> Match:
+    def _match(self, job: SequenceJob) -> PrefixMatch:
         job.match = self._find(job) if job.match is None else self.blocks.refresh(job.match)
         return job.match
 
-    def _wake(self, jobs: list[Job], now: float) -> None:
+    def _wake(self, jobs: list[SequenceJob], now: float) -> None:
         for job in jobs:
             self.look(job)
             self.queue.push(job, now)
 
     # Sequences that run
 
-    def stop(self, job: Job, now: float) -> None:
+    def stop(self, job: SequenceJob, now: float) -> None:
         """Takes it out of wherever it is."""
         if job.table is None:
             self.queue.drop(job)
@@ -126,7 +126,7 @@ class Planner:
             self._wake(self._cold.end(job), now)
         job.match = None
 
-    def computed(self, job: Job, count: int, now: float) -> None:
+    def computed(self, job: SequenceJob, count: int, now: float) -> None:
         """A part of its prompt is computed: others can find it."""
         sequence = job.sequence
         assert job.table is not None
@@ -135,11 +135,11 @@ class Planner:
         if job.top > before:
             self._wake(self._cold.advance(job, before), now)
 
-    def decode(self, job: Job, siblings: list[Job], now: float) -> None:
+    def decode(self, job: SequenceJob, siblings: list[SequenceJob], now: float) -> None:
         """All of its prompt is computed; its siblings, the request's other sequences, go on from there too."""
         request = job.request
         for sibling in siblings:
-            waits = sibling.state in (State.WAITING, State.FOLLOWING) and not sibling.sequence.output_count
+            waits = sibling.state in (JobState.WAITING, JobState.FOLLOWING) and not sibling.sequence.output_count
             if not waits or len(self.running) >= self._limits.max_sequences or not self.running.fork(sibling, job):
                 continue
             self.queue.drop(sibling)
@@ -155,7 +155,7 @@ class Planner:
             self.queue.drop(other)
             self._wake([other], now)
 
-    def _preempt(self, job: Job, now: float) -> None:
+    def _preempt(self, job: SequenceJob, now: float) -> None:
         """Back into the queue; it is computed again later, but for what can still be found."""
         self.preempted += 1
         self.running.stop(job)
@@ -165,7 +165,7 @@ class Planner:
         self.queue.enter(job)
         self.queue.push(job, now)
 
-    def _rescue(self, victim: Job, now: float) -> None:
+    def _rescue(self, victim: SequenceJob, now: float) -> None:
         victim.rescued += 1
         self.rescues += 1
         self._preempt(victim, now)
@@ -201,7 +201,7 @@ class Planner:
         """Preempts streams of tenants above their share for a head that found no place and would be late."""
         policy = self._policy
         for line, (job, _) in list(self._blocked.items()):
-            if job.state is not State.WAITING or job.line != line:
+            if job.state is not JobState.WAITING or job.line != line:
                 del self._blocked[line]
                 continue
             patience = 0.5 * min(job.surface.ttft, 60.0)
@@ -224,7 +224,7 @@ class Planner:
             self._make_room(now)
         self._secure(now)
 
-    def fill(self, now: float) -> Step:
+    def fill(self, now: float) -> StepBuilder:
         """The next step; empty where nothing can be computed."""
         # Embeddings and the rest take turns: a step yields either hidden states or logits.
         hidden = bool(self.running.pooling) and not self._last_hidden
@@ -234,15 +234,15 @@ class Planner:
         self._last_hidden = step.hidden
         return step
 
-    def _filled(self, hidden: bool, now: float) -> Step:
+    def _filled(self, hidden: bool, now: float) -> StepBuilder:
         running, limits, forecast = self.running, self._limits, self._forecast
-        step = Step(limits, self._model, hidden=hidden)
+        step = StepBuilder(limits, self._model, hidden=hidden)
         if hidden:
             # Between two steps of the streams, what this one takes comes on top.
             base = forecast.base if running.decoding else 0.0
             late, short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
-            streams: list[Job] = []
-            aside: list[Job] = []
+            streams: list[SequenceJob] = []
+            aside: list[SequenceJob] = []
         else:
             streams, aside = self._streams(now)
             step.decode(streams)
@@ -269,7 +269,7 @@ class Planner:
         self._owe(step, rows)
         return step
 
-    def _streams(self, now: float) -> tuple[list[Job], list[Job]]:
+    def _streams(self, now: float) -> tuple[list[SequenceJob], list[SequenceJob]]:
         """The streams of the foreground; apart, those of tenants over their share while another's prompt waits."""
         running = self.running
         if not self.queue.any_over or not self._others_wait(now):
@@ -285,7 +285,13 @@ class Planner:
         return any(head is not None and not head.account.over for head in heads)
 
     def _fill_prompts(
-        self, step: Step, prompts: list[Job], bounds: tuple[float, float, float], now: float, *, over: bool
+        self,
+        step: StepBuilder,
+        prompts: list[SequenceJob],
+        bounds: tuple[float, float, float],
+        now: float,
+        *,
+        over: bool,
     ) -> None:
         """Rows for the prompts of the foreground, of the tenants that are over their share or of those that are not."""
         late, short, long = bounds
@@ -305,12 +311,12 @@ class Planner:
                 long = short
             self._give(step, prompts, LONG, long, now, least=least, late=short, over=over)
 
-    def _is_idle(self, step: Step) -> bool:
+    def _is_idle(self, step: StepBuilder) -> bool:
         """Whether the machine would stand still. Then whoever waits goes on, however long that is thought to take: or a
         single slow step, such as the first one after a start, would be believed for ever."""
         return not step.rows and not self.running.decoding
 
-    def _overs_fill(self, prompts: list[Job], now: float) -> bool:
+    def _overs_fill(self, prompts: list[SequenceJob], now: float) -> bool:
         """Whether short prompts of tenants over their share would make the step longer: then a long prompt of another
         may as well."""
         if not self.queue.any_over:
@@ -318,15 +324,15 @@ class Planner:
         head = self.queue.head(SHORT, now)
         return (head is not None and head.account.over) or any(job.account.over for job in prompts if job.line == SHORT)
 
-    def _share(self, step: Step, seconds: float, share: float) -> int:
+    def _share(self, step: StepBuilder, seconds: float, share: float) -> int:
         """That share of the rows that a step still has within `seconds`."""
         room = self._limits.max_rows - step.rows
         return int(share * self._model.rows_within(seconds, most=room, rows=step.rows, pairs=step.pairs))
 
     def _give(
         self,
-        step: Step,
-        prompts: list[Job],
+        step: StepBuilder,
+        prompts: list[SequenceJob],
         line: int,
         seconds: float,
         now: float,
@@ -372,12 +378,12 @@ class Planner:
         late = min(self._policy.late_objective * objective, self._policy.late_stretch * base)
         return max(late, short), short, min(stretch * base, slower)
 
-    def _is_late(self, job: Job, now: float) -> bool:
+    def _is_late(self, job: SequenceJob, now: float) -> bool:
         """Whether its first token will be late unless it gets all the rows that there are."""
         left = job.sequence.pending if job.table is not None else job.rows
         return job.rows <= self._limits.wide_rows and now > job.due - 1.2 * job.service * left / job.rows
 
-    def _along(self, step: Step, jobs: list[Job], seconds: float, skips: int) -> list[Job]:
+    def _along(self, step: StepBuilder, jobs: list[SequenceJob], seconds: float, skips: int) -> list[SequenceJob]:
         """Streams that go along while the step ends within `seconds`, or have been left out `skips` times. Returns all
         in the order in which they go the next time."""
         rows, pairs = step.rows, step.pairs
@@ -391,8 +397,8 @@ class Planner:
                 job.skipped = 0
             step.decode(jobs)
             return jobs
-        along: list[Job] = []
-        left: list[Job] = []
+        along: list[SequenceJob] = []
+        left: list[SequenceJob] = []
         rows, pairs = step.rows, step.pairs
         for job in jobs:
             sequence = job.sequence
@@ -409,7 +415,7 @@ class Planner:
         step.decode(along)
         return left + along
 
-    def _owe(self, step: Step, streams: int) -> None:
+    def _owe(self, step: StepBuilder, streams: int) -> None:
         """Background work that stands still is owed a small share of what the others get."""
         running = self.running
         if not self.queue.live(BACKGROUND) and not any(job.background for job in running.prefilling + running.pooling):
@@ -424,7 +430,7 @@ class Planner:
 
     def _start(
         self,
-        step: Step,
+        step: StepBuilder,
         line: int,
         seconds: float,
         now: float,
@@ -454,7 +460,7 @@ class Planner:
                 return
             most -= 1
 
-    def _start_first(self, step: Step, prompts: list[Job], now: float) -> None:
+    def _start_first(self, step: StepBuilder, prompts: list[SequenceJob], now: float) -> None:
         """A long prompt whose turn it is before those that are being computed starts beside them."""
         others = [job for job in prompts if job.line == LONG]
         if step.hidden or not 0 < len(others) < _MOST_LONG:
@@ -465,7 +471,7 @@ class Planner:
         if self._try(job, now):
             prompts.insert(0, job)
 
-    def _try(self, job: Job, now: float) -> bool:
+    def _try(self, job: SequenceJob, now: float) -> bool:
         """Starts a job; False where it waits on, in its place, in another class or for another's prefix."""
         match = self._match(job)
         if self._follow(job, match.cached_tokens):
@@ -486,7 +492,7 @@ class Planner:
         self._started(job, now)
         return True
 
-    def _started(self, job: Job, now: float) -> None:
+    def _started(self, job: SequenceJob, now: float) -> None:
         self.queue.leave(job)
         sequence = job.sequence
         if job.started is None:
@@ -500,17 +506,17 @@ class Planner:
         if self._limits.causal and job.request.kind == "generate":
             self._cold.lead(job)
 
-    def _tokens(self, job: Job) -> int:
+    def _tokens(self, job: SequenceJob) -> int:
         """That it starts with memory for: what is there, and a little to grow."""
         return min(len(job.sequence.tokens) + self.blocks.block_tokens, tokens_in_all(job.request))
 
-    def _fits(self, job: Job, match: Match) -> bool:
+    def _fits(self, job: SequenceJob, match: PrefixMatch) -> bool:
         running = self.running
         if not len(running):
             return True  # if not now, then never
         return len(running) < self._limits.max_sequences and running.available(match, self._tokens(job))
 
-    def _makes_place(self, job: Job, match: Match, now: float) -> bool:
+    def _makes_place(self, job: SequenceJob, match: PrefixMatch, now: float) -> bool:
         """Whether it can run now; background work makes way for it."""
         for _ in range(_MOST_PREEMPTED):
             if self._fits(job, match):
@@ -522,7 +528,7 @@ class Planner:
             match = self._match(job)
         return self._fits(job, match)
 
-    def _yields(self, job: Job, now: float) -> bool:
+    def _yields(self, job: SequenceJob, now: float) -> bool:
         """Whether the place that is left is another's: of a class that has none, or who finds no memory for long."""
         if job.background:
             return False
@@ -540,7 +546,7 @@ class Planner:
         other = self.queue.head(LONG, now)
         return other is not None and self.queue.precedes(other, job)
 
-    def _follow(self, job: Job, cached: int) -> bool:
+    def _follow(self, job: SequenceJob, cached: int) -> bool:
         """Whether it waits for another to compute the prefix that they share."""
         if not self._policy.share_cold or job.first < len(job.request.prompt) or not self._limits.causal:
             return False
@@ -558,6 +564,6 @@ class Planner:
         return True
 
 
-def _turn(job: Job) -> tuple[bool, float]:
+def _turn(job: SequenceJob) -> tuple[bool, float]:
     """In which order prompts that are being computed get rows."""
     return job.account.over, job.urgency

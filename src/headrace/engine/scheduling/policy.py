@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.engine.interface.request import Request
+from headrace.engine.interface.request import GenerationRequest
 from headrace.surfaces import SURFACES, Surface
 
 _MOST_SLACK: Final = 60.0  # seconds
@@ -44,13 +44,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     refuse_unmet: bool = True  # refuse at admission what cannot meet its deadline or its surface's patience
 
 
-def due_time(request: Request, surface: Surface, service: float) -> float:
+def due_time(request: GenerationRequest, surface: Surface, service: float) -> float:
     """When the first token is due. A prompt that cannot meet the objective in traffic is given the time that it can."""
     due = request.arrival + max(surface.ttft, 2.5 * service)
     return due if request.deadline is None else min(due, request.deadline)
 
 
-def urgency(request: Request, surface: Surface, policy: Policy, *, service: float, answer: float, warm: float) -> float:
+def urgency(
+    request: GenerationRequest, surface: Surface, policy: Policy, *, service: float, answer: float, warm: float
+) -> float:
     """The later, the less urgent. Between two requests without a deadline it differs from the order of arrival by a few
     seconds at most, so nothing is overtaken for ever.
 

@@ -13,23 +13,23 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from headrace.engine.memory.blocks import Blocks, Match
-from headrace.engine.scheduling.waiting_queue import QUANTUM, Account, Job, State
+from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
+from headrace.engine.scheduling.waiting_queue import QUANTUM, JobState, SequenceJob, TenantAccount
 
 
-class Running:
-    def __init__(self, blocks: Blocks) -> None:
+class RunningSet:
+    def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self.decoding: list[Job] = []  # of the foreground, in the order in which they began to decode
-        self.background: list[Job] = []  # decoding, those that were left out longest first
-        self.prefilling: list[Job] = []
-        self.pooling: list[Job] = []  # embeddings: in steps of their own
+        self.decoding: list[SequenceJob] = []  # of the foreground, in the order in which they began to decode
+        self.background: list[SequenceJob] = []  # decoding, those that were left out longest first
+        self.prefilling: list[SequenceJob] = []
+        self.pooling: list[SequenceJob] = []  # embeddings: in steps of their own
         self._streams: Counter[str] = Counter()  # decoding ones of the foreground, by surface
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.background) + len(self.prefilling) + len(self.pooling)
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[SequenceJob]:
         return self.decoding + self.background + self.prefilling + self.pooling
 
     @property
@@ -37,13 +37,13 @@ class Running:
         """Of the streams of the foreground."""
         return self._streams.keys()
 
-    def available(self, match: Match, tokens: int) -> bool:
+    def available(self, match: PrefixMatch, tokens: int) -> bool:
         """Whether there are blocks for `tokens` and, for each sequence that decodes, one to grow by."""
         blocks = self.blocks
         needed = blocks.blocks_for(tokens) - len(match.path) + len(self.decoding) + len(self.background)
         return needed <= blocks.available or not len(self)
 
-    def start(self, job: Job, match: Match, tokens: int) -> bool:
+    def start(self, job: SequenceJob, match: PrefixMatch, tokens: int) -> bool:
         """Holds memory for `tokens`; False where there is none."""
         table = self.blocks.acquire(match, tokens)
         if table is None:
@@ -57,7 +57,7 @@ class Running:
         self._run(job)
         return True
 
-    def fork(self, job: Job, leader: Job) -> bool:
+    def fork(self, job: SequenceJob, leader: SequenceJob) -> bool:
         """Another of the same request's sequences goes on from the leader's prompt; only its last token is computed
         again, for a result of its own. False where there is no memory."""
         assert leader.table is not None
@@ -77,9 +77,9 @@ class Running:
         self._run(job)
         return True
 
-    def decode(self, job: Job) -> None:
+    def decode(self, job: SequenceJob) -> None:
         """Its prompt is computed."""
-        job.state = State.DECODING
+        job.state = JobState.DECODING
         self.prefilling.remove(job)
         if job.background:
             self.background.append(job)
@@ -87,20 +87,20 @@ class Running:
             self.decoding.append(job)
             self._streams[job.request.surface] += 1
 
-    def prefill(self, job: Job) -> None:
+    def prefill(self, job: SequenceJob) -> None:
         """So much was appended to it that it is a prompt once more."""
         self._leave(job)
-        job.state = State.PREFILLING
+        job.state = JobState.PREFILLING
         self.prefilling.append(job)
 
-    def grow(self, job: Job, tokens: int) -> bool:
+    def grow(self, job: SequenceJob, tokens: int) -> bool:
         assert job.table is not None
         if not self.blocks.grow(job.table, tokens):
             return False
         job.room = len(job.table.blocks) * self.blocks.block_tokens
         return True
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: SequenceJob) -> None:
         """Lets its memory and its place go; what is computed can be found again until the memory is needed."""
         assert job.table is not None
         self._leave(job)
@@ -112,25 +112,25 @@ class Running:
         sequence.blocks = []
         sequence.drafted.clear()
 
-    def _run(self, job: Job) -> None:
-        job.state = State.PREFILLING
+    def _run(self, job: SequenceJob) -> None:
+        job.state = JobState.PREFILLING
         job.account.running += 1
         (self.pooling if job.request.kind == "embed" else self.prefilling).append(job)
 
-    def _leave(self, job: Job) -> None:
-        if job.state is State.DECODING and not job.background:
+    def _leave(self, job: SequenceJob) -> None:
+        if job.state is JobState.DECODING and not job.background:
             self.decoding.remove(job)
             self._streams[job.request.surface] -= 1
             if not self._streams[job.request.surface]:
                 del self._streams[job.request.surface]
-        elif job.state is State.DECODING:
+        elif job.state is JobState.DECODING:
             self.background.remove(job)
         else:
             (self.pooling if job.request.kind == "embed" else self.prefilling).remove(job)
 
     # Victims
 
-    def victim_for_memory(self, now: float) -> Job | None:
+    def victim_for_memory(self, now: float) -> SequenceJob | None:
         """Who goes when a running sequence cannot grow; None where one runs alone."""
         jobs = self.all()
         if len(jobs) < 2:
@@ -139,12 +139,12 @@ class Running:
         crowded = self._crowded(jobs)
         return _most_expendable((job for job in jobs if job is not eldest), crowded, now)
 
-    def background_victim(self, now: float, most_rescues: int) -> Job | None:
+    def background_victim(self, now: float, most_rescues: int) -> SequenceJob | None:
         """Background work that makes way for a foreground job."""
         jobs = [job for job in self.all() if job.background and not job.in_step and job.rescued < most_rescues]
         return _most_expendable(jobs, set(), now)
 
-    def victim_for(self, waiting: Job, now: float, most_rescues: int) -> Job | None:
+    def victim_for(self, waiting: SequenceJob, now: float, most_rescues: int) -> SequenceJob | None:
         """Who goes so that an urgent foreground job can start: one of a tenant that has more than its share and was
         served more, or one of its own tenant's that has more time than a job with a deadline."""
         jobs = self.all()
@@ -163,19 +163,19 @@ class Running:
             found = _most_expendable(patient, crowded, now)
         return found
 
-    def _crowded(self, jobs: list[Job]) -> set[Account]:
+    def _crowded(self, jobs: list[SequenceJob]) -> set[TenantAccount]:
         """Tenants with more than an equal share, by weight, of what runs."""
         accounts = {job.account for job in jobs}
         fair = len(jobs) / sum(account.weight for account in accounts)
         return {account for account in accounts if account.running > fair * account.weight}
 
 
-def _slack(job: Job, now: float) -> float:
+def _slack(job: SequenceJob, now: float) -> float:
     """Seconds by which it may be put off and still meet its deadline."""
     return job.deadline - now - job.answer
 
 
-def _most_expendable(jobs: Iterable[Job], crowded: set[Account], now: float) -> Job | None:
+def _most_expendable(jobs: Iterable[SequenceJob], crowded: set[TenantAccount], now: float) -> SequenceJob | None:
     """Background before foreground, then of a tenant that has much running, then before its first token, then the one
     with most time, then the latest."""
     return max(

@@ -3,9 +3,9 @@
 Owns what the engine calls, the requests' deadlines and endings, and what a step's outcome means for each sequence. Who
 is in a step is the planner's (`planner.py`). There is no prefill phase and no decode phase: a sequence has tokens that
 are computed and tokens that are wanted, and a step hands each a share of one budget of time. Pure host logic: the clock
-is passed in, the hardware is a StepTimeModel, and memory is Blocks; so a simulator can drive it.
+is passed in, the hardware is a StepTimeModel, and memory is BlockManager; so a simulator can drive it.
 
-    admit ──▶ FairQueue ──start──▶ Running ──settle──▶ finished
+    admit ──▶ FairQueue ──start──▶ RunningSet ──settle──▶ finished
                  │  ▲                 │
                  ▼  └────preempted────┘
             ColdPrefixes: waits for another that computes the same prefix
@@ -20,17 +20,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.engine.interface.request import Finish, Request, Sequence, open_sequence
-from headrace.engine.memory.blocks import Blocks
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState, open_sequence
+from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.admission import impossible, no_room, tokens_in_all, too_late
 from headrace.engine.scheduling.forecast import Forecast
 from headrace.engine.scheduling.planner import Planner
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.running_set import Running
-from headrace.engine.scheduling.step_builder import Step
-from headrace.engine.scheduling.step_plan import Admission, Event, Limits, Outcome, StepPlan
+from headrace.engine.scheduling.running_set import RunningSet
+from headrace.engine.scheduling.step_builder import StepBuilder
+from headrace.engine.scheduling.step_plan import Admission, Outcome, SchedulerLimits, SequenceEvent, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
-from headrace.engine.scheduling.waiting_queue import FairQueue, Job, State
+from headrace.engine.scheduling.waiting_queue import FairQueue, JobState, SequenceJob
 
 _FORCED = 16  # tokens appended at once that still count as decoding
 
@@ -60,8 +60,8 @@ class SchedulerStats(msgspec.Struct):
 class Scheduler:
     def __init__(
         self,
-        blocks: Blocks,
-        limits: Limits,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
         policy: Policy,
         model: StepTimeModel,
         *,
@@ -77,25 +77,25 @@ class Scheduler:
         self._forecast = Forecast(model, max_rows=limits.max_rows, longest_step=limits.longest_step)
         self._planner = Planner(blocks, limits, policy, model, self.queue, self._forecast)
         self._rope_variant = rope_variant
-        self._jobs: dict[str, list[Job]] = {}  # of each request that has not ended
+        self._jobs: dict[str, list[SequenceJob]] = {}  # of each request that has not ended
         self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int, Job]] = []  # heap
+        self._deadlines: list[tuple[float, int, SequenceJob]] = []  # heap
         self._with_deadline = 0  # of those, the ones that have not ended
-        self._step: Step | None = None  # under way
+        self._step: StepBuilder | None = None  # under way
         self._step_ends = 0.0  # as predicted
-        self._events: list[Event] = []  # not handed out yet
+        self._events: list[SequenceEvent] = []  # not handed out yet
         self._draining = False
         self._counts = SchedulerStats()
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningSet:
         return self._planner.running
 
     @property
     def idle(self) -> bool:
         return not self._jobs and not self._events
 
-    def admit(self, request: Request, now: float, *, output: tuple[int, ...] = ()) -> Admission:
+    def admit(self, request: GenerationRequest, now: float, *, output: tuple[int, ...] = ()) -> Admission:
         """Queues a request, or says why not and when it would be. `output`: tokens that were made of it elsewhere."""
         admission = self._admit(request, now, output)
         if admission.accepted:
@@ -104,17 +104,17 @@ class Scheduler:
             self._counts.refused += 1
         return admission
 
-    def cancel(self, request_id: str, now: float) -> list[Event]:
+    def cancel(self, request_id: str, now: float) -> list[SequenceEvent]:
         """Ends a request. What is in the step under way ends when that is settled, the rest at once."""
-        events: list[Event] = []
+        events: list[SequenceEvent] = []
         for job in list(self._jobs.get(request_id, ())):
             if job.in_step:
-                job.ends = (Finish.CANCELLED, "")
+                job.ends = (FinishReason.CANCELLED, "")
             else:
-                events.append(self._finish(job, Finish.CANCELLED, "", now))
+                events.append(self._finish(job, FinishReason.CANCELLED, "", now))
         return events
 
-    def expire(self, now: float) -> list[Event]:
+    def expire(self, now: float) -> list[SequenceEvent]:
         """Ends what is past its deadline, with what it has. To be called before `plan`, also when nothing is to run."""
         self._cut(now)
         events, self._events = self._events, []
@@ -152,7 +152,7 @@ class Scheduler:
         self._step_ends = now + seconds
         return StepPlan(step.shares, self.blocks.take_copies(), seconds, step.hidden, step.rows, step.pairs)
 
-    def settle(self, plan: StepPlan, outcomes: list[Outcome], now: float, seconds: float) -> list[Event]:
+    def settle(self, plan: StepPlan, outcomes: list[Outcome], now: float, seconds: float) -> list[SequenceEvent]:
         """What a step has come to. `seconds` is how long it took; not positive where that means nothing."""
         step = self._step
         if step is None or step.shares is not plan.shares or len(outcomes) != len(plan.shares):
@@ -161,7 +161,7 @@ class Scheduler:
         self.model.observe(plan.rows, plan.pairs, seconds)
         self._counts.steps += 1
         self._counts.rows += plan.rows
-        events: list[Event] = []
+        events: list[SequenceEvent] = []
         self.queue.tick(now)
         for job in step.jobs:
             job.in_step = False
@@ -177,7 +177,7 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, request: Request, now: float, output: tuple[int, ...]) -> Admission:
+    def _admit(self, request: GenerationRequest, now: float, output: tuple[int, ...]) -> Admission:
         if request.id in self._jobs:
             return Admission(False, 0.0, why=f"there is a request '{request.id}' already", parameter="id")
         wrong = impossible(request, len(output), self.limits, self.policy, self.blocks.largest_sequence)
@@ -191,7 +191,7 @@ class Scheduler:
             account.weight = request.weight
         surface = self.policy.surfaces[request.surface]
         sequences = tuple(self._open(request, index, output) for index in range(request.n))
-        jobs = [Job(next(self._numbers), sequence, surface, account) for sequence in sequences]
+        jobs = [SequenceJob(next(self._numbers), sequence, surface, account) for sequence in sequences]
         first = jobs[0]
         planner.look(first)
         wait, most = planner.wait_seconds(first, now)
@@ -214,7 +214,7 @@ class Scheduler:
                 heapq.heappush(self._deadlines, (job.deadline, job.number, job))
         return Admission(True, wait + first.service, sequences)
 
-    def _refusal(self, job: Job, now: float, wait: float, most: float) -> Admission | None:
+    def _refusal(self, job: SequenceJob, now: float, wait: float, most: float) -> Admission | None:
         forecast = self._forecast
         retry = forecast.place_seconds(job.request.n)
         refused = no_room(job, self.queue, self.limits, predicted=wait + job.service, retry=retry)
@@ -223,7 +223,7 @@ class Scheduler:
             refused = too_late(job, now, wait=wait, most=most, least=least, margin=self.limits.longest_step)
         return refused
 
-    def _open(self, request: Request, index: int, output: tuple[int, ...]) -> Sequence:
+    def _open(self, request: GenerationRequest, index: int, output: tuple[int, ...]) -> SequenceState:
         sequence = open_sequence(request, index, self._rope_variant(tokens_in_all(request)))
         if output:
             sequence.append(output)
@@ -231,13 +231,13 @@ class Scheduler:
 
     # Settling
 
-    def _settle(self, job: Job, count: int, outcome: Outcome, now: float) -> Event | None:
+    def _settle(self, job: SequenceJob, count: int, outcome: Outcome, now: float) -> SequenceEvent | None:
         sequence = job.sequence
         tokens, drafted = sequence.tokens, sequence.drafted
         pending = len(tokens) - sequence.computed
         computed = sequence.computed + count
         accepted = outcome.accepted
-        if job.ends is not None and job.ends[0] is Finish.CANCELLED:
+        if job.ends is not None and job.ends[0] is FinishReason.CANCELLED:
             sequence.computed = min(computed, len(tokens))
             return self._finish(job, *job.ends, now)
         if count > pending:
@@ -259,23 +259,23 @@ class Scheduler:
             self.queue.computed(job, weighted)
         # The newest token has not been computed, even where it is what a draft said.
         sequence.computed = min(computed, len(tokens) - bool(accepted))
-        if job.state is State.DECODING:
+        if job.state is JobState.DECODING:
             if len(tokens) - sequence.computed > _FORCED:
                 self.running.prefill(job)
         elif self._prefilled(job, count, now):
-            finish = finish or Finish.STOP
+            finish = finish or FinishReason.STOP
         if finish is None:
             if job.ends is not None:
                 finish, why = job.ends
             elif sequence.computed == len(tokens):
-                finish, why = Finish.FAILED, "the engine chose no token"
+                finish, why = FinishReason.FAILED, "the engine chose no token"
             else:
-                return Event(sequence, accepted) if accepted else None
+                return SequenceEvent(sequence, accepted) if accepted else None
         event = self._finish(job, finish, why, now)
         event.tokens = accepted
         return event
 
-    def _prefilled(self, job: Job, count: int, now: float) -> bool:
+    def _prefilled(self, job: SequenceJob, count: int, now: float) -> bool:
         """A part of a prompt is computed; True where that was all that was asked for."""
         sequence, request = job.sequence, job.request
         prompt = len(request.prompt)
@@ -296,27 +296,29 @@ class Scheduler:
         heap = self._deadlines
         while heap and heap[0][0] <= now:
             job = heapq.heappop(heap)[2]
-            if job.state is State.DONE:
+            if job.state is JobState.DONE:
                 continue
             if job.in_step:
-                job.ends = job.ends or (Finish.DEADLINE, "")
+                job.ends = job.ends or (FinishReason.DEADLINE, "")
             else:
-                self._events.append(self._finish(job, Finish.DEADLINE, "", now))
+                self._events.append(self._finish(job, FinishReason.DEADLINE, "", now))
         if len(heap) > 64 + 2 * self._with_deadline:
-            self._deadlines = [entry for entry in heap if entry[2].state is not State.DONE]
+            self._deadlines = [entry for entry in heap if entry[2].state is not JobState.DONE]
             heapq.heapify(self._deadlines)
 
     def _fail(self, now: float) -> None:
         """Ends those for which there is no memory."""
         failed = self._planner.failed
         while failed:
-            self._events.append(self._finish(failed.pop(), Finish.FAILED, "there is no KV memory left for it", now))
+            self._events.append(
+                self._finish(failed.pop(), FinishReason.FAILED, "there is no KV memory left for it", now)
+            )
 
-    def _finish(self, job: Job, finish: Finish, why: str, now: float) -> Event:
+    def _finish(self, job: SequenceJob, finish: FinishReason, why: str, now: float) -> SequenceEvent:
         sequence, request = job.sequence, job.request
         running = len(self.running)
         self._planner.stop(job, now)
-        job.state = State.DONE
+        job.state = JobState.DONE
         sequence.finish = finish
         if job.deadline < math.inf:
             self._with_deadline -= 1
@@ -327,19 +329,19 @@ class Scheduler:
         self.queue.forget_idle(job.account)
         counts = self._counts
         match finish:
-            case Finish.CANCELLED:
+            case FinishReason.CANCELLED:
                 counts.cancelled += 1
-            case Finish.DEADLINE:
+            case FinishReason.DEADLINE:
                 counts.cut += 1
-            case Finish.FAILED:
+            case FinishReason.FAILED:
                 counts.failed += 1
-            case Finish.STOP | Finish.LENGTH:
+            case FinishReason.STOP | FinishReason.LENGTH:
                 counts.finished += 1
                 self._forecast.finished(job, now, running)
-        return Event(sequence, [], finish, why)
+        return SequenceEvent(sequence, [], finish, why)
 
 
-def _bounded(job: Job, accepted: list[int]) -> tuple[list[int], Finish | None]:
+def _bounded(job: SequenceJob, accepted: list[int]) -> tuple[list[int], FinishReason | None]:
     """New tokens up to what ends the sequence."""
     request = job.request
     stop_ids = request.stop_ids
@@ -349,5 +351,5 @@ def _bounded(job: Job, accepted: list[int]) -> tuple[list[int], Finish | None]:
     if stop_ids:
         for place, token in enumerate(accepted):
             if token in stop_ids:
-                return accepted[: place + 1], Finish.STOP
-    return accepted, Finish.LENGTH if len(accepted) == left else None
+                return accepted[: place + 1], FinishReason.STOP
+    return accepted, FinishReason.LENGTH if len(accepted) == left else None

@@ -6,16 +6,16 @@ whose turn it is.
 
 from __future__ import annotations
 
-from headrace.engine.interface.request import Sequence
-from headrace.engine.scheduling.step_plan import Limits, Share
+from headrace.engine.interface.request import SequenceState
+from headrace.engine.scheduling.step_plan import SchedulerLimits, Share
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
-from headrace.engine.scheduling.waiting_queue import Job
+from headrace.engine.scheduling.waiting_queue import SequenceJob
 
 
-class Step:
-    def __init__(self, limits: Limits, model: StepTimeModel, *, hidden: bool = False) -> None:
+class StepBuilder:
+    def __init__(self, limits: SchedulerLimits, model: StepTimeModel, *, hidden: bool = False) -> None:
         self.hidden = hidden
-        self.jobs: list[Job] = []
+        self.jobs: list[SequenceJob] = []
         self.shares: list[Share] = []
         self.rows = 0
         self.pairs = 0
@@ -28,7 +28,7 @@ class Step:
     def seconds(self) -> float:
         return self._model.predict(self.rows, self.pairs)
 
-    def decode(self, jobs: list[Job]) -> None:
+    def decode(self, jobs: list[SequenceJob]) -> None:
         """What is pending of each, and its drafts."""
         shares, rows, pairs = self.shares, self.rows, self.pairs
         for job in jobs:
@@ -50,7 +50,7 @@ class Step:
         rows = self.rows + kept
         return rows < self._limits.max_rows and self._model.predict(rows + 1, self.pairs) <= seconds
 
-    def give(self, job: Job, seconds: float, *, kept: int = 0, least: int = 0) -> int:
+    def give(self, job: SequenceJob, seconds: float, *, kept: int = 0, least: int = 0) -> int:
         """Rows of a prompt, as many as end within `seconds`, or `least`; `kept` rows stay free for others."""
         limits = self._limits
         sequence = job.sequence
@@ -73,7 +73,7 @@ class Step:
         self.full = self.full or count < pending
         return count
 
-    def _cut(self, job: Job, count: int, pending: int) -> int:
+    def _cut(self, job: SequenceJob, count: int, pending: int) -> int:
         """Where a part of a prompt ends."""
         limits = self._limits
         sequence = job.sequence
@@ -88,7 +88,7 @@ class Step:
             count = min(count, max(first - computed, 0) + limits.max_results - self._results)
         return count
 
-    def _add(self, job: Job, count: int) -> None:
+    def _add(self, job: SequenceJob, count: int) -> None:
         sequence = job.sequence
         computed = sequence.computed
         end = computed + count
@@ -121,7 +121,7 @@ class Step:
 
     def _set(self, place: int, count: int) -> None:
         share = self.shares[place]
-        sequence: Sequence = share.sequence
+        sequence: SequenceState = share.sequence
         self.rows += count - share.count
         self.pairs += pairs_of(sequence.computed, count) - pairs_of(sequence.computed, share.count)
         share.count = count

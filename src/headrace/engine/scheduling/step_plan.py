@@ -1,6 +1,6 @@
 """What goes between the scheduler and the engine: a step's plan, its outcome, and what follows for each sequence.
 
-Owns these shapes and the scheduler's Limits. Decides nothing and knows no hardware.
+Owns these shapes and the scheduler's SchedulerLimits. Decides nothing and knows no hardware.
 
     scheduler.plan(now) -> StepPlan -> executor -> Outcome per share -> scheduler.settle(...) -> Events
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.engine.interface.request import Finish, Sequence
+from headrace.engine.interface.request import FinishReason, SequenceState
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds that every plan keeps. The first group comes from the executor's Capacity."""
 
     context: int = 8192  # most tokens of one sequence
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Share(msgspec.Struct):
     """One sequence's rows of a step: (tokens + drafted)[computed : computed + count]."""
 
-    sequence: Sequence
+    sequence: SequenceState
     count: int
     wanted: int  # of the last rows, how many results are wanted: 0 while a prompt is not whole, then 1 + len(drafted)
 
@@ -63,21 +63,21 @@ class Outcome(msgspec.Struct):
     """What the engine hands back for a share."""
 
     accepted: list[int] = []  # new tokens: verified drafts, the one sampled, forced ones
-    finish: Finish | None = None  # where the engine knows that it ends: stop string, grammar, failure
+    finish: FinishReason | None = None  # where the engine knows that it ends: stop string, grammar, failure
     why: str = ""
 
 
-class Event(msgspec.Struct):
-    sequence: Sequence
+class SequenceEvent(msgspec.Struct):
+    sequence: SequenceState
     tokens: list[int]  # new ones, a stop id included
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     why: str = ""
 
 
 class Admission(msgspec.Struct, frozen=True):
     accepted: bool
     predicted: float  # seconds from now to the first token
-    sequences: tuple[Sequence, ...] = ()  # the request's n, where it was accepted
+    sequences: tuple[SequenceState, ...] = ()  # the request's n, where it was accepted
     retry_after: float = 0.0  # seconds after which it would be admitted, where it was refused
     why: str = ""
     parameter: str | None = None  # of the request, where that can never be served; None: a matter of load

@@ -26,7 +26,7 @@ _REFIT: Final = 32  # steps between two fits of the line
 _CLASSES: Final = 24  # powers of two of rows, and of pairs
 _LEAST: Final = 1e-9  # seconds; nothing is faster
 
-Line = tuple[float, float, float]  # fixed, per row, per pair, in seconds
+StepTimeLine = tuple[float, float, float]  # fixed, per row, per pair, in seconds
 
 
 class _Centre(msgspec.Struct):
@@ -42,7 +42,7 @@ class StepTimeModel:
     """Until it has seen steps it says what it was made with, which need only have the right order of magnitude."""
 
     def __init__(self, fixed: float = 10e-3, per_row: float = 1e-3, per_pair: float = 20e-9) -> None:
-        self._line: Line = (fixed, per_row, per_pair)
+        self._line: StepTimeLine = (fixed, per_row, per_pair)
         self._speed = 0.0  # logarithm
         self._bend = [0.0] * (_CLASSES + 1)  # logarithms, at powers of two of rows
         self._centres: dict[tuple[int, int], _Centre] = {}
@@ -91,7 +91,7 @@ class StepTimeModel:
             self._fit()
 
     @property
-    def coefficients(self) -> Line:
+    def coefficients(self) -> StepTimeLine:
         """Seconds fixed, per row and per pair, at today's speed."""
         speed = math.exp(self._speed)
         fixed, per_row, per_pair = self._line
@@ -145,7 +145,7 @@ class StepTimeModel:
             self._bend = _bends(self._centres.values(), found)
 
 
-def _bends(centres: Iterable[_Centre], line: Line) -> list[float]:
+def _bends(centres: Iterable[_Centre], line: StepTimeLine) -> list[float]:
     """At each power of two of rows, how far the centres around it lie beside the line; between them, a straight way."""
     fixed, per_row, per_pair = line
     sums = [0.0] * (_CLASSES + 1)
@@ -180,7 +180,9 @@ def _place(rows: int) -> tuple[int, float]:
     return low, rows / (1 << low) - 1.0
 
 
-def _solve(points: list[tuple[float, float, float, float, float]], free: tuple[int, ...], before: Line) -> Line:
+def _solve(
+    points: list[tuple[float, float, float, float, float]], free: tuple[int, ...], before: StepTimeLine
+) -> StepTimeLine:
     """Weighted least squares in the free coefficients, the others nought.
 
     Held a little to the line before: what no point tells apart (rows and pairs that always grow together) stays as it

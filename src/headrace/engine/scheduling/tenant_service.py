@@ -1,8 +1,8 @@
 """What each tenant was served, since ever and of late, and who takes several times its fair share.
 
-Owns Account and Usage. Of late means over the last minute or two, older service counting less and less. A tenant is
-over its share when it has taken `SEVERAL` times what each would get if all that were served of late got the same for
-their weight, and a good part of all: with a handful of tenants three quarters, with very many a fifth.
+Owns TenantAccount and RecentService. Of late means over the last minute or two, older service counting less and less. A
+tenant is over its share when it has taken `SEVERAL` times what each would get if all that were served of late got the
+same for their weight, and a good part of all: with a handful of tenants three quarters, with very many a fifth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_AGE: Final = 27.0  # times LATE that the scale grows, up to about 5e11, be
 _GONE: Final = 600.0  # times LATE after which nothing is left
 
 
-class Account:
+class TenantAccount:
     """A tenant's."""
 
     __slots__ = ("charged", "name", "over", "queued", "queued_tokens", "running", "used", "waiting", "weight")
@@ -30,7 +30,7 @@ class Account:
         self.name = name
         self.weight = 1.0  # as its latest request said
         self.charged = [0.0, 0.0]  # weighted tokens; of background work apart
-        self.used = 0.0  # of late, in `Usage`'s measure
+        self.used = 0.0  # of late, in `RecentService`'s measure
         self.over = False  # much more than its fair share
         self.waiting = [0, 0]  # in the queue, in the same way
         self.queued = 0  # sequences that wait, those that follow another's prefix included
@@ -38,7 +38,7 @@ class Account:
         self.running = 0
 
 
-class Usage:
+class RecentService:
     """Service of late. Instead of letting all old service fade, new service is counted ever larger."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Usage:
         self._since = 0.0  # when the scale was 1
         self._looked = 0.0
         self._weight = 0.0  # of the recent ones
-        self._recent: OrderedDict[Account, tuple[float, float]] = OrderedDict()  # when last served, weight then
-        self._served: set[Account] = set()  # since the last look: only they can have come to be over
-        self._over: set[Account] = set()
+        self._recent: OrderedDict[TenantAccount, tuple[float, float]] = OrderedDict()  # when last served, weight then
+        self._served: set[TenantAccount] = set()  # since the last look: only they can have come to be over
+        self._over: set[TenantAccount] = set()
         self._now = 0.0
 
-    def add(self, account: Account, tokens: float) -> None:
+    def add(self, account: TenantAccount, tokens: float) -> None:
         scaled = tokens * self._scale
         account.used += scaled
         self._total += scaled
@@ -65,7 +65,7 @@ class Usage:
             self._recent[account] = (self._now, before[1])
             self._recent.move_to_end(account)
 
-    def tick(self, now: float) -> list[Account]:
+    def tick(self, now: float) -> list[TenantAccount]:
         """Looks at who is over its share; returns those who are no longer."""
         self._now = now
         age = (now - self._since) / LATE
@@ -91,7 +91,7 @@ class Usage:
     def any_over(self) -> bool:
         return bool(self._over)
 
-    def forget(self, account: Account) -> None:
+    def forget(self, account: TenantAccount) -> None:
         """The account is no more."""
         self._over.discard(account)
         self._served.discard(account)
@@ -100,8 +100,8 @@ class Usage:
             self._weight -= before[1]
             self._total -= account.used
 
-    def _look(self) -> list[Account]:
-        over: set[Account] = set()
+    def _look(self) -> list[TenantAccount]:
+        over: set[TenantAccount] = set()
         if self._total > _LEAST_TOKENS * self._scale and len(self._recent) > 1:
             for account in self._served | self._over:
                 recent = self._recent.get(account)

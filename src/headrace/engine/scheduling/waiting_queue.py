@@ -1,7 +1,7 @@
 """Who waits, and who goes next: fair among tenants, by urgency within them.
 
-Owns Job (a sequence as the scheduler sees it), Account (what a tenant was served) and FairQueue. Knows no memory and no
-step. Every operation is O(log n) in the tenants and requests that wait.
+Owns SequenceJob (a sequence as the scheduler sees it), TenantAccount (what a tenant was served) and FairQueue. Knows no
+memory and no step. Every operation is O(log n) in the tenants and requests that wait.
 
 A tenant is charged for each token that is computed for it, divided by its weight, and among the tenants that wait the
 one with the least on its account goes first (virtual token counters, as in "Fairness in Serving Large Language
@@ -23,10 +23,10 @@ from collections import OrderedDict
 from enum import Enum
 from typing import Final
 
-from headrace.engine.interface.request import Finish, Request, Sequence
-from headrace.engine.memory.blocks import Match, Table
+from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
+from headrace.engine.memory.block_manager import BlockTable, PrefixMatch
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.tenant_service import Account, Usage
+from headrace.engine.scheduling.tenant_service import RecentService, TenantAccount
 from headrace.surfaces import Surface
 
 SHORT: Final = 0
@@ -39,7 +39,7 @@ _MOST_ALIKE: Final = 8  # of them at a time
 _FORGIVEN: Final = 1  # quanta by which a tenant with a late request must be behind to go before one that can be in time
 
 
-class State(Enum):
+class JobState(Enum):
     WAITING = 0  # in the queue
     FOLLOWING = 1  # until another has computed the prefix that both share
     PREFILLING = 2
@@ -47,7 +47,7 @@ class State(Enum):
     DONE = 4
 
 
-class Job:
+class SequenceJob:
     """A sequence, and what the scheduler knows of it."""
 
     __slots__ = (
@@ -87,18 +87,18 @@ class Job:
         "waits_for",
     )
 
-    def __init__(self, number: int, sequence: Sequence, surface: Surface, account: Account) -> None:
+    def __init__(self, number: int, sequence: SequenceState, surface: Surface, account: TenantAccount) -> None:
         self.number = number  # in order of admission
         self.sequence = sequence
-        self.request: Request = sequence.request
+        self.request: GenerationRequest = sequence.request
         self.surface = surface
         self.account = account
-        self.state = State.WAITING
+        self.state = JobState.WAITING
         self.line = BACKGROUND if surface.background else SHORT
         self.deadline = math.inf if sequence.request.deadline is None else sequence.request.deadline
         self.first = sequence.request.first_result if sequence.index == 0 else len(sequence.request.prompt)
-        self.match: Match | None = None
-        self.table: Table | None = None
+        self.match: PrefixMatch | None = None
+        self.table: BlockTable | None = None
         self.room = 0  # tokens that the table's blocks hold
         self.rows = 0  # to compute before its next token, as it looked when it was queued
         self.service = 0.0  # seconds that they take
@@ -114,21 +114,21 @@ class Job:
         self.rescued = 0  # times that it was preempted for another's first token
         self.skipped = 0  # steps that background work was left out of
         self.in_step = False
-        self.ends: tuple[Finish, str] | None = None  # what is to become of it when the step under way is settled
+        self.ends: tuple[FinishReason, str] | None = None  # what is to become of it when the step under way is settled
         self.begins = 0  # a hash of its first tokens and its salt, while it waits as a long one
         self.chain: list[int] | None = None  # fingerprints of its prefixes, block by block
-        self.followers: list[tuple[int, int, Job]] = []  # heap: tokens after which each is woken
+        self.followers: list[tuple[int, int, SequenceJob]] = []  # heap: tokens after which each is woken
         self.top = 0  # tokens up to which it is known to compute a prefix that others may wait for
-        self.waits_for: Job | None = None
+        self.waits_for: SequenceJob | None = None
         self.turn: _Turn | None = None  # where it is queued
-        self.entry: Entry | None = None  # and as what
+        self.entry: QueueEntry | None = None  # and as what
 
     @property
     def background(self) -> bool:
         return self.line == BACKGROUND
 
 
-Entry = tuple[float, int, Job]  # key, a tie-breaker, and who
+QueueEntry = tuple[float, int, SequenceJob]  # key, a tie-breaker, and who
 
 
 class _Turn:
@@ -136,15 +136,15 @@ class _Turn:
 
     __slots__ = ("account", "gone", "jobs", "line", "listed", "rows")
 
-    def __init__(self, account: Account, line: _Line) -> None:
+    def __init__(self, account: TenantAccount, line: _Line) -> None:
         self.account = account
         self.line = line
-        self.jobs: list[Entry] = []  # heap
+        self.jobs: list[QueueEntry] = []  # heap
         self.gone = 0  # of the jobs, those that were dropped and are still in the heap
         self.rows = 0  # of the others
         self.listed = -1  # the one of the line's entries that is true
 
-    def head(self) -> Job:
+    def head(self) -> SequenceJob:
         jobs = self.jobs
         while jobs[0][2].entry is not jobs[0]:
             heapq.heappop(jobs)
@@ -160,10 +160,10 @@ class _Line:
         self.live = 0
         self.rows = 0
         self._ties = ties
-        self._turns: dict[Account, _Turn] = {}
+        self._turns: dict[TenantAccount, _Turn] = {}
         self._heap: list[tuple[bool, float, float, int, _Turn]] = []
 
-    def push(self, job: Job, key: float) -> None:
+    def push(self, job: SequenceJob, key: float) -> None:
         account = job.account
         turn = self._turns.get(account)
         if turn is None:
@@ -178,7 +178,7 @@ class _Line:
         if turn.jobs[0] is entry:
             self._list(turn)
 
-    def head(self) -> Job | None:
+    def head(self) -> SequenceJob | None:
         heap = self._heap
         while heap:
             over, charged, key, tie, turn = heap[0]
@@ -193,7 +193,7 @@ class _Line:
             heapq.heapreplace(heap, (*truly, turn.listed, turn))
         return None
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: SequenceJob) -> None:
         turn = job.turn
         assert turn is not None
         job.turn = job.entry = None
@@ -209,7 +209,7 @@ class _Line:
             heapq.heapify(turn.jobs)
             turn.gone = 0
 
-    def before(self, account: Account) -> tuple[float, float]:
+    def before(self, account: TenantAccount) -> tuple[float, float]:
         """Rows and jobs that would go before another of this tenant's: all of its own that are there, and as much of
         each other tenant's, if that has so much."""
         if not self.live:
@@ -220,7 +220,7 @@ class _Line:
         each = self.rows / self.live
         return min(self.rows, rows + (rows + each) * others), min(self.live, jobs + (jobs + 1.0) * others)
 
-    def list_again(self, account: Account) -> None:
+    def list_again(self, account: TenantAccount) -> None:
         """To be called when a tenant is no longer over its share: it may go sooner."""
         turn = self._turns.get(account)
         if turn is not None:
@@ -245,12 +245,12 @@ class FairQueue:
         self.queued = 0  # sequences that wait, those that follow another's prefix included
         self.queued_tokens = 0  # of their prompts
         self._idle_tenants = idle_tenants
-        self._accounts: dict[str, Account] = {}
-        self._idle: OrderedDict[str, Account] = OrderedDict()  # without work, longest first
+        self._accounts: dict[str, TenantAccount] = {}
+        self._idle: OrderedDict[str, TenantAccount] = OrderedDict()  # without work, longest first
         self._floor = [0.0, 0.0]  # where a tenant that comes back begins
         self._turns = [0, 0, 0]
-        self._usage = Usage()
-        self._alike: dict[int, dict[Job, None]] = {}  # long ones that begin alike, oldest first
+        self._usage = RecentService()
+        self._alike: dict[int, dict[SequenceJob, None]] = {}  # long ones that begin alike, oldest first
         ties = itertools.count()
         self._on_time = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
         self._late = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
@@ -259,14 +259,14 @@ class FairQueue:
         """In the queue itself."""
         return sum(line.live for line in (*self._on_time, *self._late))
 
-    def account(self, tenant: str) -> Account:
+    def account(self, tenant: str) -> TenantAccount:
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant)
+            account = self._accounts[tenant] = TenantAccount(tenant)
         self._idle.pop(tenant, None)
         return account
 
-    def forget_idle(self, account: Account) -> None:
+    def forget_idle(self, account: TenantAccount) -> None:
         """To be called when a tenant's work may have ended: accounts without work are bounded."""
         if account.queued or account.running:
             return
@@ -277,7 +277,7 @@ class FairQueue:
             self._usage.forget(oldest)
             del self._accounts[name]
 
-    def enter(self, job: Job) -> None:
+    def enter(self, job: SequenceJob) -> None:
         """It begins to wait."""
         tokens = len(job.request.prompt)
         self.queued += 1
@@ -285,7 +285,7 @@ class FairQueue:
         job.account.queued += 1
         job.account.queued_tokens += tokens
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: SequenceJob) -> None:
         """It waits no longer, neither here nor for another's prefix."""
         tokens = len(job.request.prompt)
         self.queued -= 1
@@ -294,7 +294,7 @@ class FairQueue:
         job.account.queued_tokens -= tokens
 
     @property
-    def accounts(self) -> list[Account]:
+    def accounts(self) -> list[TenantAccount]:
         return list(self._accounts.values())
 
     def live(self, line: int) -> int:
@@ -304,12 +304,12 @@ class FairQueue:
         """Rows that wait to be computed: of those that can be in time, and of the others."""
         return self._on_time[line].rows, self._late[line].rows
 
-    def before(self, line: int, account: Account) -> tuple[tuple[float, float], tuple[float, float]]:
+    def before(self, line: int, account: TenantAccount) -> tuple[tuple[float, float], tuple[float, float]]:
         """Rows and jobs that would go before another of a tenant's: of those that can be in time, and of the others."""
         return self._on_time[line].before(account), self._late[line].before(account)
 
-    def push(self, job: Job, now: float) -> None:
-        job.state = State.WAITING
+    def push(self, job: SequenceJob, now: float) -> None:
+        job.state = JobState.WAITING
         account = job.account
         lane = int(job.line == BACKGROUND)
         if not account.waiting[lane]:
@@ -324,7 +324,7 @@ class FairQueue:
         else:
             self._late[job.line].push(job, job.urgency)
 
-    def head(self, line: int, now: float) -> Job | None:
+    def head(self, line: int, now: float) -> SequenceJob | None:
         """Who goes next of a class."""
         on_time, late = self._on_time[line], self._late[line]
         first = on_time.head()
@@ -344,7 +344,7 @@ class FairQueue:
             return second if self._turns[line] % turns == turns - 1 else first
         return second if behind > 0 else first
 
-    def take(self, job: Job) -> None:
+    def take(self, job: SequenceJob) -> None:
         """It goes: it has been the head of its class."""
         if self._late[job.line].live:
             self._turns[job.line] += 1
@@ -352,7 +352,7 @@ class FairQueue:
         self._floor[lane] = max(self._floor[lane], job.account.charged[lane])
         self.drop(job)
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: SequenceJob) -> None:
         """It is no longer in the queue."""
         turn = job.turn
         if turn is None:
@@ -367,7 +367,7 @@ class FairQueue:
             if not alike:
                 del self._alike[job.begins]
 
-    def alike(self, job: Job) -> list[Job]:
+    def alike(self, job: SequenceJob) -> list[SequenceJob]:
         """Some of the long prompts that wait and begin as this one does."""
         if not self._alike:
             return []
@@ -375,11 +375,11 @@ class FairQueue:
         begins = hash((request.salt, job.sequence.rope_variant, request.prompt[:_BEGINNING]))
         return list(itertools.islice(self._alike.get(begins, ()), _MOST_ALIKE))
 
-    def charge(self, job: Job, tokens: float) -> None:
+    def charge(self, job: SequenceJob, tokens: float) -> None:
         """Puts tokens on its tenant's account: a prompt's when it starts, an answer's as they come."""
         job.account.charged[job.line == BACKGROUND] += tokens / (job.request.weight * job.surface.weight)
 
-    def computed(self, job: Job, tokens: float) -> None:
+    def computed(self, job: SequenceJob, tokens: float) -> None:
         """So many tokens were computed for it."""
         if job.line != BACKGROUND:
             self._usage.add(job.account, tokens / (job.request.weight * job.surface.weight))
@@ -395,12 +395,12 @@ class FairQueue:
             for line in (*self._on_time, *self._late):
                 line.list_again(account)
 
-    def precedes(self, job: Job, other: Job) -> bool:
+    def precedes(self, job: SequenceJob, other: SequenceJob) -> bool:
         """Whether a foreground job goes before one of another class."""
         if job.account.over != other.account.over:
             return other.account.over
         mine, others = job.account.charged[0] // QUANTUM, other.account.charged[0] // QUANTUM
         return mine < others or (mine == others and job.urgency < other.urgency)
 
-    def prefilled(self, job: Job) -> None:
+    def prefilled(self, job: SequenceJob) -> None:
         """Its prompt can be found by others now. The fair order makes nothing of it."""

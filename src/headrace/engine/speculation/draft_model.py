@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as ManyOf
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.executors.executor import Batch, Executor
-from headrace.engine.interface.request import Sequence
-from headrace.engine.memory.blocks import Blocks, BlockStats, Table
+from headrace.engine.executors.executor import Executor, StepBatch
+from headrace.engine.interface.request import SequenceState
+from headrace.engine.memory.block_manager import BlockManager, BlockStats, BlockTable
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
-from headrace.engine.speculation.drafters import Mask, Wanted, sample_rows
+from headrace.engine.speculation.drafters import DraftRequests, Mask, sample_rows
 from headrace.errors import RequestError
 
-Constrain = Callable[[Sequence, ManyOf[int]], "Mask | None"]
+Constrain = Callable[[SequenceState, Sequence[int]], "Mask | None"]
 
 
 class _Past(msgspec.Struct, eq=False):
     """A sequence as the draft model has it: `computed` of its tokens, and after them drafts that may not have held."""
 
-    sequence: Sequence
-    table: Table
+    sequence: SequenceState
+    table: BlockTable
     rope_variant: int
     computed: int
     ahead: list[int] = []
@@ -76,7 +75,7 @@ class DraftModelDrafter:
             )
         capacity = executor.capacity
         self._executor = executor
-        self._blocks = Blocks(capacity.blocks, capacity.block_tokens)
+        self._blocks = BlockManager(capacity.blocks, capacity.block_tokens)
         self.constrain: Constrain | None = None  # gives the mask after a sequence's tokens and drafts
         self._catch_up = min(catch_up, capacity.max_rows)
         self._most = sequences
@@ -89,10 +88,10 @@ class DraftModelDrafter:
         """What it takes to draft one token for so many sequences."""
         return self.step_time.predict(sequences, 0)
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
         return self.propose_all([(sequence, most)])[0]
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         """Sequences for which there is no memory, or whose prompt is not computed here yet, get none this time."""
         self._asked = {id(sequence) for sequence, _ in wanted}
         works = [self._begin(sequence, most) if most > 0 else None for sequence, most in wanted]
@@ -101,7 +100,7 @@ class DraftModelDrafter:
             ready = self._pass(ready)
         return [work.drafts if work is not None else [] for work in works]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         past = self._pasts.pop(id(sequence), None)
         if past is not None:
             past.settle()
@@ -117,7 +116,7 @@ class DraftModelDrafter:
         """IntegrityError where the blocks' books do not agree; for tests."""
         self._blocks.check()
 
-    def _begin(self, sequence: Sequence, most: int) -> _Work | None:
+    def _begin(self, sequence: SequenceState, most: int) -> _Work | None:
         tokens = sequence.tokens
         most = min(most, self._executor.capacity.context - len(tokens))
         if most <= 0:
@@ -137,7 +136,7 @@ class DraftModelDrafter:
         self._blocks.publish(past.table, tokens, past.computed)
         return _Work(past, most, tokens[past.computed :])
 
-    def _open(self, sequence: Sequence, total: int) -> _Past | None:
+    def _open(self, sequence: SequenceState, total: int) -> _Past | None:
         request = sequence.request
         variant = self._executor.spec.rope_variant(len(request.prompt) + request.max_tokens)
         match = self._blocks.match(sequence.tokens, request.salt, variant=variant)
@@ -195,7 +194,7 @@ class DraftModelDrafter:
             if len(feed) == len(work.feed):
                 finishing.append(work)
                 last_rows.append(len(tokens) - 1)
-        batch = Batch(
+        batch = StepBatch(
             tokens=np.array(tokens, dtype=np.int32),
             offsets=np.array(offsets, dtype=np.int32),
             computed=np.array(starts, dtype=np.int32),

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as ManyOf
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.interface.request import Sequence
-from headrace.engine.interface.sampling import SampleRow, seed_of
+from headrace.engine.interface.request import SequenceState
+from headrace.engine.interface.sampling import SampleRow, sequence_seed
 from headrace.engine.speculation.suffix_index import SuffixIndex
 
 Mask = NDArray[np.uint32]
-Wanted = ManyOf[tuple[Sequence, int]]  # sequences, and how many tokens to propose for each at most
+DraftRequests = Sequence[tuple[SequenceState, int]]  # sequences, and how many tokens to propose for each at most
 Kept = TypeVar("Kept")
 
 
@@ -37,13 +36,13 @@ class Drafter(Protocol):
         """What it takes to propose one token for each of so many sequences."""
         ...
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         """For each sequence, what may follow its tokens: as many tokens as are wanted, or fewer."""
         ...
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]: ...
+    def propose(self, sequence: SequenceState, most: int) -> list[int]: ...
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
         ...
 
@@ -52,7 +51,7 @@ class Drafter(Protocol):
 
 
 def sample_rows(
-    sequence: Sequence, drafts: ManyOf[int], masks: ManyOf[Mask] | None = None, *, seed: int | None = None
+    sequence: SequenceState, drafts: Sequence[int], masks: Sequence[Mask] | None = None, *, seed: int | None = None
 ) -> list[SampleRow]:
     """How to sample after the sequence's last token and after each draft, as if the drafts before were output.
 
@@ -61,7 +60,7 @@ def sample_rows(
     request = sequence.request
     sampling = request.sampling
     if seed is None:
-        seed = seed_of(sampling.seed, sequence.index)
+        seed = sequence_seed(sampling.seed, sequence.index)
     position = len(sequence.tokens)
     exempt = request.min_tokens - sequence.output_count if request.stop_ids else 0
     seen: Mapping[int, int] = sequence.seen
@@ -94,7 +93,7 @@ def _without(mask: Mask, tokens: frozenset[int]) -> Mask:
     return changed
 
 
-def verify(drafts: ManyOf[int], sampled: ManyOf[int], *, stop_ids: frozenset[int] = frozenset(), most: int) -> int:
+def verify(drafts: Sequence[int], sampled: Sequence[int], *, stop_ids: frozenset[int] = frozenset(), most: int) -> int:
     """How many of the sampled tokens are the sequence's next ones: drafts that held, and the token after them.
 
     `sampled` are the tokens of `sample_rows`' rows, in order; -1 is no token. `most` are still wanted of the sequence.
@@ -112,14 +111,14 @@ def verify(drafts: ManyOf[int], sampled: ManyOf[int], *, stop_ids: frozenset[int
 # Drafters.
 
 
-class PerSequence(OrderedDict[int, tuple[Sequence, Kept]]):
+class PerSequence(OrderedDict[int, tuple[SequenceState, Kept]]):
     """What is kept for each of at most `most` sequences; those that were asked for last stay."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
-    def find(self, sequence: Sequence, make: Callable[[], Kept]) -> Kept:
+    def find(self, sequence: SequenceState, make: Callable[[], Kept]) -> Kept:
         # The sequence is kept too, so that its id is nobody else's.
         found = self.get(id(sequence))
         if found is None:
@@ -130,7 +129,7 @@ class PerSequence(OrderedDict[int, tuple[Sequence, Kept]]):
             self.move_to_end(id(sequence))
         return found[1]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self.pop(id(sequence), None)
 
 
@@ -161,10 +160,10 @@ class NgramDrafter:
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         return [self.propose(sequence, most) for sequence, most in wanted]
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
         tokens = sequence.tokens
         index = self._indices.find(sequence, lambda: SuffixIndex(self._window, len(tokens)))
         index.add(tokens, self._at_once)
@@ -179,7 +178,7 @@ class NgramDrafter:
             found += found[: most - len(found)]
         return found
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self._indices.forget(sequence)
 
 
@@ -188,7 +187,7 @@ class ReplayDrafter:
 
     free = True
 
-    def __init__(self, outputs: Mapping[str, ManyOf[ManyOf[int]]], acceptance: float, *, seed: int = 0) -> None:
+    def __init__(self, outputs: Mapping[str, Sequence[Sequence[int]]], acceptance: float, *, seed: int = 0) -> None:
         """`outputs`: of each request by its id, those of its n. The same seed spoils the same tokens."""
         self._outputs = outputs
         self._acceptance = acceptance
@@ -197,10 +196,10 @@ class ReplayDrafter:
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
 
-    def propose_all(self, wanted: Wanted) -> list[list[int]]:
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         return [self.propose(sequence, most) for sequence, most in wanted]
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
         outputs = self._outputs.get(sequence.request.id, ())
         if sequence.index >= len(outputs):
             return []
@@ -210,9 +209,9 @@ class ReplayDrafter:
             for place, token in enumerate(outputs[sequence.index][start : start + most])
         ]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         pass
 
-    def _right(self, sequence: Sequence, place: int) -> bool:
+    def _right(self, sequence: SequenceState, place: int) -> bool:
         name = zlib.crc32(sequence.request.id.encode(), self._seed) + (sequence.index << 32)
-        return seed_of(name, 1 + place) < self._acceptance * 2.0**64
+        return sequence_seed(name, 1 + place) < self._acceptance * 2.0**64

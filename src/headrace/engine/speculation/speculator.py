@@ -6,13 +6,12 @@ what a step takes is told by a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as ManyOf
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.engine.interface.request import Sequence
-from headrace.engine.speculation.drafters import Drafter, PerSequence, Wanted
+from headrace.engine.interface.request import SequenceState
+from headrace.engine.speculation.drafters import Drafter, DraftRequests, PerSequence
 
 
 class _Record(msgspec.Struct):
@@ -35,25 +34,25 @@ class DraftLength(msgspec.Struct):
     _all: _Record = msgspec.field(default_factory=_Record)
     _records: PerSequence[_Record] = msgspec.field(default_factory=lambda: PerSequence[_Record](4096))
 
-    def acceptance(self, sequence: Sequence) -> float:
+    def acceptance(self, sequence: SequenceState) -> float:
         """Probability that a draft holds if those before it did."""
         common = (self._all.held + 4.0 * self.prior) / (self._all.tried + 4.0)
         record = self._records.find(sequence, _Record)
         return min(0.98, (record.held + 2.0 * common) / (record.tried + 2.0))
 
-    def observe(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def observe(self, sequence: SequenceState, drafted: int, held: int) -> None:
         """Of the tokens that were drafted, the first `held` were kept."""
         tested = held + (held < drafted)
         for record, memory in ((self._records.find(sequence, _Record), self.memory), (self._all, 0.995)):
             record.tried = memory * record.tried + tested
             record.held = memory * record.held + held
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         self._records.forget(sequence)
 
     def choose(
         self,
-        available: Wanted,
+        available: DraftRequests,
         *,
         rows: int,
         room: int,
@@ -97,7 +96,7 @@ class DraftLength(msgspec.Struct):
                 self._fade(sequence)
         return lengths
 
-    def _fade(self, sequence: Sequence) -> None:
+    def _fade(self, sequence: SequenceState) -> None:
         """What is not tried is slowly forgotten, so that it is tried again one day."""
         for record, memory in ((self._records.find(sequence, _Record), 0.98), (self._all, 0.9995)):
             record.tried *= memory
@@ -115,12 +114,12 @@ class Speculator:
 
     def draft(
         self,
-        sequences: ManyOf[Sequence],
+        sequences: Sequence[SequenceState],
         *,
         rows: int,
         room: int,
         step_seconds: Callable[[int], float],
-        fits: Callable[[Sequence, list[int]], int] | None = None,
+        fits: Callable[[SequenceState, list[int]], int] | None = None,
     ) -> None:
         """Sets `drafted` of each, to be verified by the next step; see DraftLength.choose.
 
@@ -152,20 +151,20 @@ class Speculator:
         for sequence, found, length in zip(sequences, drafts, lengths, strict=True):
             sequence.drafted = found[:length]
 
-    def observe(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def observe(self, sequence: SequenceState, drafted: int, held: int) -> None:
         """Of the tokens that were drafted and put to the test, the first `held` were kept."""
         if drafted:
             self.drafted += drafted
             self.held += held
             self.lengths.observe(sequence, drafted, held)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
         self.drafter.forget(sequence)
         self.lengths.forget(sequence)
 
     def _fitting(
-        self, wanted: Wanted, drafts: list[list[int]], fits: Callable[[Sequence, list[int]], int] | None
+        self, wanted: DraftRequests, drafts: list[list[int]], fits: Callable[[SequenceState, list[int]], int] | None
     ) -> list[list[int]]:
         if fits is None:
             return drafts

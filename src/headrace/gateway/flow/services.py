@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from headrace.config import Config, ConfigError, SurfaceConfig, names_of
 from headrace.config.tenant_section import TenantConfig
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.accounts.account_store import AccountStore
 from headrace.gateway.accounts.directory import STANDARD, UNLIMITED, IdentifiedCaller
 from headrace.gateway.accounts.tenant_labels import TenantLabels
@@ -58,7 +58,7 @@ from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.gateway.limits.redis_calls import RedisCallBatcher
 from headrace.gateway.limits.redis_limits import RedisLimitStore
-from headrace.gateway.requests.text_request import Asked, Choice, TokenUsage
+from headrace.gateway.requests.text_request import Choice, TextRequest, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
@@ -444,7 +444,7 @@ class Parts:
             metrics.of(metrics.routes, decision.stage, decision.chosen).inc()
         return self._composer.answering(exchange, plan)
 
-    def _make(self, variant: str, exchange: Exchange, asked: Asked, alone: bool) -> Answerer:
+    def _make(self, variant: str, exchange: Exchange, asked: TextRequest, alone: bool) -> Answerer:
         return self._plain(derive_exchange(exchange, self.fleet.served[variant], asked), alone)
 
     def _plain(self, exchange: Exchange, alone: bool = True) -> Answerer:
@@ -540,10 +540,10 @@ class _Summarising:
         name = parts.config.shaping.summary_model
         served = parts.fleet.find(name) if name else exchange.served
         turns = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
-        asked = Asked(
+        asked = TextRequest(
             model=served.name,
             messages=[{"role": "user", "content": f"{_SUMMARY}\n\n{turns}"}],
-            sampling=Sampling(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
             max_tokens=tokens,
             surface=exchange.surface,
         )

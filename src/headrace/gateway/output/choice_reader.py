@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from headrace.engine.interface.output_text import token_bytes
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningSplitter
 from headrace.gateway.output.tool_formats import ToolCallParser
@@ -23,10 +23,10 @@ from headrace.models.text.detokenizer import Detokenizer
 from headrace.models.text.tokenizer import Tokenizer
 
 _LEAST: Final = -9999.0  # JSON has no minus infinity; the service's own floor is this
-_FINISH: dict[Finish, asked.FinishReason] = {
-    Finish.STOP: "stop",
-    Finish.LENGTH: "length",
-    Finish.DEADLINE: "deadline",
+_FINISH: dict[FinishReason, asked.FinishReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.DEADLINE: "deadline",
 }
 
 
@@ -43,7 +43,7 @@ class ChoiceReader:
         named: bool = False,
         logprobs: bool = False,
         echo: Sequence[int] | None = None,
-        measured: list[Chosen] | None = None,
+        measured: list[SampledToken] | None = None,
     ) -> None:
         """`echo`: the prompt, where its text is to come before the answer's. `measured`: a list that the readers of one
         prompt share, because the engine tells the prompt's log-probabilities with the first of its choices alone."""
@@ -59,9 +59,9 @@ class ChoiceReader:
         self._echo = echo
         self._plain = splitter is None and calls is None and not logprobs and echo is None  # a text, and no more
         # The prompt's tokens from the second on, where they are to be echoed.
-        self._measured: list[Chosen] = [] if measured is None else measured
+        self._measured: list[SampledToken] = [] if measured is None else measured
 
-    def read(self, output: Output) -> ChoiceDelta:
+    def read(self, output: SequenceOutput) -> ChoiceDelta:
         if self._plain and output.ending is None:
             # Nearly every token of nearly every answer.
             return ChoiceDelta(self.index, output.text, tokens=len(output.tokens))
@@ -89,13 +89,13 @@ class ChoiceReader:
             texts = [stream.push(token) for token in prompt]
             texts[-1] += stream.finish()
             # Nothing foretells the very first token.
-            measured = [Chosen(prompt[0]), *(self._measured or map(Chosen, prompt[1:]))]
+            measured = [SampledToken(prompt[0]), *(self._measured or map(SampledToken, prompt[1:]))]
             piece.logprobs = [
                 token_logprob(self._tokenizer, each, text) for each, text in zip(measured, texts, strict=True)
             ]
         self._echo = None
 
-    def _measure(self, piece: ChoiceDelta, shown: _TokenTexts, output: Output) -> None:
+    def _measure(self, piece: ChoiceDelta, shown: _TokenTexts, output: SequenceOutput) -> None:
         ending = output.ending
         found = shown.push(output.chosen or (), output.text, last=ending is not None)
         whole = self._whole and (ending is None or ending.stop is None)
@@ -116,8 +116,8 @@ class ChoiceReader:
         piece.calls += calls
         self._called = self._called or bool(calls)
 
-    def _end(self, piece: ChoiceDelta, ending: Ending) -> None:
-        if ending.finish is Finish.FAILED or ending.finish is Finish.CANCELLED:
+    def _end(self, piece: ChoiceDelta, ending: SequenceEnd) -> None:
+        if ending.finish is FinishReason.FAILED or ending.finish is FinishReason.CANCELLED:
             raise ApiError(ending.why or "the request was cancelled", kind="server_error", code="generation_failed")
         if self._splitter is not None:
             reasoning, text = self._splitter.finish()
@@ -155,10 +155,12 @@ class _TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, continues=True)
-        self._waiting: deque[tuple[Chosen, str]] = deque()
+        self._waiting: deque[tuple[SampledToken, str]] = deque()
         self._text = ""  # that came and is no token's yet
 
-    def push(self, new: Sequence[Chosen], text: str, *, last: bool) -> list[tuple[Chosen, str | None, bool]]:
+    def push(
+        self, new: Sequence[SampledToken], text: str, *, last: bool
+    ) -> list[tuple[SampledToken, str | None, bool]]:
         """Tokens that are certain, each with its part of the text (None: hidden) and whether that was cut.
 
         A part of a character has an empty one: the token that completes it has it all.
@@ -168,7 +170,7 @@ class _TokenTexts:
         if last and self._waiting:
             token, its_text = self._waiting.pop()
             self._waiting.append((token, its_text + self._detokenizer.finish()))
-        found: list[tuple[Chosen, str | None, bool]] = []
+        found: list[tuple[SampledToken, str | None, bool]] = []
         while (count := self._group(last)) and self._text_is_there(*self._waiting[count - 1], last):
             group = [self._waiting.popleft() for _ in range(count)]
             chosen, text = group[-1]
@@ -184,21 +186,21 @@ class _TokenTexts:
                 return place + 1
         return len(self._waiting) if last else 0
 
-    def _text_is_there(self, chosen: Chosen, text: str, last: bool) -> bool:
+    def _text_is_there(self, chosen: SampledToken, text: str, last: bool) -> bool:
         if last:
             return True
         if self._tokenizer.is_special(chosen.token):
             return bool(self._text) and (self._text.startswith(text) or not text.startswith(self._text))
         return len(self._text) >= len(text)
 
-    def _take(self, chosen: Chosen, text: str) -> str | None:
+    def _take(self, chosen: SampledToken, text: str) -> str | None:
         if not self._text or (self._tokenizer.is_special(chosen.token) and not self._text.startswith(text)):
             return None
         part, self._text = self._text[: len(text)], self._text[len(text) :]
         return part
 
 
-def token_logprob(tokenizer: Tokenizer, chosen: Chosen, shown: str, *, cut: bool = False) -> TokenLogprob:
+def token_logprob(tokenizer: Tokenizer, chosen: SampledToken, shown: str, *, cut: bool = False) -> TokenLogprob:
     """`cut`: a stop text begins in the token, and `shown` is what is left of it."""
     raw = token_bytes(tokenizer, chosen.token)
     text = raw.decode("utf-8", "replace")

@@ -1,9 +1,10 @@
 """What a client asks and what it is answered, in our own words: between the dialects and the engine.
 
-Owns Asked (one request for text, whatever endpoint it came by), Piece (what is new of one of its answers) and Choice
-(an answer, whole). Dialects read bodies into Asked and write Pieces and Choices back; the flow between knows neither.
+Owns TextRequest (one request for text, whatever endpoint it came by), Piece (what is new of one of its answers) and
+Choice (an answer, whole). Dialects read bodies into TextRequest and write Pieces and Choices back; the flow between
+knows neither.
 
-    body ──dialect.read──▶ Asked ──flow──▶ Piece, Piece, ... ──dialect.write──▶ server-sent events, or one body
+    body ──dialect.read──▶ TextRequest ──flow──▶ Piece, Piece, ... ──dialect.write──▶ server-sent events, or one body
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "deadline"]
 ToolChoiceMode = Literal["auto", "none", "required"]
@@ -36,7 +37,7 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool = False  # arguments are held to the schema while they are written
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for text. Of `messages` and `prompts` one is there. A Struct, since one is made for every request and
     changed on its way: a frozen dataclass takes eight times as long."""
 
@@ -54,7 +55,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SourceText, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     seeded: bool = False  # the client chose the seed
     max_tokens: int | None = None  # None: as many as the context has room for, or the endpoint's own default
     min_tokens: int = 0
@@ -77,7 +78,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     metadata: Mapping[str, str] = {}
 
-    def but(self, **changes: Any) -> Asked:
+    def but(self, **changes: Any) -> TextRequest:
         """The same but for these fields."""
         return msgspec.structs.replace(self, **changes)
 

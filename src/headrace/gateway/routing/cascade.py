@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, ChoiceDelta, TokenLogprob
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenLogprob
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -178,7 +178,7 @@ class CascadeAnswerer(CompositeAnswerer):
         return added
 
 
-def _measured(asked: Asked) -> Asked:
+def _measured(asked: TextRequest) -> TextRequest:
     """The same, with log-probabilities."""
     sampling = asked.sampling
     return asked.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))

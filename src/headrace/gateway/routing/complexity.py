@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 WEIGHTS: Final = Path(__file__).with_name("complexity.json")
 FEATURES: Final = (
@@ -76,11 +76,11 @@ def classifier(path: Path = WEIGHTS) -> Classifier:
     return found
 
 
-def complexity(asked: Asked) -> float:
+def complexity(asked: TextRequest) -> float:
     return classifier().score(features(asked))
 
 
-def features(asked: Asked) -> list[float]:
+def features(asked: TextRequest) -> list[float]:
     """In the order of FEATURES."""
     length, turns, user, system = 0, 0, "", ""
     if asked.messages is not None:

@@ -16,7 +16,14 @@ from typing import Final, Protocol
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, RestartDelta, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import (
+    Choice,
+    ChoiceDelta,
+    RestartDelta,
+    TextRequest,
+    TokenUsage,
+    combine_usages,
+)
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 
@@ -39,7 +46,7 @@ class Answerer(Protocol):
     def settle(self, error: ApiError | None = None) -> None: ...
 
 
-AnswererFactory = Callable[[Asked], Answerer]  # makes a part; nothing of it runs yet
+AnswererFactory = Callable[[TextRequest], Answerer]  # makes a part; nothing of it runs yet
 SettledCallback = Callable[
     [Exchange, ApiError | None, bool], None
 ]  # hears once how a whole ended; the bool: its client left
@@ -62,7 +69,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     why: str
 
 
-def derive_exchange(exchange: Exchange, served: ServedVariant, asked: Asked) -> Exchange:
+def derive_exchange(exchange: Exchange, served: ServedVariant, asked: TextRequest) -> Exchange:
     """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
     return msgspec.structs.replace(
         exchange,
@@ -77,7 +84,7 @@ def derive_exchange(exchange: Exchange, served: ServedVariant, asked: Asked) -> 
     )
 
 
-def choice_count(asked: Asked) -> int:
+def choice_count(asked: TextRequest) -> int:
     """The choices of an answer."""
     return len(asked.prompts or (None,)) * asked.n
 

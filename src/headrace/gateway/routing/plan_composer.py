@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal, cast
 
 from headrace.config.routing_section import HedgeConfig
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.breaker_answerer import BreakerAnswerer
 from headrace.gateway.routing.cascade import CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import (
@@ -31,7 +31,7 @@ from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 # A variant's plain answering, as a part of an exchange; the bool: nothing else takes part in the answer at its time.
-MakeAnswerer = Callable[[str, Exchange, Asked, bool], Answerer]
+MakeAnswerer = Callable[[str, Exchange, TextRequest, bool], Answerer]
 
 
 class PlanComposer:
@@ -62,7 +62,7 @@ class PlanComposer:
         if plan.small is not None and plan.cascade is not None:
             small, large, cascade = self._variant(exchange, plan.small, False), factory, plan.cascade
 
-            def make_cascade(asked: Asked) -> Answerer:
+            def make_cascade(asked: TextRequest) -> Answerer:
                 whole = derive_exchange(exchange, exchange.served, asked)
                 return CascadeAnswerer(whole, small, large, cascade, clock=self._clock)
 
@@ -87,14 +87,14 @@ class PlanComposer:
         if hedging is None:
             return watched
 
-        def make(asked: Asked) -> Answerer:
+        def make(asked: TextRequest) -> Answerer:
             first = watched(asked)
             whole = derive_exchange(exchange, first.exchange.served, asked)
             return HedgedAnswerer(whole, lambda _: first, watched, hedging, clock=self._clock)
 
         return make
 
-    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: Asked) -> Answerer:
+    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: TextRequest) -> Answerer:
         part = self._make(variant, exchange, asked, alone)
         if variant in self._own_breakers:
             return part

@@ -15,7 +15,7 @@ from zoneinfo import ZoneInfo
 import msgspec
 
 from headrace.config.routing_section import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
 from headrace.gateway.routing.cascade import Cascade
 from headrace.gateway.routing.composite_answerer import RoutingDecision
@@ -133,7 +133,7 @@ class Router:
                 variant = well
         choice.variant = variant
 
-    def _with_cascade(self, name: str, choice: _Choice, asked: Asked) -> RoutePlan | None:
+    def _with_cascade(self, name: str, choice: _Choice, asked: TextRequest) -> RoutePlan | None:
         """None where the large model is to answer alone."""
         config, cascade = self.config.cascades[name], self._cascades[name]
         why = _why_no_cascade(asked)
@@ -186,7 +186,7 @@ def _well(variant: str) -> None:
     """Where nobody says that it is not."""
 
 
-def _why_no_cascade(asked: Asked) -> str | None:
+def _why_no_cascade(asked: TextRequest) -> str | None:
     if asked.echo or asked.prompt_logprobs is not None:
         return "the prompt is to be measured"
     if asked.ignore_eos:

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Final
 
 from headrace.engine.interface.grammar_spec import GrammarLimits, grammar_source
-from headrace.engine.interface.request import Request
-from headrace.engine.interface.sampling import Chosen
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.sampling import SampledToken
+from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid
 from headrace.gateway.output.choice_reader import ChoiceReader
@@ -35,7 +35,7 @@ class EngineAnswering:
         self.exchange = exchange
         self.gone = False  # the client has left
         self.prompts: list[tuple[int, ...]] = []
-        self._streams: list[Stream] = []
+        self._streams: list[OutputStream] = []
         self._readers: dict[tuple[int, int], ChoiceReader] = {}
         self._open = 0
         self._usages: dict[int, TokenUsage] = {}  # by the choice
@@ -58,7 +58,7 @@ class EngineAnswering:
         asked, served = self.exchange.asked, self.exchange.served
         calls = served.tools if asked.tools and asked.choosing != "none" else None
         for place, (prompt, tail) in enumerate(zip(self.prompts, tails, strict=True)):
-            measured: list[Chosen] = []
+            measured: list[SampledToken] = []
             for index in range(asked.n):
                 reasons = served.reasoning is not None and asked.messages is not None
                 self._readers[place, index] = ChoiceReader(
@@ -246,7 +246,7 @@ def _too_long(served: ServedVariant, count: str, parameter: str) -> ApiError:
 # Generate
 
 
-def _request(exchange: Exchange, prompt: tuple[int, ...]) -> Request:
+def _request(exchange: Exchange, prompt: tuple[int, ...]) -> GenerationRequest:
     asked, served, caller = exchange.asked, exchange.served, exchange.caller
     tokenizer = served.tokenizer
     surface = asked.surface or caller.surface or served.surface
@@ -266,7 +266,7 @@ def _request(exchange: Exchange, prompt: tuple[int, ...]) -> Request:
     if grammar is not None:
         grammar_source(grammar, _GRAMMAR_LIMITS)  # what is wrong with it at a glance is said before anything is queued
     asked.sampling.check(tokenizer.vocab_size)
-    return Request(
+    return GenerationRequest(
         id="",  # the client of the engine gives its own
         prompt=prompt,
         sampling=asked.sampling,

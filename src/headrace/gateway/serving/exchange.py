@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.gateway.requests.text_request import Asked, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import TextRequest, TokenUsage, combine_usages
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
@@ -38,7 +38,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     """Timestamps are on the monotonic clock; 0.0 means "not yet"."""
 
     caller: Caller
-    asked: Asked
+    asked: TextRequest
     served: ServedVariant
     id: str = msgspec.field(default_factory=lambda: secrets.token_urlsafe(18))
     arrival: float = msgspec.field(default_factory=time.monotonic)

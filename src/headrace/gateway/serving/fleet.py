@@ -15,9 +15,9 @@ from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 import msgspec
 
 from headrace.config import Config, ModelConfig, ServerConfig, names_of, upstreams_of, variants_of
-from headrace.engine.interface.request import Request
-from headrace.engine.process.engine_client import Waits
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.process.engine_client import ClientTimeouts
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
 from headrace.gateway.output.tool_formats import ToolFormat, detect_tool_format, tool_format_by_name
@@ -37,7 +37,7 @@ _NO_BOUND: Final = 2**31 - 1  # tokens, where the upstream alone knows its conte
 class Engine(Protocol):
     """What makes outputs of requests: a client of worker processes, or, in tests and benchmarks, something simpler."""
 
-    def stream(self, request: Request) -> Stream: ...
+    def stream(self, request: GenerationRequest) -> OutputStream: ...
 
     async def stats(self) -> list[dict[str, Any]]: ...
 
@@ -123,7 +123,7 @@ class _NoEngine:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def stream(self, request: Request) -> Stream:
+    def stream(self, request: GenerationRequest) -> OutputStream:
         raise ApiError(
             f"'{self._name}' is served by an upstream, which cannot do this",
             parameter="model",
@@ -252,7 +252,7 @@ def _engine(
 ) -> AsyncLLM:
     options = msgspec.structs.asdict(variant)
     path = options.pop("model")
-    waits = Waits(patience=server.worker_s)
+    waits = ClientTimeouts(patience=server.worker_s)
     return AsyncLLM(
         path,
         replicas=model.replicas,

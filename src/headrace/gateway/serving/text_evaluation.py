@@ -14,9 +14,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from headrace.engine.interface.request import Finish, Request
-from headrace.engine.interface.sampling import Sampling
-from headrace.engine.interface.sequence_answer import Answer
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import as_api_error
 from headrace.gateway.requests.text_request import TokenUsage
@@ -40,7 +40,7 @@ class TextEvaluation:
         self._caller = caller
         self._priority: int = given.get("priority", 0)
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self._requests: list[Request] = []
+        self._requests: list[GenerationRequest] = []
         self._texts: list[str | Sequence[int]] = []  # that an upstream gets
 
     def on(self, surface: str) -> None:
@@ -69,12 +69,12 @@ class TextEvaluation:
         """One text, for an engine."""
         self.input_tokens += len(tokens)
         self._requests.append(
-            Request(
+            GenerationRequest(
                 id="",
                 prompt=tokens,
                 kind=kind,
                 score_from=score_from,
-                sampling=Sampling(logprobs=1) if kind == "score" else Sampling(),
+                sampling=SamplingParams(logprobs=1) if kind == "score" else SamplingParams(),
                 tenant=self._caller.tenant,
                 weight=self._caller.weight,
                 salt=self._caller.tenant,
@@ -98,7 +98,7 @@ class TextEvaluation:
         self.served.width = found.shape[1]
         return found
 
-    async def answers(self) -> list[Answer]:
+    async def answers(self) -> list[SequenceResult]:
         """The engine's. ApiError where one text fails; then the others are cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -107,15 +107,15 @@ class TextEvaluation:
             raise as_api_error(_first(errors)) from None
         return [task.result() for task in tasks]
 
-    async def _one(self, request: Request) -> Answer:
-        answer = Answer(0)
+    async def _one(self, request: GenerationRequest) -> SequenceResult:
+        answer = SequenceResult(0)
         async with self._room:
             stream = self.served.engine.stream(request)
             async with stream:
                 async for output in stream:
                     answer.add(output)
         ending = answer.ending
-        if ending is None or ending.finish not in (Finish.STOP, Finish.LENGTH):
+        if ending is None or ending.finish not in (FinishReason.STOP, FinishReason.LENGTH):
             raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")
         self.usage.prompt_tokens += ending.usage.prompt_tokens
         self.usage.cached_tokens += ending.usage.cached_tokens

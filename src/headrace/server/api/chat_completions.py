@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: its parameters, and its answers, whole and as chunks.
 
 Owns the table of the endpoint, the checking of messages, and the shapes of the answers. What is asked comes out as an
-Asked; what is answered comes in as Pieces and Choices.
+TextRequest; what is answered comes in as Pieces and Choices.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from msgspec import Meta, Struct
 
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
-    Asked,
     Choice,
     ChoiceDelta,
     RestartDelta,
+    TextRequest,
     TokenLogprob,
     TokenUsage,
     Tool,
@@ -153,11 +153,11 @@ TABLE: Final[Table] = {
 }
 
 
-def read_chat(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def read_chat(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     return chat_of(read(body, TABLE), headers, limits)
 
 
-def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """`given`: converted by the table."""
     tools = _tools(given.get("tools") or [], limits)
     choosing, only = _choosing(given.get("tool_choice"), tools)
@@ -168,7 +168,7 @@ def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLi
     check_least(given, most)
     n = check_count("n", given.get("n", 1), limits.choices)
     effort = given.get("reasoning_effort")
-    return Asked(
+    return TextRequest(
         model=given.get("model", ""),
         messages=messages_of(given["messages"], limits),
         tools=tools,
@@ -292,7 +292,7 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
     return Grammar("json_schema", msgspec.json.encode(wanted.json_schema.schema).decode())
 
 
-def _sampling(given: Mapping[str, Any], limits: RequestLimits) -> Sampling:
+def _sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
     top = given.get("top_logprobs")
     if top is not None and not given.get("logprobs"):
         raise invalid("'top_logprobs' goes with logprobs: true", "top_logprobs")

@@ -16,7 +16,7 @@ from msgspec import Meta
 from headrace.config import RequestLimits
 from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.degradation.shaping.sources import SourceField, parse_sources
 from headrace.server.http.body_parameters import Parameter, Table, lower
@@ -118,9 +118,9 @@ def check_count(name: str, count: int, most: int, *, least: int = 1) -> int:
     return count
 
 
-def sampling_of(given: Mapping[str, Any], *, logprobs: int | None) -> Sampling:
+def sampling_of(given: Mapping[str, Any], *, logprobs: int | None) -> SamplingParams:
     seed = given.get("seed")
-    return Sampling(
+    return SamplingParams(
         temperature=given.get("temperature", 1.0),
         top_p=max(given.get("top_p", 1.0), 1e-6),
         top_k=max(given.get("top_k", 0), 0),

@@ -12,7 +12,14 @@ from msgspec import Meta
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import invalid
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenLogprob, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import (
+    Choice,
+    ChoiceDelta,
+    TextRequest,
+    TokenLogprob,
+    TokenUsage,
+    combine_usages,
+)
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.chat_completions import Chunks, StreamOptions, metadata_of, usage_of
 from headrace.server.api.common_parameters import (
@@ -48,11 +55,11 @@ TABLE: Final[Table] = {
 }
 
 
-def read_completion(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def read_completion(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     return completion_of(read(body, TABLE), headers, limits)
 
 
-def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     options: StreamOptions | None = given.get("stream_options")
     if options is not None and not given.get("stream"):
         raise invalid("'stream_options' goes with stream: true", "stream_options")
@@ -67,7 +74,7 @@ def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: Req
     n = check_count("n", given.get("n", 1), limits.choices)
     if n * len(prompts) > limits.prompts:
         raise invalid(f"'n' times the prompts may be {limits.prompts} at most, not {n * len(prompts)}", "n")
-    return Asked(
+    return TextRequest(
         model=given.get("model", ""),
         prompts=prompts,
         grammar=guided(given),

@@ -1,8 +1,8 @@
 """`/v1/messages`, as Anthropic's clients speak it: its parameters, and its answers, whole and as events.
 
 Owns the tables of the endpoint and of its counting of tokens, and the way of content blocks into messages for chat
-templates and back. What is asked comes out as an Asked; what is answered comes in as Pieces and Choices. The header
-`anthropic-version` is not looked at: every version reads the same.
+templates and back. What is asked comes out as an TextRequest; what is answered comes in as Pieces and Choices. The
+header `anthropic-version` is not looked at: every version reads the same.
 
     user        text, tool_result                      ▶ tool messages, then a user message
     assistant   thinking, text, tool_use               ▶ one assistant message
@@ -20,11 +20,11 @@ from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
-    Asked,
     Choice,
     ChoiceDelta,
     FinishReason,
     RestartDelta,
+    TextRequest,
     TokenUsage,
     Tool,
     ToolCallDelta,
@@ -215,7 +215,7 @@ TABLE: Final[Table] = {
 COUNT_TABLE: Final[Table] = _PROMPT
 
 
-def read_message(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def read_message(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     given = read(body, TABLE)
     asked = message_of(given, headers, limits)
     assert asked.messages is not None
@@ -225,12 +225,12 @@ def read_message(body: bytes, headers: Mapping[str, str], limits: RequestLimits)
     return asked
 
 
-def read_count(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def read_count(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """For `/v1/messages/count_tokens`: what is asked is only a prompt."""
     return message_of(read(body, COUNT_TABLE), headers, limits)
 
 
-def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> Asked:
+def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """`given`: converted by one of the tables."""
     stops = check_count("stop_sequences", len(given.get("stop_sequences", ())), limits.stop, least=0)
     tools = _tools(given.get("tools", []), limits)
@@ -243,7 +243,7 @@ def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: Reques
         own.setdefault("profile", "fast")
     if config.effort is not None:
         own["chat_template_kwargs"] = {"reasoning_effort": config.effort, **given.get("chat_template_kwargs", {})}
-    return Asked(
+    return TextRequest(
         model=given.get("model", ""),
         messages=_messages(given.get("system"), given["messages"], limits),
         tools=tools,

@@ -14,7 +14,7 @@ import structlog
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Asked, Choice
+from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.listing import listing
 from headrace.server.api.response_store import ResponseStore
@@ -49,7 +49,7 @@ class Answered:
     def dialect(self) -> Dialect:
         return Dialect("response", TABLE, self._read, self._whole, self._events, keep=self._keep)
 
-    def _read(self, *_: object) -> Asked:
+    def _read(self, *_: object) -> TextRequest:
         return self._found.asked
 
     def _whole(self, exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:

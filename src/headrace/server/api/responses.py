@@ -22,11 +22,11 @@ from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
 from headrace.gateway.requests.text_request import (
-    Asked,
     Choice,
     ChoiceDelta,
     FinishReason,
     RestartDelta,
+    TextRequest,
     TokenLogprob,
     TokenUsage,
     Tool,
@@ -174,7 +174,7 @@ TABLE: Final[Table] = {
 class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     """`asked` has the messages of the new items alone until `with_history` puts the earlier ones before them."""
 
-    asked: Asked
+    asked: TextRequest
     store: bool
     previous: str | None
     items: list[dict[str, Any]]  # the conversation, each item with an id
@@ -200,7 +200,7 @@ def response_of(given: dict[str, Any], headers: Mapping[str, str], limits: Reque
     own = dict(given)
     if reasoning.effort not in (None, "none"):
         own["chat_template_kwargs"] = {"reasoning_effort": reasoning.effort, **given.get("chat_template_kwargs", {})}
-    asked = Asked(
+    asked = TextRequest(
         model=given.get("model", ""),
         messages=messages_of(given.get("instructions"), items, whole=previous is None),
         tools=offered,
@@ -288,7 +288,7 @@ def _choosing(choice: ToolChoice, tools: tuple[Tool, ...]) -> tuple[ToolChoiceMo
 
 def _told(
     given: Mapping[str, Any],
-    asked: Asked,
+    asked: TextRequest,
     tools: Sequence[Tool],
     choice: ToolChoice,
     reasoning: Reasoning,

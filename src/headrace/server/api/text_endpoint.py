@@ -17,7 +17,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.flow.text_flow import Way
 from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, RestartDelta
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.http.api_call import ApiCall, GoneError, Response
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Dialect(msgspec.Struct, frozen=True):
     name: str
     table: Table
-    read: Callable[[bytes, Mapping[str, str], RequestLimits], Asked]
+    read: Callable[[bytes, Mapping[str, str], RequestLimits], TextRequest]
     whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
     events: Callable[[Exchange], EventWriter]
     errors: str = "openai"  # the shape of errors

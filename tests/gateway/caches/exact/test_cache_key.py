@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
-from headrace.gateway.requests.text_request import Asked, SourceText, Tool
+from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
 from tests.support.exact_caches import asked, served
 
 PROMPT = [(1, 2, 3)]
-DRAWN = Sampling(temperature=0.7, seed=7)
+DRAWN = SamplingParams(temperature=0.7, seed=7)
 
 # Another value for every field that matters. A field that is missing here was added later: either it belongs here, or
 # it makes no difference to an answer and belongs to WITHOUT_EFFECT with the reason.
@@ -65,18 +65,18 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
 }
 
 
-def key(changed: Asked | None = None, **options: Any) -> bytes:
+def key(changed: TextRequest | None = None, **options: Any) -> bytes:
     given: dict[str, Any] = {"tenant": "a", "served": served(), "prompts": PROMPT, "seeded": True, **options}
     return found(changed or asked(sampling=DRAWN), **given).key
 
 
-def found(changed: Asked, **options: Any) -> CacheKey:
+def found(changed: TextRequest, **options: Any) -> CacheKey:
     wanted = cache_key_for(asked=changed, **options)
     assert wanted is not None
     return wanted
 
 
-@pytest.mark.parametrize("field", Asked.__struct_fields__)
+@pytest.mark.parametrize("field", TextRequest.__struct_fields__)
 def test_every_field_of_a_request_is_in_the_key_or_in_a_list_with_its_reason(field: str) -> None:
     plain = asked(sampling=DRAWN)
     if field == "sampling" or field in OF_THE_PROMPT:
@@ -88,27 +88,27 @@ def test_every_field_of_a_request_is_in_the_key_or_in_a_list_with_its_reason(fie
         assert key(plain.but(**{field: OTHER_ASKED[field]})) != key(plain)
 
 
-@pytest.mark.parametrize("field", Sampling.__struct_fields__)
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
 def test_every_field_of_sampling_is_in_the_key_of_a_drawn_answer(field: str) -> None:
     given: dict[str, Any] = {"temperature": 0.7, "seed": 7, field: OTHER_SAMPLING[field]}
-    changed = Sampling(**given)
+    changed = SamplingParams(**given)
     assert key(asked(sampling=changed)) != key(asked(sampling=DRAWN))
 
 
-@pytest.mark.parametrize("field", Sampling.__struct_fields__)
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
 def test_the_likeliest_tokens_do_not_depend_on_how_others_would_be_drawn(field: str) -> None:
     if field == "temperature":
         return
-    greedy = asked(sampling=Sampling())
-    changed = asked(sampling=Sampling(**{field: OTHER_SAMPLING[field]}))
+    greedy = asked(sampling=SamplingParams())
+    changed = asked(sampling=SamplingParams(**{field: OTHER_SAMPLING[field]}))
     for seeded in (True, False):
         assert (key(changed, seeded=seeded) == key(greedy, seeded=seeded)) is (field in OF_DRAWING)
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
-    there = set(Asked.__struct_fields__)
+    there = set(TextRequest.__struct_fields__)
     assert {*WITHOUT_EFFECT, *OF_THE_PROMPT} <= there
-    assert set(OF_DRAWING) <= set(Sampling.__struct_fields__)
+    assert set(OF_DRAWING) <= set(SamplingParams.__struct_fields__)
     assert {*OTHER_ASKED, *WITHOUT_EFFECT, *OF_THE_PROMPT} == there
 
 
@@ -134,17 +134,17 @@ def test_tokens_of_one_prompt_are_not_those_of_another() -> None:
 
 
 def test_a_seed_that_nobody_gave_is_no_part_of_the_key() -> None:
-    one, other = asked(sampling=DRAWN), asked(sampling=Sampling(temperature=0.7, seed=99))
+    one, other = asked(sampling=DRAWN), asked(sampling=SamplingParams(temperature=0.7, seed=99))
     assert key(one, seeded=False) == key(other, seeded=False)
     assert key(one, seeded=True) != key(other, seeded=True)
     options: dict[str, Any] = {"tenant": "a", "served": served(), "prompts": PROMPT}
     assert found(one, seeded=True, **options).repeatable
     assert not found(one, seeded=False, **options).repeatable
-    assert found(asked(sampling=Sampling(seed=4)), seeded=False, **options).repeatable
+    assert found(asked(sampling=SamplingParams(seed=4)), seeded=False, **options).repeatable
 
 
 def test_what_has_no_order_has_none_in_the_key_and_what_has_one_keeps_it() -> None:
-    biased = [asked(sampling=Sampling(logit_bias=bias)) for bias in ({1: 1.0, 2: 2.0}, {2: 2.0, 1: 1.0})]
+    biased = [asked(sampling=SamplingParams(logit_bias=bias)) for bias in ({1: 1.0, 2: 2.0}, {2: 2.0, 1: 1.0})]
     assert key(biased[0]) == key(biased[1])
     stopping = [asked(stop_ids=frozenset(ids)) for ids in ([8, 16, 1], [1, 16, 8])]
     assert key(stopping[0]) == key(stopping[1])

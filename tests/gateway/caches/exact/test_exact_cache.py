@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Sampling
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_entry import pack
@@ -161,7 +161,7 @@ ANSWERS: dict[str, list[ChoiceDelta]] = {
 async def test_a_hit_streams_the_very_chunks_that_were_recorded(answer: str) -> None:
     pieces = ANSWERS[answer]
     n = 2 if answer == "choices" else 1
-    logprobs = Sampling(logprobs=1) if answer == "logprobs" else Sampling()
+    logprobs = SamplingParams(logprobs=1) if answer == "logprobs" else SamplingParams()
     caching = Caching()
     one = wanted(n=n, sampling=logprobs)
     mouth = Mouth(*pieces)
@@ -230,19 +230,19 @@ async def test_an_answer_that_failed_or_that_everybody_left_is_not_kept() -> Non
 
 @asynchronous
 async def test_what_is_drawn_without_a_seed_is_neither_kept_nor_shared_unless_told_otherwise() -> None:
-    drawn = wanted(sampling=Sampling(temperature=0.7, seed=1))
+    drawn = wanted(sampling=SamplingParams(temperature=0.7, seed=1))
     caching = Caching()
     for _ in range(2):
         looked = await caching.look(drawn)
         assert caching.cache.generate(looked, NO_TERMS, lambda: saying("x")).role == "alone"
     assert (caching.counted("skipped"), caching.counted("miss")) == (2, 0)
-    seeded = wanted(sampling=Sampling(temperature=0.7, seed=1), seeded=True)
+    seeded = wanted(sampling=SamplingParams(temperature=0.7, seed=1), seeded=True)
     await caching.ask(seeded)
     await caching.ask(seeded)
     assert caching.counted("hit") == 1
     told_otherwise = Caching(options=Options(repeatable_only=False))
     await told_otherwise.ask(drawn)
-    await told_otherwise.ask(wanted(sampling=Sampling(temperature=0.7, seed=2)))
+    await told_otherwise.ask(wanted(sampling=SamplingParams(temperature=0.7, seed=2)))
     assert told_otherwise.counted("hit") == 1
 
 
@@ -670,8 +670,8 @@ async def test_an_answer_that_the_engine_cut_at_its_deadline_is_told_and_not_kep
     assert caching.counted("unfinished") == 1
 
 
-def _cut(stream: Stream) -> None:
-    say(stream, "Hel", end=True, finish=Finish.DEADLINE)
+def _cut(stream: OutputStream) -> None:
+    say(stream, "Hel", end=True, finish=FinishReason.DEADLINE)
 
 
 @asynchronous

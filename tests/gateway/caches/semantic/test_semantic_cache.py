@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
@@ -25,7 +25,7 @@ from headrace.gateway.caches.semantic.semantic_entry import (
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Asked, Choice, Tool, ToolCall
+from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.clock import Clock
@@ -44,7 +44,7 @@ def fixed(**options: Any) -> SemanticOptions:
     return SemanticOptions(**{**chosen, **options})
 
 
-def tagged(text: str | Asked, *tags: str) -> Asked:
+def tagged(text: str | TextRequest, *tags: str) -> TextRequest:
     asked = asking(text) if isinstance(text, str) else text
     return asked.but(metadata={"cache_tags": ",".join(tags)})
 
@@ -57,12 +57,12 @@ class Bench:
         self.embedder = WordEmbedder()
         self.cache = SemanticCache(options, clock=self.clock, **parts)
 
-    async def recall(self, text: str | Asked, tenant: str = "a", *, surface: str = "chat") -> SemanticLookup:
+    async def recall(self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat") -> SemanticLookup:
         asked = asking(text) if isinstance(text, str) else text
         return await self.cache.recall(tenant, asked, self.embedder, variant="mini fp_1", surface=surface)
 
     async def answered(
-        self, text: str | Asked, answer: StoredAnswer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
+        self, text: str | TextRequest, answer: StoredAnswer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
     ) -> SemanticLookup:
         """A request that misses, its answer kept."""
         recall = await self.recall(tagged(text, *tags) if tags else text, tenant)
@@ -148,15 +148,15 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         asking(QUESTION, think=True),
         asking(QUESTION, profile="fast"),
         asking(QUESTION, template={"style": "short"}),
-        Asked(model="mini", messages=[{"role": "user", "content": QUESTION, "name": "eve"}]),
-        Asked(
+        TextRequest(model="mini", messages=[{"role": "user", "content": QUESTION, "name": "eve"}]),
+        TextRequest(
             model="mini",
             messages=[{"role": "user", "content": QUESTION}],
-            sampling=Sampling(repetition_penalty=1.2),
+            sampling=SamplingParams(repetition_penalty=1.2),
         ),
     ],
 )
-def test_all_else_must_be_equal(other: Asked) -> None:
+def test_all_else_must_be_equal(other: TextRequest) -> None:
     async def test() -> None:
         bench = Bench(fixed())
         await bench.answered(QUESTION)
@@ -189,7 +189,7 @@ def test_another_variant_policy_or_encoder_is_another_answer() -> None:
 
 def test_what_a_seed_or_a_nucleus_says_of_the_likeliest_token_makes_no_difference() -> None:
     one = asking(QUESTION)
-    other = Asked(model="mini", messages=one.messages, sampling=Sampling(seed=7, top_p=0.9))
+    other = TextRequest(model="mini", messages=one.messages, sampling=SamplingParams(seed=7, top_p=0.9))
     assert semantic_key_for(one, variant="mini") == semantic_key_for(other, variant="mini")
 
 
@@ -206,12 +206,12 @@ TOOL = Tool("search")
         (asking(QUESTION, n=2), "shape"),
         (asking("x" * 2000), "long"),
         (asking("  "), "no question"),
-        (Asked(model="mini", prompts=["Once"]), "no chat"),
-        (Asked(model="mini", messages=[SYSTEM]), "no question"),
-        (Asked(model="mini", messages=[{"role": "tool", "content": "42"}]), "no question"),
+        (TextRequest(model="mini", prompts=["Once"]), "no chat"),
+        (TextRequest(model="mini", messages=[SYSTEM]), "no question"),
+        (TextRequest(model="mini", messages=[{"role": "tool", "content": "42"}]), "no question"),
     ],
 )
-def test_requests_that_are_none_of_the_caches(asked: Asked, reason: str) -> None:
+def test_requests_that_are_none_of_the_caches(asked: TextRequest, reason: str) -> None:
     async def test() -> None:
         bench = Bench(fixed())
         recall = await bench.answered(asked)

@@ -13,8 +13,8 @@ import pytest
 from headrace.config import ConfigError, ModelConfig, PriceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig, SemanticConfig
 from headrace.config.limit_section import LimitSet
-from headrace.engine.interface.request import Finish
-from headrace.engine.process.output_stream import Stream
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.output.tool_formats import tool_format_by_name
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
@@ -191,8 +191,8 @@ async def test_only_answers_that_ended_by_themselves_are_kept(tmp_path: Path) ->
         cache = running.server.parts.semantic
         assert cache is not None
 
-        def cut(stream: Stream) -> None:
-            say(stream, "half", end=True, finish=Finish.LENGTH)
+        def cut(stream: OutputStream) -> None:
+            say(stream, "half", end=True, finish=FinishReason.LENGTH)
 
         tool = {"type": "function", "function": {"name": "switch", "parameters": {"type": "object"}}}
         call = '<tool_call>\n{"name": "switch", "arguments": {}}\n</tool_call>'
@@ -265,8 +265,8 @@ async def test_hits_are_checked_behind_the_clients_back(tmp_path: Path) -> None:
         assert running.semantic("comparisons", "wrong") == 1
         # A fresh answer that was cut says nothing of the kept one.
 
-        def cut(stream: Stream) -> None:
-            say(stream, "In", end=True, finish=Finish.LENGTH)
+        def cut(stream: OutputStream) -> None:
+            say(stream, "In", end=True, finish=FinishReason.LENGTH)
 
         running.engine.answer = cut
         assert answered(await running.chat(SAME, key=RED))[0] == "semantic"

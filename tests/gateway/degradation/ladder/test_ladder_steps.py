@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.degradation.ladder.ladder_options import ORDER, LadderOptions, StepOptions, Threshold, by_patience
 from headrace.gateway.degradation.ladder.ladder_steps import (
     AllowedSteps,
@@ -21,15 +21,15 @@ from headrace.gateway.degradation.ladder.ladder_steps import (
 )
 from headrace.gateway.degradation.ladder.levels import Ladder, LadderLevel, PressureSignals
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
-from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.requests.text_request import TextRequest, Tool
 
 BOTTOM = Ladder({"chat": by_patience(10.0, variants=("fast",))}).bottom("chat")
 TALK = [{"role": "user", "content": "hi"}]
 
 
-def asked(**more: Any) -> Asked:
+def asked(**more: Any) -> TextRequest:
     given: dict[str, Any] = {"model": "mini", "messages": TALK, **more}
-    return Asked(**given)
+    return TextRequest(**given)
 
 
 def test_every_step_says_what_to_change() -> None:
@@ -77,7 +77,7 @@ def test_what_is_declined_is_not_done() -> None:
         {"grammar": Grammar("json_object")},
         {"tools": (Tool("f"),)},
         {"n": 2},
-        {"sampling": Sampling(logprobs=0)},
+        {"sampling": SamplingParams(logprobs=0)},
         {"messages": None, "prompts": ["once"]},
     ],
 )

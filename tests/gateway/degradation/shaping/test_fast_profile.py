@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.degradation.shaping.change_record import ShapingChange, header_value
 from headrace.gateway.degradation.shaping.fast_profile import FastOptions, apply_fast_profile
-from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.requests.text_request import TextRequest, Tool
 
-HOT = Sampling(temperature=1.0, top_p=1.0, seed=7)
+HOT = SamplingParams(temperature=1.0, top_p=1.0, seed=7)
 TALK = [{"role": "user", "content": "hi"}]
 
 
 def test_answers_are_short_and_sampling_is_conservative() -> None:
     asked, shaped = apply_fast_profile(
-        Asked(model="mini", messages=TALK, sampling=HOT, min_tokens=500, max_tokens=1000)
+        TextRequest(model="mini", messages=TALK, sampling=HOT, min_tokens=500, max_tokens=1000)
     )
     assert (asked.max_tokens, asked.min_tokens) == (160, 160)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.seed) == (0.3, 0.9, 7)
@@ -24,7 +24,7 @@ def test_answers_are_short_and_sampling_is_conservative() -> None:
 
 
 def test_what_is_faster_already_stays() -> None:
-    given = Asked(model="mini", messages=TALK, sampling=Sampling(temperature=0.0, top_p=0.5), max_tokens=20)
+    given = TextRequest(model="mini", messages=TALK, sampling=SamplingParams(temperature=0.0, top_p=0.5), max_tokens=20)
     asked, shaped = apply_fast_profile(given)
     assert asked == given
     assert shaped == ()
@@ -33,18 +33,19 @@ def test_what_is_faster_already_stays() -> None:
 def test_an_answer_with_a_form_is_not_cut() -> None:
     forms: list[dict[str, Any]] = [{"grammar": Grammar("json_object")}, {"tools": (Tool("f"),)}]
     for form in forms:
-        asked, _ = apply_fast_profile(Asked(model="mini", messages=TALK, **form))
+        asked, _ = apply_fast_profile(TextRequest(model="mini", messages=TALK, **form))
         assert asked.max_tokens is None
-    asked, _ = apply_fast_profile(Asked(model="mini", messages=TALK, tools=(Tool("f"),), choosing="none"))
+    asked, _ = apply_fast_profile(TextRequest(model="mini", messages=TALK, tools=(Tool("f"),), choosing="none"))
     assert asked.max_tokens == 160
 
 
 def test_reasoning_is_off_unless_it_was_asked_for() -> None:
-    assert apply_fast_profile(Asked(model="mini", messages=TALK), reasons=True)[0].think is False
-    assert apply_fast_profile(Asked(model="mini", messages=TALK, think=True), reasons=True)[0].think is True
-    assert apply_fast_profile(Asked(model="mini", messages=TALK))[0].think is None
+    assert apply_fast_profile(TextRequest(model="mini", messages=TALK), reasons=True)[0].think is False
+    assert apply_fast_profile(TextRequest(model="mini", messages=TALK, think=True), reasons=True)[0].think is True
+    assert apply_fast_profile(TextRequest(model="mini", messages=TALK))[0].think is None
     assert (
-        apply_fast_profile(Asked(model="mini", messages=TALK), FastOptions(think=True), reasons=True)[0].think is None
+        apply_fast_profile(TextRequest(model="mini", messages=TALK), FastOptions(think=True), reasons=True)[0].think
+        is None
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.config.upstream_section import UpstreamFeatures, UpstreamHealthConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.request import Finish
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.errors import RequestError
 from headrace.gateway.requests.text_request import ChoiceDelta
@@ -54,7 +54,7 @@ async def test_headrace_takes_all_that_its_kind_says() -> None:
         await soon(
             answered(
                 upstream,
-                sampling=Sampling(
+                sampling=SamplingParams(
                     temperature=0.5,
                     top_k=5,
                     top_p=0.5,
@@ -77,7 +77,7 @@ async def test_headrace_takes_all_that_its_kind_says() -> None:
             )
         )
         request = running.engine.streams[0].request
-        assert request.sampling == Sampling(
+        assert request.sampling == SamplingParams(
             temperature=0.5,
             top_k=5,
             top_p=0.5,
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_frees_the_slot_behind_two_servers() -> None:
 @asynchronous
 async def test_headraces_own_deadline_is_an_end() -> None:
     async with serving() as running, headrace(running) as upstream:
-        running.engine.answer = lambda stream: say(stream, "one", end=True, finish=Finish.DEADLINE)
+        running.engine.answer = lambda stream: say(stream, "one", end=True, finish=FinishReason.DEADLINE)
         (choice,) = await soon(answered(upstream))
         assert (choice.content, choice.finish) == ("one", "deadline")
 
@@ -206,7 +206,7 @@ async def test_llama_cpp_streams_and_tells_its_usage(llama: str) -> None:
 @asynchronous
 async def test_llama_cpp_takes_all_that_its_kind_says(llama: str) -> None:
     async with upstream_of(llama, kind="llama.cpp") as upstream:
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=0.5,
             top_k=5,
             top_p=0.5,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries, UpstreamTimeouts
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.requests.text_request import Tool
 from headrace.gateway.serving.upstreams.relay import ChunkRenamer
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
@@ -139,7 +139,7 @@ async def test_calls_log_probabilities_reasoning_and_several_choices_are_handed_
         chunk(index=1, finish="stop"),
     )
     async with faking(streams(*said, used())) as fake, upstream_of(fake) as upstream:
-        asked: dict[str, Any] = {"n": 2, "tools": (Tool("look"),), "sampling": Sampling(logprobs=0)}
+        asked: dict[str, Any] = {"n": 2, "tools": (Tool("look"),), "sampling": SamplingParams(logprobs=0)}
         found = events(await soon(relayed(upstream, **asked)))
         assert [each["choices"] for each in found[1:]] == [each["choices"] for each in said[1:]]
         assert found[0]["choices"][0]["delta"] == {"reasoning_content": "hm"}  # as our answers call it

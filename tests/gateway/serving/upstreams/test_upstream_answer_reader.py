@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config.upstream_section import UpstreamFeatures
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TokenUsage, Tool, ToolCall
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
@@ -258,7 +258,7 @@ async def test_log_probabilities_of_chats() -> None:
         }
     ]
     said = streams(chunk("Hi", logprobs={"content": content}), chunk(finish="stop", logprobs=None), used())
-    choice = await one(said, sampling=Sampling(logprobs=2))
+    choice = await one(said, sampling=SamplingParams(logprobs=2))
     assert choice.logprobs is not None
     (found,) = choice.logprobs
     assert (found.text, found.bytes, found.logprob, found.shown) == ("Hi", b"Hi", -0.5, "Hi")
@@ -275,7 +275,7 @@ async def test_log_probabilities_of_completions() -> None:
     }
     said = {"choices": [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": logprobs}]}
     takes = UpstreamFeatures(completions=True, echo=True)
-    choice = await one(streams(said), takes=takes, prompts=["a"], echo=True, sampling=Sampling(logprobs=2))
+    choice = await one(streams(said), takes=takes, prompts=["a"], echo=True, sampling=SamplingParams(logprobs=2))
     assert choice.logprobs is not None
     first, second = choice.logprobs
     assert first.logprob is None
@@ -287,7 +287,7 @@ async def test_log_probabilities_that_nobody_asked_for_are_left_out_and_wrong_on
     wrong = {"content": [{"logprob": "much"}]}
     assert (await one(streams(chunk("Hi", logprobs=wrong), chunk(finish="stop"), used()))).logprobs is None
     with pytest.raises(UpstreamError, match="log-probabilities"):
-        await one(streams(chunk("Hi", logprobs=wrong), chunk(finish="stop")), sampling=Sampling(logprobs=0))
+        await one(streams(chunk("Hi", logprobs=wrong), chunk(finish="stop")), sampling=SamplingParams(logprobs=0))
 
 
 # Ends

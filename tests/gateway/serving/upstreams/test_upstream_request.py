@@ -17,9 +17,9 @@ from headrace.config.upstream_section import (
     features_of,
 )
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import Asked, SourceText, Tool
+from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
 from headrace.gateway.serving.upstreams.upstream_request import FIELD_HANDLING, UpstreamRequest, build_upstream_request
 from tests.support.fake_upstream import exchange
 
@@ -67,7 +67,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "ignore_eos": ({"ignore_eos": True}, "ignore_eos"),
     "n": ({"n": 2}, "n"),
     "prompt_logprobs": ({"prompts": ["Hi"], "prompt_logprobs": 1, "echo": True}, "echo"),
-    "echo": ({"prompts": ["Hi"], "echo": True, "sampling": Sampling(logprobs=1)}, "echo"),
+    "echo": ({"prompts": ["Hi"], "echo": True, "sampling": SamplingParams(logprobs=1)}, "echo"),
     "stream": ({"stream": True}, None),
     "include_usage": ({"stream": True, "include_usage": True}, None),
     "deadline_s": ({"deadline_s": 1.0}, None),
@@ -81,19 +81,19 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "overflow": ({"overflow": "drop"}, None),
     "seeded": ({"seeded": True}, None),
     "degrade": ({"degrade": "off"}, None),
-    "sampling": ({"sampling": Sampling(temperature=0.5)}, None),
-    "temperature": ({"sampling": Sampling(temperature=0.5)}, None),
-    "top_k": ({"sampling": Sampling(top_k=5)}, "top_k"),
-    "top_p": ({"sampling": Sampling(top_p=0.5)}, None),
-    "min_p": ({"sampling": Sampling(min_p=0.5)}, "min_p"),
-    "repetition_penalty": ({"sampling": Sampling(repetition_penalty=1.5)}, "repetition_penalty"),
-    "frequency_penalty": ({"sampling": Sampling(frequency_penalty=0.5)}, "frequency_penalty"),
-    "presence_penalty": ({"sampling": Sampling(presence_penalty=0.5)}, "presence_penalty"),
-    "logit_bias": ({"sampling": Sampling(logit_bias={5: 1.0})}, "logit_bias"),
-    "seed": ({"sampling": Sampling(seed=5)}, None),
-    "logprobs": ({"sampling": Sampling(logprobs=2)}, "logprobs"),
+    "sampling": ({"sampling": SamplingParams(temperature=0.5)}, None),
+    "temperature": ({"sampling": SamplingParams(temperature=0.5)}, None),
+    "top_k": ({"sampling": SamplingParams(top_k=5)}, "top_k"),
+    "top_p": ({"sampling": SamplingParams(top_p=0.5)}, None),
+    "min_p": ({"sampling": SamplingParams(min_p=0.5)}, "min_p"),
+    "repetition_penalty": ({"sampling": SamplingParams(repetition_penalty=1.5)}, "repetition_penalty"),
+    "frequency_penalty": ({"sampling": SamplingParams(frequency_penalty=0.5)}, "frequency_penalty"),
+    "presence_penalty": ({"sampling": SamplingParams(presence_penalty=0.5)}, "presence_penalty"),
+    "logit_bias": ({"sampling": SamplingParams(logit_bias={5: 1.0})}, "logit_bias"),
+    "seed": ({"sampling": SamplingParams(seed=5)}, None),
+    "logprobs": ({"sampling": SamplingParams(logprobs=2)}, "logprobs"),
 }
-FIELDS: Final = list(Asked.__struct_fields__) + list(Sampling.__struct_fields__)
+FIELDS: Final = list(TextRequest.__struct_fields__) + list(SamplingParams.__struct_fields__)
 # Chat and completions, and nothing beyond them.
 _SWITCHES: Final[dict[str, Any]] = {
     name: False for name in UpstreamFeatures.__struct_fields__ if isinstance(getattr(KINDS["vllm"], name), bool)
@@ -172,7 +172,7 @@ def test_a_chat_in_the_shape_of_the_api() -> None:
 
 
 def test_the_body_of_a_plain_chat_has_nothing_that_is_not_needed() -> None:
-    asked: dict[str, Any] = {"sampling": Sampling(temperature=1.0, seed=7), "max_tokens": 9}
+    asked: dict[str, Any] = {"sampling": SamplingParams(temperature=1.0, seed=7), "max_tokens": 9}
     assert body(**asked) == {
         "model": "theirs",
         "messages": [{"role": "user", "content": "Hello there"}],
@@ -273,11 +273,11 @@ def test_a_prompt_is_put_before_its_answer_by_the_upstream_or_here() -> None:
 
 
 def test_log_probabilities() -> None:
-    told = body(sampling=Sampling(logprobs=0))
+    told = body(sampling=SamplingParams(logprobs=0))
     assert told["logprobs"] is True
     assert told["top_logprobs"] == 0
-    assert body("llama.cpp", sampling=Sampling(logprobs=0))["top_logprobs"] == 1
-    assert body("vllm", prompts=["x"], sampling=Sampling(logprobs=3))["logprobs"] == 3
+    assert body("llama.cpp", sampling=SamplingParams(logprobs=0))["top_logprobs"] == 1
+    assert body("vllm", prompts=["x"], sampling=SamplingParams(logprobs=3))["logprobs"] == 3
 
 
 def test_lengths_are_held_to_the_context_where_the_prompt_is_known() -> None:
@@ -295,11 +295,11 @@ def test_too_many_stop_texts_are_refused() -> None:
 
 
 def test_large_biases_and_seeds_fit_what_others_take() -> None:
-    told = body(sampling=Sampling(logit_bias={1: 10000.0, 2: -10000.0, 3: 1.5}, seed=2**63 + 12345))
+    told = body(sampling=SamplingParams(logit_bias={1: 10000.0, 2: -10000.0, 3: 1.5}, seed=2**63 + 12345))
     assert told["logit_bias"] == {"1": 100.0, "2": -100.0, "3": 1.5}
     assert 0 <= told["seed"] < 2**31
-    assert told["seed"] == body(sampling=Sampling(seed=2**63 + 12345))["seed"]
-    assert body(sampling=Sampling(seed=42))["seed"] == 42
+    assert told["seed"] == body(sampling=SamplingParams(seed=2**63 + 12345))["seed"]
+    assert body(sampling=SamplingParams(seed=42))["seed"] == 42
 
 
 def test_tenants_have_salts_of_their_own_that_do_not_tell_their_names() -> None:

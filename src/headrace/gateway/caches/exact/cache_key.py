@@ -1,8 +1,8 @@
 """What makes two requests the same request: the key of the exact cache.
 
-Owns the key, the tags that a request gives its answer, and the list of what does not matter. Every field of Asked and
-of Sampling is a part of the key unless it stands in that list with its reason, so a new field cannot be forgotten: it
-costs a hit at worst, never a wrong answer. Knows no store.
+Owns the key, the tags that a request gives its answer, and the list of what does not matter. Every field of TextRequest
+and of SamplingParams is a part of the key unless it stands in that list with its reason, so a new field cannot be
+forgotten: it costs a hit at worst, never a wrong answer. Knows no store.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import invalid
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
@@ -31,7 +31,7 @@ _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 # What the prompt's tokens are made of. It is in the key by itself only where there are no tokens.
 OF_THE_PROMPT: Final = ("messages", "prompts", "template", "think")
 
-# Fields of Asked that two requests may differ in and still have the same answer, each with the reason.
+# Fields of TextRequest that two requests may differ in and still have the same answer, each with the reason.
 WITHOUT_EFFECT: Final = {
     "model": "the variant that answers is in the key, with its full name and its fingerprint",
     "sampling": "its fields are in the key one by one",
@@ -50,20 +50,20 @@ WITHOUT_EFFECT: Final = {
     "metadata": "handed back by the endpoint; its cache_tags are in the key as tags",
 }
 
-# Fields of Sampling that choose among tokens, where the likeliest one is always taken.
+# Fields of SamplingParams that choose among tokens, where the likeliest one is always taken.
 OF_DRAWING: Final = ("top_k", "top_p", "min_p", "seed")
 
 _ASKED: Final = tuple(
-    name for name in Asked.__struct_fields__ if name not in WITHOUT_EFFECT and name not in OF_THE_PROMPT
+    name for name in TextRequest.__struct_fields__ if name not in WITHOUT_EFFECT and name not in OF_THE_PROMPT
 )
-_GREEDY: Final = tuple(name for name in Sampling.__struct_fields__ if name not in OF_DRAWING)
-_UNSEEDED: Final = tuple(name for name in Sampling.__struct_fields__ if name != "seed")
+_GREEDY: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in OF_DRAWING)
+_UNSEEDED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name != "seed")
 
 _asked_values = attrgetter(*_ASKED)
 _prompt_values = attrgetter(*OF_THE_PROMPT)
 _greedy_values = attrgetter(*_GREEDY)
 _unseeded_values = attrgetter(*_UNSEEDED)
-_seeded_values = attrgetter(*Sampling.__struct_fields__)
+_seeded_values = attrgetter(*SamplingParams.__struct_fields__)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -82,7 +82,7 @@ def cache_key_for(
     *,
     tenant: str,
     served: ServedVariant,
-    asked: Asked,
+    asked: TextRequest,
     prompts: Sequence[Sequence[int]] | None,
     seeded: bool,
     policy: str = "",
@@ -124,7 +124,7 @@ def cache_key_for(
     return CacheKey(tenant, digest.digest(), tags, asked.n, count * asked.n, greedy or seeded)
 
 
-def _sampling_values(sampling: Sampling, *, greedy: bool, seeded: bool) -> tuple[Any, ...]:
+def _sampling_values(sampling: SamplingParams, *, greedy: bool, seeded: bool) -> tuple[Any, ...]:
     if greedy:
         return _greedy_values(sampling)
     return _seeded_values(sampling) if seeded else _unseeded_values(sampling)
@@ -139,7 +139,7 @@ def _in_order(value: Any) -> Any:
     return value
 
 
-def cache_tags(asked: Asked) -> tuple[str, ...]:
+def cache_tags(asked: TextRequest) -> tuple[str, ...]:
     """ApiError for what is no list of tags.
 
     Tags are a part of the key: what is stored without `pricing` must not answer a request that has it, because neither

@@ -39,7 +39,7 @@ from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
 from headrace.gateway.caches.semantic.thresholds import ServeDecision, Thresholds
 from headrace.gateway.caches.semantic.verifier import Judge
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class SemanticCache:
     # The way of a request
 
     async def recall(
-        self, tenant: str, asked: Asked, embedder: Embedder, *, variant: str, surface: str
+        self, tenant: str, asked: TextRequest, embedder: Embedder, *, variant: str, surface: str
     ) -> SemanticLookup:
         """What there is for a request of this tenant. ApiError for tags that are none."""
         recall = await self._recall(tenant, asked, embedder, variant, surface)
@@ -142,7 +142,7 @@ class SemanticCache:
         return recall
 
     async def _recall(
-        self, tenant: str, asked: Asked, embedder: Embedder, variant: str, surface: str
+        self, tenant: str, asked: TextRequest, embedder: Embedder, variant: str, surface: str
     ) -> SemanticLookup:
         options = self.options
         uses = self.modes.uses(tenant, wish=asked.cache)

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.thresholds import Evidence
-from headrace.gateway.requests.text_request import Asked, Choice, ChoiceDelta, TokenUsage
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenUsage
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
@@ -63,7 +63,7 @@ class SemanticKey(msgspec.Struct, frozen=True):
 
 
 def semantic_key_for(
-    asked: Asked,
+    asked: TextRequest,
     *,
     variant: str,
     policy: str = "",
@@ -109,7 +109,7 @@ def _has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("role") in ("tool", "function") or message.get("tool_calls") for message in messages)
 
 
-def _digest(asked: Asked, variant: str, policy: str, script: str, tags: tuple[str, ...]) -> bytes:
+def _digest(asked: TextRequest, variant: str, policy: str, script: str, tags: tuple[str, ...]) -> bytes:
     assert asked.messages is not None
     last = {name: value for name, value in asked.messages[-1].items() if name != "content"}
     sampling = msgspec.structs.asdict(asked.sampling)
@@ -158,7 +158,7 @@ def storable_answer(choices: Sequence[Choice]) -> StoredAnswer | None:
     )
 
 
-def with_example(asked: Asked, entry: SemanticEntry) -> Asked:
+def with_example(asked: TextRequest, entry: SemanticEntry) -> TextRequest:
     """The request with the kept question and its answer as a turn before the user's own: an example for the model."""
     assert asked.messages is not None
     example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]

@@ -19,7 +19,7 @@ from headrace.gateway.degradation.ladder.ladder_options import ORDER, StepName, 
 from headrace.gateway.degradation.ladder.levels import LadderLevel, PressureSignals
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.fast_profile import cap_max_tokens, has_fixed_format
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 HEADER: Final = "x-headrace-degraded"
 
@@ -68,7 +68,7 @@ class DegradationPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def plan_degradation(level: LadderLevel, asked: Asked, allowed: AllowedSteps | None = None) -> DegradationPlan:
+def plan_degradation(level: LadderLevel, asked: TextRequest, allowed: AllowedSteps | None = None) -> DegradationPlan:
     """The steps of a level that may be taken of this request and that can mean something for it."""
     steps: dict[StepName, StepOptions] = {
         step.step: step for step in level.steps if allowed is None or step.step in allowed.steps
@@ -93,7 +93,7 @@ def plan_degradation(level: LadderLevel, asked: Asked, allowed: AllowedSteps | N
     )
 
 
-def cap_answer(asked: Asked, degraded: DegradationPlan) -> tuple[Asked, tuple[ShapingChange, ...]]:
+def cap_answer(asked: TextRequest, degraded: DegradationPlan) -> tuple[TextRequest, tuple[ShapingChange, ...]]:
     """With the answer's length cut, where that is asked for."""
     return (asked, ()) if degraded.max_tokens is None else cap_max_tokens(asked, degraded.max_tokens)
 

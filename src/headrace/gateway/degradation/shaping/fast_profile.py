@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 
 
 class FastOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +22,8 @@ class FastOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_fast_profile(
-    asked: Asked, options: FastOptions | None = None, *, reasons: bool = False
-) -> tuple[Asked, tuple[ShapingChange, ...]]:
+    asked: TextRequest, options: FastOptions | None = None, *, reasons: bool = False
+) -> tuple[TextRequest, tuple[ShapingChange, ...]]:
     """`reasons`: whether the variant can reason first."""
     options = options or FastOptions()
     asked, shaped = cap_max_tokens(asked, options.max_tokens)
@@ -39,12 +39,12 @@ def apply_fast_profile(
     return asked.but(sampling=sampling), shaped
 
 
-def has_fixed_format(asked: Asked) -> bool:
+def has_fixed_format(asked: TextRequest) -> bool:
     """Whether half of its answer would be worth nothing."""
     return asked.grammar is not None or (bool(asked.tools) and asked.choosing != "none")
 
 
-def cap_max_tokens(asked: Asked, most: int) -> tuple[Asked, tuple[ShapingChange, ...]]:
+def cap_max_tokens(asked: TextRequest, most: int) -> tuple[TextRequest, tuple[ShapingChange, ...]]:
     """With at most so many tokens of an answer, unless it has a form to keep."""
     if has_fixed_format(asked) or (asked.max_tokens is not None and asked.max_tokens <= most):
         return asked, ()

@@ -29,7 +29,7 @@ from headrace.gateway.degradation.shaping.sources import (
     insert_sources,
     select_sources,
 )
-from headrace.gateway.requests.text_request import Asked
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.fleet import ServedVariant
 
 log: Final = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _BYTES: Final = 4  # of a token, where there is no tokenizer
 
 
 class FittedRequest(msgspec.Struct, frozen=True):
-    asked: Asked
+    asked: TextRequest
     shaped: tuple[ShapingChange, ...] = ()
 
 
@@ -55,8 +55,8 @@ def text_token_counter(served: ServedVariant) -> Callable[[str], int]:
 
 
 def number_sources(
-    asked: Asked, served: ServedVariant, options: SourceOptions
-) -> tuple[Asked, SelectedSources | None, tuple[ShapingChange, ...]]:
+    asked: TextRequest, served: ServedVariant, options: SourceOptions
+) -> tuple[TextRequest, SelectedSources | None, tuple[ShapingChange, ...]]:
     """With the request's sources chosen, numbered and written into its messages; None where it has none."""
     messages = asked.messages or []
     sources = asked.sources
@@ -76,7 +76,7 @@ def _tagged(message: Message) -> bool:
 
 
 async def fit_request(
-    asked: Asked,
+    asked: TextRequest,
     served: ServedVariant,
     config: ShapingConfig,
     budget: int | None,  # tokens of the prompt, beside what the context has room for

@@ -1,7 +1,7 @@
 """From what is asked to the body that an upstream takes.
 
-Owns what becomes of every field of Asked and of Sampling (FATES): it is sent, or done here, or refused with a clear
-error that names the parameter. Nothing is dropped in silence. Knows no connection.
+Owns what becomes of every field of TextRequest and of Sampling (FATES): it is sent, or done here, or refused with a
+clear error that names the parameter. Nothing is dropped in silence. Knows no connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid
-from headrace.gateway.requests.text_request import Asked, Tool
+from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.serving.exchange import Exchange
 
 # What becomes of each field. "sent": in the body, where the server takes it, and else refused; "done here": by this
@@ -187,7 +187,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _add_prompts(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> tuple[str, ...]:
+def _add_prompts(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> tuple[str, ...]:
     """The prompts' texts where they are to be put before the answers here."""
     prompts = asked.prompts or []
     if not takes.token_prompts and any(not isinstance(prompt, str) for prompt in prompts):
@@ -208,7 +208,7 @@ def _add_prompts(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) ->
     return tuple(texts)
 
 
-def _add_tools(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> None:
+def _add_tools(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> None:
     if not asked.tools or asked.choosing == "none":
         return
     if not takes.tools:
@@ -235,7 +235,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 _NO_SCHEMA: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 
-def _add_template(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -> None:
+def _add_template(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> None:
     settings = dict(asked.template)
     if takes.thinking == "effort" and "reasoning_effort" in settings:
         body["reasoning_effort"] = settings.pop("reasoning_effort")
@@ -254,7 +254,7 @@ def _add_template(body: dict[str, Any], asked: Asked, takes: UpstreamFeatures) -
 
 
 def _add_grammar(
-    body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+    body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
 ) -> None:
     grammar = asked.grammar
     if grammar is None:
@@ -300,7 +300,7 @@ def _check_json(grammar: Grammar, parameter: str) -> object:
 # How it is drawn, and how long it is
 
 
-def _add_sampling(body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures) -> None:
+def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures) -> None:
     sampling = asked.sampling
     body["temperature"] = sampling.temperature
     if sampling.top_p != 1.0 or takes.defaults:
@@ -338,7 +338,7 @@ def fold_seed(seed: int) -> int:
 
 
 def _add_logprobs(
-    body: dict[str, Any], asked: Asked, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+    body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
 ) -> None:
     wished = asked.sampling.logprobs
     if wished is None:

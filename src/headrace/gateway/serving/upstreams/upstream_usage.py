@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.gateway.requests.text_request import Asked, TokenUsage
+from headrace.gateway.requests.text_request import TextRequest, TokenUsage
 from headrace.gateway.serving.upstreams.upstream_chunks import ReportedUsage
 from headrace.models.text.tokenizer import Tokenizer
 
@@ -158,7 +158,7 @@ def _shared(total: int, weights: Sequence[int]) -> list[int]:
 # Prompts
 
 
-def prompt_text(asked: Asked) -> str:
+def prompt_text(asked: TextRequest) -> str:
     """All that a prompt is made of, for a length."""
     if asked.messages is None:
         return "".join(prompt for prompt in asked.prompts or () if isinstance(prompt, str))
@@ -171,7 +171,7 @@ def prompt_text(asked: Asked) -> str:
     return "".join(texts)
 
 
-def prompt_bytes(asked: Asked) -> int:
+def prompt_bytes(asked: TextRequest) -> int:
     """Of all prompts together; token ids count as so many as a token has on average."""
     ids = sum(bytes_of_tokens(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
     return len(prompt_text(asked).encode(errors="replace")) + ids
@@ -187,7 +187,7 @@ def estimate_prompt_tokens(length: int, messages: int) -> int:
     return max(1, -(-length // BYTES_PER_TOKEN) + _MESSAGE_TOKENS * messages)
 
 
-def count_prompts(asked: Asked, tokenizer: Tokenizer) -> list[int]:
+def count_prompts(asked: TextRequest, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each prompt. HeadraceError where the tokenizer cannot say."""
     if asked.messages is None:
         prompts = asked.prompts or ()

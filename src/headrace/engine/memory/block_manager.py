@@ -30,8 +30,9 @@ MOST_PINS: Final = 256
 OTHER_SALTS: Final = "*"
 
 
-class Match(msgspec.Struct, eq=False):
-    """The longest prefix that can be reused, as far as is known: `Blocks.acquire` looks again if the tree changed."""
+class PrefixMatch(msgspec.Struct, eq=False):
+    """The longest prefix that can be reused, as far as is known: `BlockManager.acquire` looks again if the tree
+    changed."""
 
     salt: str
     variant: int
@@ -43,7 +44,7 @@ class Match(msgspec.Struct, eq=False):
     stamp: int  # of the tree
 
 
-class Table(msgspec.Struct, eq=False):
+class BlockTable(msgspec.Struct, eq=False):
     """What one sequence holds. `blocks` only ever grows at its end."""
 
     blocks: list[int]
@@ -89,7 +90,7 @@ class BlockStats(msgspec.Struct, frozen=True):
     salts: dict[str, SaltStats]
 
 
-class Blocks:
+class BlockManager:
     """`copies`: whether part of a block may be reused, by copying it. `reuse`: False finds nothing again, as is right
     for an encoder, whose KV depends on the tokens that follow. `most_pinned`: blocks; half of all by default."""
 
@@ -115,7 +116,7 @@ class Blocks:
         self._free = self._blocks[::-1]
         self._idle: OrderedDict[Block, None] = OrderedDict()  # let go longest ago first
         self._copies: dict[Block, Block] = {}  # target -> source, in the order in which they must be made
-        self._tables: set[Table] = set()
+        self._tables: set[BlockTable] = set()
         self._pins: dict[tuple[str, int, bytes], _Pin] = {}
         self._unmet: list[_Pin] = []  # pins of which not all is computed
         self._evictions = 0
@@ -124,7 +125,7 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now."""
+        """BlockManager that can be had now."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -137,17 +138,17 @@ class Blocks:
 
     # Finding and holding
 
-    def match(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> Match:
+    def match(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> PrefixMatch:
         """The longest prefix to reuse, always short of the last token, whose result is wanted. Takes no reference."""
         return self._find(pack(tokens), len(tokens), salt, variant)
 
-    def refresh(self, match: Match) -> Match:
+    def refresh(self, match: PrefixMatch) -> PrefixMatch:
         """The same anew; costs nothing where the tree has not changed."""
         if match.stamp == self._tree.stamp:
             return match
         return self._find(match.packed, match.count, match.salt, match.variant)
 
-    def _find(self, packed: bytes, count: int, salt: str, variant: int) -> Match:
+    def _find(self, packed: bytes, count: int, salt: str, variant: int) -> PrefixMatch:
         tree = self._tree
         usable = (count - 1) * TOKEN_BYTES
         path, at = tree.walk(packed, usable, salt, variant)
@@ -155,9 +156,9 @@ class Blocks:
         if self._partial and at < usable:
             node = path[-1] if path else tree.root(variant)
             source, shared = tree.closest(node, salt, packed[at : min(at + self._key_bytes, usable)])
-        return Match(salt, variant, packed, count, at // TOKEN_BYTES + shared, path, source, tree.stamp)
+        return PrefixMatch(salt, variant, packed, count, at // TOKEN_BYTES + shared, path, source, tree.stamp)
 
-    def acquire(self, match: Match, total_tokens: int) -> Table | None:
+    def acquire(self, match: PrefixMatch, total_tokens: int) -> BlockTable | None:
         """Holds what was found and takes blocks for the rest of `total_tokens`; None, and nothing changed, where they
         are not to be had."""
         match = self.refresh(match)
@@ -169,7 +170,7 @@ class Blocks:
             stats.hit += table.cached_tokens
         return table
 
-    def _acquire(self, match: Match, total_tokens: int) -> Table | None:
+    def _acquire(self, match: PrefixMatch, total_tokens: int) -> BlockTable | None:
         path, source, cached = match.path, match.source, match.cached_tokens
         needed = self.blocks_for(total_tokens) - len(path)
         if total_tokens < cached:
@@ -192,11 +193,11 @@ class Blocks:
             self._copies[own[0]] = source
         blocks = [block.index for block in path]
         blocks += [block.index for block in own]
-        table = Table(blocks, match.salt, match.variant, cached, path[:], source, total_tokens)
+        table = BlockTable(blocks, match.salt, match.variant, cached, path[:], source, total_tokens)
         self._tables.add(table)
         return table
 
-    def grow(self, table: Table, total_tokens: int) -> bool:
+    def grow(self, table: BlockTable, total_tokens: int) -> bool:
         """Room for `total_tokens`; False, and nothing changed, where it is not to be had."""
         needed = self.blocks_for(total_tokens) - len(table.blocks)
         if needed > 0:
@@ -208,7 +209,7 @@ class Blocks:
             table.tokens = total_tokens
         return True
 
-    def fork(self, table: Table, tokens: int) -> Table | None:
+    def fork(self, table: BlockTable, tokens: int) -> BlockTable | None:
         """A second table over the first `tokens`, all of them computed and published: whole blocks are shared, and of
         the block that both go on to write it gets a copy. None, and nothing changed, where no block is to be had."""
         self._check_open(table)
@@ -231,7 +232,7 @@ class Blocks:
             target = self._take()
             self._copies[target] = source
             blocks.append(target.index)
-        fork = Table(blocks, table.salt, table.variant, tokens, path, None, tokens)
+        fork = BlockTable(blocks, table.salt, table.variant, tokens, path, None, tokens)
         self._tables.add(fork)
         return fork
 
@@ -244,7 +245,7 @@ class Blocks:
             self._drop(source)
         return copies
 
-    def release(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+    def release(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Lets all of it go; what is computed stays to be found until its memory is needed, tails going first."""
         self._check_open(table)
         if self._reuse:
@@ -263,7 +264,7 @@ class Blocks:
             if not block.refs:
                 idle[block] = None
 
-    def _check_open(self, table: Table) -> None:
+    def _check_open(self, table: BlockTable) -> None:
         if table not in self._tables:
             raise ValueError("the table was released before, or is another's")
 
@@ -296,7 +297,7 @@ class Blocks:
 
     # Publishing
 
-    def publish(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+    def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Whole blocks among the first `computed` tokens can be found from now on. Cheap where there is none new."""
         path = table.path
         first = len(path)
@@ -320,7 +321,7 @@ class Blocks:
         for pin in [pin for pin in self._unmet if self._extend(pin)]:
             self._unmet.remove(pin)
 
-    def _present(self, table: Table, computed: int) -> int:
+    def _present(self, table: BlockTable, computed: int) -> int:
         """Computed tokens before the first block that still waits for its copy."""
         if self._copies:
             first = len(table.path)
@@ -335,7 +336,7 @@ class Blocks:
             raise ValueError(f"{end} tokens are computed, and only {len(tokens)} given")
         return packed
 
-    def _keep_tail(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+    def _keep_tail(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Keeps the part of a block at a sequence's end, unless a block that begins with it is there."""
         whole = computed // self.block_tokens
         parent = table.path[-1] if table.path else self._tree.root(table.variant)
@@ -405,13 +406,13 @@ class Blocks:
             found.append(PinnedPrefix(tuple(tokens), pin.salt, pin.variant, tuple(b.index for b in pin.path)))
         return found
 
-    def restore(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> Table | None:
+    def restore(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> BlockTable | None:
         """Blocks for a prefix that was saved. The caller writes the KV of those after `cached_tokens`, which end with a
         block, and releases the table with all its tokens computed. None where memory does not suffice."""
         packed = pack(tokens)
         path, at = self._tree.walk(packed, len(packed), salt, variant)
         cached = at // TOKEN_BYTES
-        return self._acquire(Match(salt, variant, packed, len(tokens), cached, path, None, 0), len(tokens))
+        return self._acquire(PrefixMatch(salt, variant, packed, len(tokens), cached, path, None, 0), len(tokens))
 
     def _extend(self, pin: _Pin) -> bool:
         """Holds what is computed by now; True where that is all of it."""

@@ -1,23 +1,23 @@
-"""All that came of one sequence, put together from its outputs. Owns Answer."""
+"""All that came of one sequence, put together from its outputs. Owns SequenceResult."""
 
 from __future__ import annotations
 
 import msgspec
 
-from headrace.engine.interface.outputs import Ending, Output
-from headrace.engine.interface.sampling import Chosen
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
+from headrace.engine.interface.sampling import SampledToken
 
 
-class Answer(msgspec.Struct):
+class SequenceResult(msgspec.Struct):
     index: int  # of the request's n
     tokens: list[int] = []
     text: str = ""
-    chosen: list[Chosen] = []
-    prompt: list[Chosen] | None = None
+    chosen: list[SampledToken] = []
+    prompt: list[SampledToken] | None = None
     vector: bytes | None = None
-    ending: Ending | None = None
+    ending: SequenceEnd | None = None
 
-    def add(self, output: Output) -> None:
+    def add(self, output: SequenceOutput) -> None:
         self.tokens += output.tokens
         self.text += output.text
         if output.chosen:
