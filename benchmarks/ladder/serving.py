@@ -20,13 +20,14 @@ from msgspec.structs import replace
 from headrace.bench.simulation.baseline_orders import rival
 from headrace.bench.simulation.simulator import Hardware
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
+from headrace.config.shaping_section import LadderConfig
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, SequenceEvent, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
-from headrace.gateway.degradation.ladder.ladder_options import LadderOptions, by_patience
+from headrace.gateway.degradation.ladder.ladder_config import preset_steps
 from headrace.gateway.degradation.ladder.ladder_steps import AllowedSteps, DegradationPlan, plan_degradation
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, WaitTicket
@@ -157,7 +158,7 @@ class Engine:
         )
         if not self.scheduler.admit(request, now).accepted:
             if wait is not None:
-                wait.over()
+                wait.end()
             return False
         self.open[name] = served
         if wait is not None:
@@ -172,7 +173,7 @@ class Engine:
                 if not served.tokens:
                     served.ttft = now - served.call.at
                     if name in self.waits:
-                        self.waits[name].begun()
+                        self.waits[name].start()
                 served.tokens += len(event.tokens)
             if event.finish is not None:
                 served.finish, served.end = event.finish, now - served.call.at
@@ -181,7 +182,7 @@ class Engine:
                 del self.open[name]
                 if served.tokens:
                     seconds = served.end - served.ttft
-                    pressure.answered(self.name, served.call.surface, tokens=served.tokens, seconds=seconds)
+                    pressure.record_answer(self.name, served.call.surface, tokens=served.tokens, seconds=seconds)
 
 
 class Front:
@@ -204,7 +205,7 @@ class Front:
             for name, engine in self.engines.items():
                 stats = engine.blocks.stats()
                 blocks = {"total": stats.total, "free": stats.free, "cached": stats.cached}
-                self.pressure.heard(name, [{"blocks": blocks}])
+                self.pressure.record_statistics(name, [{"blocks": blocks}])
 
     def send(self, call: SimulatedRequest, now: float) -> Served:
         served = Served(call)
@@ -215,7 +216,7 @@ class Front:
         asked = TextRequest(model="mini", messages=[{"role": "user", "content": "?"}], surface=call.surface)
         allowed = AllowedSteps.of("off" if declines else None)
         signals = self.pressure.signals("mini", call.tenant, surface=call.surface, deadline_s=call.deadline)
-        level = self.ladder.decide(call.surface, signals, now, of=call.tenant)
+        level = self.ladder.decide(call.surface, signals, now, scope=call.tenant)
         plan = plan_degradation(level, asked, allowed)
         if self._at_once(served, plan, sourced, repeated):
             return served
@@ -255,8 +256,11 @@ class Front:
         return self.engines[name].admit(served, prompt, answer, wait, now)
 
 
-def _ladders(variants: tuple[str, ...]) -> dict[str, LadderOptions]:
-    return {name: by_patience(surface.patience, variants=variants) for name, surface in Policy().surfaces.items()}
+def _ladders(variants: tuple[str, ...]) -> dict[str, LadderConfig]:
+    return {
+        name: LadderConfig(steps=preset_steps(surface.patience, variants=variants))
+        for name, surface in Policy().surfaces.items()
+    }
 
 
 def run(

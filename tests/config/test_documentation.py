@@ -36,7 +36,7 @@ from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
 from headrace.config.loader import OPTIONS
 from headrace.config.toml_text import config_toml, toml_value
-from headrace.gateway.degradation.ladder.ladder_config import ladder_of
+from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.surfaces import SURFACES
 from headrace.variant import Variant
 from tests.support.config_text import ROOT, read, sections_in, without_default
@@ -177,7 +177,7 @@ def test_the_whole_gateway_of_the_examples_is_fine() -> None:
     chain = config.routing.chains["large-somewhere"]
     assert [step.variant for step in chain.steps] == ["large", "large@hosted", "mini"]
     assert config.routing.cascades["mini-then-large"].threshold == 0.85
-    ladders = {name: ladder_of(name, surface) for name, surface in config.surfaces.items()}
+    ladders = {name: resolve_ladder(name, surface) for name, surface in config.surfaces.items()}
     assert {name: [step.step for step in ladder.steps] for name, ladder in ladders.items()} == {
         "chat": ["trim", "max_tokens", "variant", "stale", "extract", "refuse"],
         "voice": ["max_tokens", "variant", "refuse"],

@@ -204,10 +204,16 @@ def test_a_cascade_has_one_threshold(threshold: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("ladder", "said"),
     [
-        ("preset = true, steps = [{step='trim', queue_ms=[2, 1]}]", ": expected preset or steps, found both"),
-        ("steps = [{step = 'trim'}]", ".steps[0]: expected a threshold of at least one of "),
-        ("steps = [{step = 'trim', queue_ms = [200]}]", ".steps[0].queue_ms: expected two numbers, found 1"),
-        ("steps = [{step = 'trim', slack_ms = []}]", ".steps[0].slack_ms: expected two numbers, found 0"),
+        ("preset = true, steps = [{step='trim', queue_ms=[2, 1]}]", ": expected either preset or steps, found both"),
+        ("steps = [{step = 'trim'}]", ".steps[0]: expected a threshold for at least one of "),
+        (
+            "steps = [{step = 'trim', queue_ms = [200]}]",
+            ".steps[0].queue_ms: expected two numbers (enter, leave), found 1",
+        ),
+        (
+            "steps = [{step = 'trim', slack_ms = []}]",
+            ".steps[0].slack_ms: expected two numbers (enter, leave), found 0",
+        ),
         ("steps = [{step = 'trim', queue_ms = [100, 200]}]", ".steps[0].queue_ms: expected leave below enter, found "),
         ("steps = [{step = 'trim', slack_ms = [100, 100]}]", ".steps[0].slack_ms: expected leave above enter, found "),
         ("steps = [{step = 'trim', memory_free = [0.2, 0.1]}]", ".steps[0].memory_free: expected leave above enter"),
@@ -218,9 +224,12 @@ def test_a_cascade_has_one_threshold(threshold: str, said: str) -> None:
         ),
         (
             "steps = [{step = 'trim', queue_ms = [2, 1]}, {step = 'stale', queue_ms = [1.5, 1]}]",
-            ".steps[1].queue_ms: expected no milder thresholds than those of the step before",
+            ".steps[1].queue_ms: expected thresholds that are not milder than those of the step before",
         ),
-        ("steps = [{step='variant', queue_ms=[2, 1], variants=[]}]", ".steps[0].variants: expected at least one"),
+        (
+            "steps = [{step='variant', queue_ms=[2, 1], variants=[]}]",
+            ".steps[0].variants: expected at least one variant",
+        ),
     ],
 )
 def test_a_ladder_that_cannot_be_climbed_is_refused_in_the_files_own_words(ladder: str, said: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from headrace.gateway.degradation.shaping.conversation import Message
+from headrace.gateway.degradation.shaping.conversation import ChatMessage
 
 
-def count(message: Message) -> int:
+def count(message: ChatMessage) -> int:
     """A token for each word, and four around a message."""
     words = len(str(message.get("content") or "").split())
     return 4 + words + 3 * len(message.get("tool_calls") or ())
@@ -17,10 +17,10 @@ def text_of(draw: Random) -> str:
     return "w " * draw.randint(1, 30)
 
 
-def conversation(seed: int) -> list[Message]:
+def conversation(seed: int) -> list[ChatMessage]:
     """The system's turn or none, then rounds; the last one ends where something is to be answered."""
     draw = Random(seed)
-    found: list[Message] = [{"role": "system", "content": text_of(draw)}] if draw.random() < 0.5 else []
+    found: list[ChatMessage] = [{"role": "system", "content": text_of(draw)}] if draw.random() < 0.5 else []
     rounds = draw.randint(1, 6)
     same_ids = draw.random() < 0.5
     for number in range(rounds):

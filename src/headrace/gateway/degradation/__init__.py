@@ -1,0 +1,1 @@
+"""Makes requests cheaper: shaping fits them to a model, the ladder reduces service under pressure."""

@@ -103,7 +103,7 @@ def _look_at(course: Course, take: Take, piece: ChoiceDelta) -> bool:
         exchange.last_at = time.monotonic()
         exchange.first_at = exchange.first_at or exchange.last_at
     if course.wait is not None:
-        course.wait.begun()
+        course.wait.start()
         course.wait = None
     if (course.selected is not None or course.recall is not None) and piece.index == 0:
         if isinstance(piece, RestartDelta):

@@ -31,7 +31,7 @@ def identify(course: Course) -> None:
         exchange.asked = asked = asked.but(surface=surface)
     if asked.profile == "fast":
         exchange.asked, shaped = apply_fast_profile(
-            asked, parts.fast_options, reasons=exchange.served.reasoning is not None
+            asked, parts.fast_options, can_reason=exchange.served.reasoning is not None
         )
         course.shaped += shaped
     switch = parts.switches.fast(exchange.caller.tenant, exchange.served.name)
@@ -79,7 +79,7 @@ def degrade(course: Course) -> None:
         budget_left=parts.budget_left(tenant, exchange.endpoint),
     )
     course.standing = f"{served.name}\n{tenant}"
-    level = parts.ladder.decide(exchange.surface, course.signals, of=course.standing)
+    level = parts.ladder.decide(exchange.surface, course.signals, scope=course.standing)
     if not level.number:
         return
     allowed = ladder.AllowedSteps.of(asked.degrade, None if settings.ladder else "off")
@@ -91,9 +91,9 @@ def degrade(course: Course) -> None:
     if smaller is not None and not course.plan.steps and course.plan.cascade is None:
         exchange.served = parts.fleet.served[smaller]
         course.plan = RoutePlan(smaller, decisions=course.plan.decisions)
-        course.telling.took("variant", ShapingChange("variant", served.name, smaller))
+        course.telling.add("variant", ShapingChange("variant", served.name, smaller))
     exchange.asked, shaped = ladder.cap_answer(asked, degraded)
-    course.telling.took("max_tokens", *shaped)
+    course.telling.add("max_tokens", *shaped)
 
 
 async def shape(course: Course) -> None:
@@ -101,7 +101,8 @@ async def shape(course: Course) -> None:
     asked, degraded = exchange.asked, course.degraded
     if asked.messages is not None:
         most = None if degraded is None else degraded.sources_tokens
-        exchange.asked, course.selected, shaped = number_sources(asked, exchange.served, parts.sources_options(most))
+        exchange.asked, course.selected = number_sources(asked, exchange.served, parts.shaping, most)
+        shaped = () if course.selected is None else course.selected.changes
         budget, history = course.most_prompt, None if degraded is None else degraded.history_tokens
         if history is not None:
             own = history + (0 if course.selected is None else course.selected.tokens)
@@ -111,10 +112,10 @@ async def shape(course: Course) -> None:
         changed = await fit_request(exchange.asked, exchange.served, parts.shaping, budget, summariser)
         exchange.asked = changed.asked
         if history is not None:
-            course.telling.took("trim", *(each for each in shaped if each.step == "sources"), *changed.shaped)
-            course.shaped += (each for each in shaped if each.step != "sources")
+            course.telling.add("trim", *(each for each in shaped if each.name == "sources"), *changed.changes)
+            course.shaped += (each for each in shaped if each.name != "sources")
         else:
-            course.shaped += (*shaped, *changed.shaped)
+            course.shaped += (*shaped, *changed.changes)
     await measure(course)
 
 

@@ -40,7 +40,7 @@ async def recalled(course: Course) -> bool:
     if course.recall is None and (hit := await exact(course, stale=stale)) is not None:
         _hit(course, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
         if hit.stale:
-            course.telling.took("stale", ShapingChange("age_s", None, round(hit.age_s)))
+            course.telling.add("stale", ShapingChange("age_s", None, round(hit.age_s)))
         return True
     if parts.semantic is not None and course.recall is None:
         recall = course.recall = await parts.recall(exchange, course.plan)
@@ -77,12 +77,12 @@ async def _hit_of(course: Course, *, stale: bool) -> CacheHit | None:
         if whole.asked is not course.exchange.asked or whole.served is not course.exchange.served:
             whole.prompts = {}
             with suppress(ApiError):  # what was too long before it was trimmed was never kept
-                whole.asked = number_sources(whole.asked, whole.served, course.parts.sources_options(None))[0]
+                whole.asked = number_sources(whole.asked, whole.served, course.parts.shaping)[0]
                 whole.asked = (await fit_request(whole.asked, whole.served, course.parts.shaping, None, None)).asked
                 await prompts_of(whole)
                 if (hit := await _look(course, whole, stale=stale)) is not None:
                     course.exchange.served = whole.served
-                    course.telling.clear()  # nothing was made less of it
+                    course.telling.remove()  # nothing was made less of it
                     return hit
     return await _look(course, course.exchange, stale=stale)
 
@@ -130,8 +130,8 @@ def _extracted(course: Course) -> bool:
         ],
     }
     course.selected = None
-    course.telling.clear("max_tokens", "variant")  # which nothing came of
-    course.telling.took("extract", ShapingChange("quotes", None, len(found.quotes)))
+    course.telling.remove("max_tokens", "variant")  # which nothing came of
+    course.telling.add("extract", ShapingChange("quotes", None, len(found.quotes)))
     pieces = [ChoiceDelta(0, content=found.text), ChoiceDelta(0, finish="stop", usage=TokenUsage())]
     course.answer, course.follows = CacheHit(pieces, n=1), True
     exchange.answered_by = "extract"
@@ -154,12 +154,12 @@ def instead(course: Course, error: ApiError) -> bool:
     if before is not None:
         before.cancel()
     if course.wait is not None:
-        course.wait.over()  # it has had no first token
+        course.wait.end()  # it has had no first token
         course.wait = None
     course.looks = True
     return True
 
 
 def refused_by_ladder(course: Course) -> None:
-    course.telling.clear()
+    course.telling.remove()
     metrics.of(metrics.degraded, course.exchange.surface, "refuse").inc()

@@ -39,13 +39,11 @@ from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.database import Database
-from headrace.gateway.degradation.ladder.ladder_config import ladder_of
+from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
-from headrace.gateway.degradation.shaping.conversation import Message
-from headrace.gateway.degradation.shaping.fast_profile import FastOptions
+from headrace.gateway.degradation.shaping.conversation import ChatMessage
 from headrace.gateway.degradation.shaping.history import Summariser
-from headrace.gateway.degradation.shaping.sources import SourceOptions
 from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
 from headrace.gateway.ledger.ledger import Ledger, LedgerError
 from headrace.gateway.ledger.ledger_bounds import LedgerBounds
@@ -125,15 +123,12 @@ class Parts:
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
         self._composer = PlanComposer(self._make, self.health, self._hedgings, own_breakers=upstreams)
 
-        ladders = {name: ladder_of(name, config.surfaces.get(name) or SurfaceConfig()) for name in SURFACES}
+        ladders = {name: resolve_ladder(name, config.surfaces.get(name) or SurfaceConfig()) for name in SURFACES}
         self._ladders = {name: options for name, options in ladders.items() if options.steps}
         self.ladder = Ladder(self._ladders)
         self.pressure = PressureMonitor()
         self.shaping = config.shaping
-        profile = config.profiles.fast
-        self.fast_options = FastOptions(
-            max_tokens=profile.max_tokens, temperature=profile.temperature, top_p=profile.top_p, think=profile.think
-        )
+        self.fast_options = config.profiles.fast
         self._model_scopes = {
             name: LimitScope("model", name, model.limits)
             for name, model in config.models.items()
@@ -470,16 +465,6 @@ class Parts:
         found = None if declared is None else declared.patience_s
         return SURFACES[surface].patience if found is None else found
 
-    def sources_options(self, most: int | None) -> SourceOptions:
-        """`most`: tokens of all sources together, where the ladder says so."""
-        shaping = self.shaping
-        return SourceOptions(
-            most=shaping.sources,
-            chunk_tokens=shaping.source_tokens,
-            total_tokens=shaping.sources_tokens if most is None else min(most, shaping.sources_tokens),
-            place=shaping.sources_place,
-        )
-
     def summariser(self, exchange: Exchange) -> Summariser | None:
         return (
             _Summarising(self, exchange)
@@ -535,7 +520,7 @@ class _Summarising:
         self._parts = parts
         self._exchange = exchange
 
-    async def summarise(self, messages: Sequence[Message], *, tokens: int) -> str:
+    async def summarise(self, messages: Sequence[ChatMessage], *, tokens: int) -> str:
         parts, exchange = self._parts, self._exchange
         name = parts.config.shaping.summary_model
         served = parts.fleet.find(name) if name else exchange.served

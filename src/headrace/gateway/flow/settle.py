@@ -27,7 +27,7 @@ def settle(course: Course, error: ApiError | None = None) -> None:
     exchange = course.exchange
     answer, own = course.answer, course.own
     if course.wait is not None:
-        course.wait.over()
+        course.wait.end()
     facts = None
     if answer is not None:
         answer.cancel()
@@ -90,7 +90,7 @@ def _count(course: Course, whole: bool) -> None:
             round((exchange.last_at - exchange.arrival) * 1e6),
         )
     if parts.degrades(exchange.surface) and whole and not exchange.answered_by and exchange.first_at:
-        parts.pressure.answered(
+        parts.pressure.record_answer(
             exchange.served.name,
             exchange.surface,
             tokens=used.output_tokens,

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from headrace.gateway.degradation.ladder.extractive_answer import (
     NOT_THERE,
     ExtractOptions,
-    answer_piece,
     extract_answer,
-    extraction_report,
     question_and_sources,
 )
 from headrace.gateway.degradation.ladder.question_terms import parse_questions, stem
 from headrace.gateway.degradation.ladder.sentences import split_sentences
-from headrace.gateway.requests.text_request import SourceText, TokenUsage
+from headrace.gateway.requests.text_request import SourceText
 
 OFFICES = [
     SourceText(
@@ -213,13 +211,3 @@ def test_large_and_hostile_sources_are_bounded() -> None:
         extract_answer("When does it open?", [SourceText("x", "9" * 200_000), SourceText("y", " " * 200_000)]).quotes
         == ()
     )
-
-
-def test_an_extract_is_an_answer_that_took_no_tokens() -> None:
-    found = extract_answer("Who runs the Porto office?", OFFICES, options=ONE)
-    piece = answer_piece(found)
-    assert (piece.content, piece.finish, piece.usage) == (found.text, "stop", TokenUsage())
-    said = extraction_report(found)
-    assert said["extracted"] is True
-    assert said["citations"] == [{"number": 1, "id": "a", "source_start": 32, "source_end": 57}]
-    assert extraction_report(extract_answer("Who runs Mars?", OFFICES))["citations"] == []

@@ -1,4 +1,4 @@
-"""What a level means for a request, what may be declined, and how it is told."""
+"""What a level changes of a request, what a request may decline, and how changes are reported."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.shaping_section import DegradeMode
+from headrace.config.shaping_section import DegradeMode, LadderConfig, LadderStepConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import SamplingParams
-from headrace.gateway.degradation.ladder.ladder_options import ORDER, LadderOptions, StepOptions, Threshold, by_patience
+from headrace.engine.interface.sampling import Sampling
+from headrace.gateway.degradation.ladder.ladder_config import STEP_ORDER, preset_steps
 from headrace.gateway.degradation.ladder.ladder_steps import (
     AllowedSteps,
     DegradationRecord,
@@ -17,13 +17,13 @@ from headrace.gateway.degradation.ladder.ladder_steps import (
     find_smaller_variant,
     overload_error,
     plan_degradation,
-    retry_after,
+    retry_after_s,
 )
 from headrace.gateway.degradation.ladder.levels import Ladder, LadderLevel, PressureSignals
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.requests.text_request import TextRequest, Tool
 
-BOTTOM = Ladder({"chat": by_patience(10.0, variants=("fast",))}).bottom("chat")
+BOTTOM = Ladder({"chat": LadderConfig(steps=preset_steps(10.0, variants=("fast",)))}).bottom("chat")
 TALK = [{"role": "user", "content": "hi"}]
 
 
@@ -32,12 +32,12 @@ def asked(**more: Any) -> TextRequest:
     return TextRequest(**given)
 
 
-def test_every_step_says_what_to_change() -> None:
+def test_every_step_plans_its_change() -> None:
     found = plan_degradation(BOTTOM, asked())
     assert (found.history_tokens, found.sources_tokens, found.max_tokens) == (1024, 512, 128)
     assert (found.variants, found.stale_s, found.extract, found.refuse) == (("fast",), 86_400.0, True, True)
-    assert not found.nothing
-    assert plan_degradation(LadderLevel(0), asked()).nothing
+    assert not found.is_empty
+    assert plan_degradation(LadderLevel(0), asked()).is_empty
 
 
 def test_a_milder_level_changes_less() -> None:
@@ -47,10 +47,10 @@ def test_a_milder_level_changes_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "steps"),
+    ("degrade_settings", "steps"),
     [
-        ((None, None), set(ORDER)),
-        (("on", None), set(ORDER)),
+        ((None, None), set(STEP_ORDER)),
+        (("on", None), set(STEP_ORDER)),
         (("off", None), {"refuse"}),
         ((None, "off"), {"refuse"}),
         ((["trim", "stale"], None), {"trim", "stale", "refuse"}),
@@ -58,12 +58,12 @@ def test_a_milder_level_changes_less() -> None:
     ],
 )
 def test_steps_can_be_declined_by_request_and_by_tenant(
-    wishes: tuple[DegradeMode | None, ...], steps: set[str]
+    degrade_settings: tuple[DegradeMode | None, ...], steps: set[str]
 ) -> None:
-    assert AllowedSteps.of(*wishes).steps == steps
+    assert AllowedSteps.of(*degrade_settings).steps == steps
 
 
-def test_what_is_declined_is_not_done() -> None:
+def test_declined_steps_are_not_taken() -> None:
     found = plan_degradation(BOTTOM, asked(), AllowedSteps.of("off"))
     assert (found.history_tokens, found.max_tokens, found.variants, found.stale_s) == (None, None, (), None)
     assert (found.extract, found.refuse) == (False, True)
@@ -77,15 +77,15 @@ def test_what_is_declined_is_not_done() -> None:
         {"grammar": Grammar("json_object")},
         {"tools": (Tool("f"),)},
         {"n": 2},
-        {"sampling": SamplingParams(logprobs=0)},
+        {"sampling": Sampling(logprobs=0)},
         {"messages": None, "prompts": ["once"]},
     ],
 )
-def test_answers_that_a_program_reads_are_not_replaced_by_quotes(form: dict[str, Any]) -> None:
+def test_answers_with_a_fixed_format_are_not_replaced_by_quotes(form: dict[str, Any]) -> None:
     assert not plan_degradation(BOTTOM, asked(**form)).extract
 
 
-def test_steps_that_can_mean_nothing_for_a_request_are_left_out() -> None:
+def test_steps_without_an_effect_are_left_out() -> None:
     assert plan_degradation(BOTTOM, asked(max_tokens=100)).max_tokens is None
     assert plan_degradation(BOTTOM, asked(grammar=Grammar("json_object"))).max_tokens is None
     assert plan_degradation(BOTTOM, asked(messages=None, prompts=["once"])).history_tokens is None
@@ -93,7 +93,7 @@ def test_steps_that_can_mean_nothing_for_a_request_are_left_out() -> None:
     assert plan_degradation(BOTTOM, asked(cache="off")).stale_s is None
 
 
-def test_an_answer_is_cut_within_what_was_asked() -> None:
+def test_an_answer_is_capped_within_its_own_limits() -> None:
     changed, shaped = cap_answer(
         asked(max_tokens=1000, min_tokens=300), plan_degradation(BOTTOM, asked(max_tokens=1000))
     )
@@ -102,41 +102,41 @@ def test_an_answer_is_cut_within_what_was_asked() -> None:
     assert cap_answer(asked(), plan_degradation(LadderLevel(0), asked())) == (asked(), ())
 
 
-def test_a_smaller_variant_is_one_that_is_there() -> None:
+def test_a_smaller_variant_must_be_served() -> None:
     there = {"mini": 1, "mini@int4": 1, "mini@fast": 1}
     assert find_smaller_variant("mini", ("tiny", "int4", "fast"), there) == "mini@int4"
     assert find_smaller_variant("mini@int4", ("int4",), there) is None
     assert find_smaller_variant("other", ("int4",), there) is None
 
 
-def test_refusals_say_whose_fault_it_is_and_when_to_come_again() -> None:
-    busy = Ladder({"chat": by_patience(10.0)}).decide("chat", PressureSignals(queue_s=20.0), 0.0)
-    error = overload_error(busy, PressureSignals(queue_s=20.0))
+def test_rejections_name_the_cause_and_when_to_retry() -> None:
+    busy = Ladder({"chat": LadderConfig(steps=preset_steps(10.0))}).decide("chat", PressureSignals(queue_ms=20e3), 0.0)
+    error = overload_error(busy, PressureSignals(queue_ms=20e3))
     assert (error.status, error.code, error.retry_after) == (503, "overloaded", 16.0)  # until 4 s are left
-    assert retry_after(busy, PressureSignals(queue_s=4.0)) == 1.0
-    assert retry_after(busy, PressureSignals(queue_s=1e6)) == 60.0
-    steps = LadderOptions(steps=(StepOptions(step="refuse", budget_left=Threshold(0.0, 0.01)),))
+    assert retry_after_s(busy, PressureSignals(queue_ms=4e3)) == 1.0
+    assert retry_after_s(busy, PressureSignals(queue_ms=1e9)) == 60.0
+    steps = LadderConfig(steps=(LadderStepConfig(step="refuse", budget_left=(0.0, 0.01)),))
     poor = Ladder({"chat": steps}).decide("chat", PressureSignals(budget_left=0.0), 0.0)
     assert overload_error(poor, PressureSignals(budget_left=0.0)).status == 429
 
 
-def test_what_was_done_is_told_to_everybody() -> None:
-    telling = DegradationRecord()
-    assert telling.headers() == {}
-    telling.took("max_tokens", ShapingChange("max_tokens", 1000, 128))
-    telling.took("trim", ShapingChange("turns", 5210, 980), ShapingChange("sources", 900, 512))
-    telling.took("variant")  # there was none that was smaller
-    assert telling.steps == ("trim", "max_tokens")
-    assert telling.headers() == {
+def test_recorded_steps_are_in_the_header() -> None:
+    record = DegradationRecord()
+    assert record.headers() == {}
+    record.add("max_tokens", ShapingChange("max_tokens", 1000, 128))
+    record.add("trim", ShapingChange("turns", 5210, 980), ShapingChange("sources", 900, 512))
+    record.add("variant")  # there was none that was smaller
+    assert record.steps == ("trim", "max_tokens")
+    assert record.headers() == {
         "x-headrace-degraded": "trim; turns=5210>980, trim; sources=900>512, max_tokens=1000>128"
     }
 
 
-def test_what_came_to_nothing_is_not_told() -> None:
-    telling = DegradationRecord()
-    telling.took("trim", ShapingChange("turns", 5210, 980))
-    telling.took("max_tokens", ShapingChange("max_tokens", 1000, 128))
-    telling.clear("max_tokens", "variant")
-    assert telling.steps == ("trim",)
-    telling.clear()
-    assert telling.headers() == {}
+def test_removed_steps_are_not_in_the_header() -> None:
+    record = DegradationRecord()
+    record.add("trim", ShapingChange("turns", 5210, 980))
+    record.add("max_tokens", ShapingChange("max_tokens", 1000, 128))
+    record.remove("max_tokens", "variant")
+    assert record.steps == ("trim",)
+    record.remove()
+    assert record.headers() == {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.config.shaping_section import ProfileConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.sampling import Sampling
 from headrace.gateway.degradation.shaping.change_record import ShapingChange, header_value
-from headrace.gateway.degradation.shaping.fast_profile import FastOptions, apply_fast_profile
+from headrace.gateway.degradation.shaping.fast_profile import apply_fast_profile
 from headrace.gateway.requests.text_request import TextRequest, Tool
 
-HOT = SamplingParams(temperature=1.0, top_p=1.0, seed=7)
+HOT = Sampling(temperature=1.0, top_p=1.0, seed=7)
 TALK = [{"role": "user", "content": "hi"}]
 
 
@@ -24,7 +25,7 @@ def test_answers_are_short_and_sampling_is_conservative() -> None:
 
 
 def test_what_is_faster_already_stays() -> None:
-    given = TextRequest(model="mini", messages=TALK, sampling=SamplingParams(temperature=0.0, top_p=0.5), max_tokens=20)
+    given = TextRequest(model="mini", messages=TALK, sampling=Sampling(temperature=0.0, top_p=0.5), max_tokens=20)
     asked, shaped = apply_fast_profile(given)
     assert asked == given
     assert shaped == ()
@@ -40,11 +41,13 @@ def test_an_answer_with_a_form_is_not_cut() -> None:
 
 
 def test_reasoning_is_off_unless_it_was_asked_for() -> None:
-    assert apply_fast_profile(TextRequest(model="mini", messages=TALK), reasons=True)[0].think is False
-    assert apply_fast_profile(TextRequest(model="mini", messages=TALK, think=True), reasons=True)[0].think is True
+    assert apply_fast_profile(TextRequest(model="mini", messages=TALK), can_reason=True)[0].think is False
+    assert apply_fast_profile(TextRequest(model="mini", messages=TALK, think=True), can_reason=True)[0].think is True
     assert apply_fast_profile(TextRequest(model="mini", messages=TALK))[0].think is None
     assert (
-        apply_fast_profile(TextRequest(model="mini", messages=TALK), FastOptions(think=True), reasons=True)[0].think
+        apply_fast_profile(TextRequest(model="mini", messages=TALK), ProfileConfig(think=True), can_reason=True)[
+            0
+        ].think
         is None
     )
 

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.config.shaping_section import ShapingConfig
 from headrace.gateway.degradation.shaping.conversation import (
-    Message,
+    ChatMessage,
     find_turn_problem,
     group_messages,
-    message_counter,
 )
-from headrace.gateway.degradation.shaping.history import SummaryOptions, fit_conversation, fit_conversation_with_summary
+from headrace.gateway.degradation.shaping.history import fit_conversation, fit_conversation_with_summary
 from tests.support.conversations import conversation, count
 
 
-def said(role: str, content: str, **more: object) -> Message:
+def said(role: str, content: str, **more: object) -> ChatMessage:
     return {"role": role, "content": content, **more}
 
 
-def talk(rounds: int, words: int = 10) -> list[Message]:
+def talk(rounds: int, words: int = 10) -> list[ChatMessage]:
     found = [said("system", "be kind")]
     for number in range(rounds):
         found += [said("user", f"q{number} " + "x " * words), said("assistant", f"a{number} " + "y " * words)]
@@ -54,10 +54,10 @@ def test_what_is_left_is_a_conversation_that_fits_or_all_that_must_stay(
     assert kept <= set(left)
     if not fitted.fits:
         units = group_messages(messages)
-        assert sum(len(unit.places) for unit in units if unit.stays) == len(
+        assert sum(len(unit.indices) for unit in units if unit.must_stay) == len(
             [message for message in fitted.messages if message["role"] != "system"]
         )
-    assert bool(fitted.shaped) == bool(fitted.dropped)
+    assert bool(fitted.changes) == bool(fitted.dropped)
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,14 +75,14 @@ def test_what_fits_is_left_alone() -> None:
     messages = talk(3)
     fitted = fit_conversation(messages, budget=10_000, count=count)
     assert fitted.messages == messages
-    assert (fitted.shaped, fitted.dropped, fitted.fits) == ((), (), True)
+    assert (fitted.changes, fitted.dropped, fitted.fits) == ((), (), True)
 
 
 def test_the_oldest_turns_go_first_and_are_told() -> None:
     messages = talk(4)
     fitted = fit_conversation(messages, budget=80, count=count, stride=1)
     assert [message["content"].split()[0] for message in fitted.messages] == ["be", "q2", "a2", "q3", "a3", "last"]
-    assert str(fitted.shaped[0]) == f"turns={fitted.before}>{fitted.after}"
+    assert str(fitted.changes[0]) == f"turns={fitted.before}>{fitted.after}"
 
 
 def test_the_cut_stays_where_it_is_while_a_conversation_grows() -> None:
@@ -127,32 +127,34 @@ def test_too_much_to_keep_is_said_and_not_hidden() -> None:
     fitted = fit_conversation([said("system", "s " * 50), said("user", "u " * 50)], budget=40, count=count)
     assert not fitted.fits
     assert fitted.after == 108
-    assert not fitted.shaped
+    assert not fitted.changes
 
 
 class Teller:
     def __init__(self, text: str, *, seconds: float = 0.0) -> None:
         self.text = text
         self.seconds = seconds
-        self.read: list[Message] = []
+        self.read: list[ChatMessage] = []
 
-    async def summarise(self, messages: Sequence[Message], *, tokens: int) -> str:
+    async def summarise(self, messages: Sequence[ChatMessage], *, tokens: int) -> str:
         self.read = list(messages)
         await asyncio.sleep(self.seconds)
         return self.text
 
 
 class Broken:
-    async def summarise(self, messages: Sequence[Message], *, tokens: int) -> str:
+    async def summarise(self, messages: Sequence[ChatMessage], *, tokens: int) -> str:
         raise RuntimeError("no model")
 
 
 def test_a_summary_stands_before_the_first_turn_that_stays() -> None:
     messages = talk(6)
     teller = Teller("They spoke of x.")
-    options = SummaryOptions(tokens=20, reads=60)
+    config = ShapingConfig(summary_tokens=20)
     fitted = asyncio.run(
-        fit_conversation_with_summary(messages, budget=120, count=count, summariser=teller, options=options)
+        fit_conversation_with_summary(
+            messages, budget=120, count=count, summariser=teller, config=config, input_tokens=60
+        )
     )
     assert fitted.fits
     assert fitted.after <= 120
@@ -160,7 +162,7 @@ def test_a_summary_stands_before_the_first_turn_that_stays() -> None:
     first = next(message for message in fitted.messages if message["role"] == "user")
     assert "They spoke of x." in first["content"]
     assert first["content"].split()[-11] == "q4"
-    assert [each.step for each in fitted.shaped] == ["turns", "summary"]
+    assert [each.name for each in fitted.changes] == ["turns", "summary"]
     assert messages[1]["content"].startswith("q0")  # what was given is not changed
     # Of what was dropped, the newest is read.
     assert sum(map(count, teller.read)) <= 60
@@ -172,11 +174,11 @@ def test_a_summary_stands_before_the_first_turn_that_stays() -> None:
 )
 def test_without_a_summary_turns_are_dropped(summariser: Teller | Broken) -> None:
     messages = talk(6)
-    options = SummaryOptions(tokens=20, seconds=0.05)
+    config = ShapingConfig(summary_tokens=20, summary_s=0.05)
     heard: list[Exception] = []
     fitted = asyncio.run(
         fit_conversation_with_summary(
-            messages, budget=120, count=count, summariser=summariser, options=options, failed=heard.append
+            messages, budget=120, count=count, summariser=summariser, config=config, on_failure=heard.append
         )
     )
     assert fitted == fit_conversation(messages, budget=120, count=count)
@@ -189,20 +191,13 @@ def test_nobody_is_asked_for_a_summary_where_nothing_is_dropped() -> None:
     assert not teller.read
 
 
-def test_messages_are_counted_with_their_calls() -> None:
-    counter = message_counter(lambda text: [0] * len(text), around=4)
-    call = {"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert counter(said("user", "hello")) == 9
-    assert counter(said("assistant", "", tool_calls=[call])) == 8 + len('{"name": "f", "arguments": {"a": 1}}')
-
-
 @pytest.mark.parametrize(
     ("roles", "problem"),
     [
         (["system", "user", "assistant", "user"], None),
-        (["assistant", "user"], "message 0 is the first and no user's"),
-        (["user", "user"], "message 1: a user's message after a user's"),
-        (["user", "tool"], "message 1 is the result of no call of the turn before it"),
+        (["assistant", "user"], "Message 0 comes first but is not a user's."),
+        (["user", "user"], "Message 1 has the role 'user', which cannot follow 'user'."),
+        (["user", "tool"], "Message 1 is the result of a call that the turn before it did not make."),
     ],
 )
 def test_problems_of_conversations_are_named(roles: list[str], problem: str | None) -> None:

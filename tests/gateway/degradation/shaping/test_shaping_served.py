@@ -11,7 +11,7 @@ from headrace.config import LadderConfig, ModelConfig, SurfaceConfig, TenantConf
 from headrace.config.cache_section import ExactConfig
 from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.gateway.degradation.ladder.ladder_config import ladder_of
+from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest
@@ -208,12 +208,12 @@ class Pressed:
         self.clock = Clock()
         parts = running.server.parts
         surfaces = running.server.config.surfaces
-        parts.ladder = Ladder({name: ladder_of(name, each) for name, each in surfaces.items()}, clock=self.clock)
+        parts.ladder = Ladder({name: resolve_ladder(name, each) for name, each in surfaces.items()}, clock=self.clock)
         plain = parts.pressure.signals
 
         def signals(variant: str, tenant: str = "", **more: Any) -> Any:
             found = plain(variant, tenant, **more)
-            return type(found)(queue_s=self.queue.get(tenant, 0.0), budget_left=found.budget_left)
+            return type(found)(queue_ms=1e3 * self.queue.get(tenant, 0.0), budget_left=found.budget_left)
 
         parts.pressure.signals = signals  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.config.shaping_section import ShapingConfig
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.degradation.shaping.conversation import Message, find_turn_problem
+from headrace.gateway.degradation.shaping.conversation import ChatMessage, find_turn_problem
 from headrace.gateway.degradation.shaping.near_duplicates import find_repeats, similarity
 from headrace.gateway.degradation.shaping.sources import (
     SourceField,
-    SourceOptions,
     extract_numbered_passages,
     extract_tagged_sources,
     find_citations,
@@ -57,8 +57,8 @@ def test_caps_hold_repeats_go_and_numbers_find_their_sources(seed: int, chunk: i
         SourceText(f"id-{place}", text, scores.choice((None, scores.random())))
         for place, text in enumerate(drawn(seed, 12))
     ]
-    options = SourceOptions(most=most, chunk_tokens=chunk, total_tokens=total, least_tokens=3)
-    found = select_sources(sources, options, tokens)
+    config = ShapingConfig(sources=most, source_tokens=chunk, sources_tokens=total)
+    found = select_sources(sources, config, tokens, least_tokens=3)
     kept = found.sources
     assert len(kept) <= most
     assert sum(tokens(each.text) for each in kept) <= total
@@ -71,13 +71,13 @@ def test_caps_hold_repeats_go_and_numbers_find_their_sources(seed: int, chunk: i
         for other in kept[place + 1 :]:
             # The last one may have been cut once more to fit.
             if other.text == by_id[other.id].text or tokens(other.text) == chunk:
-                assert similarity(one.text, other.text) < options.jaccard
+                assert similarity(one.text, other.text) < 0.8
     scores_kept = [by_id[each.id].score for each in kept]
     ranks = [99.0 if score is None else -score for score in scores_kept]
     assert ranks == sorted(ranks)
     assert found.id_of(0) is None
     assert found.id_of(len(kept) + 1) is None
-    assert select_sources(sources, options, tokens) == found
+    assert select_sources(sources, config, tokens, least_tokens=3) == found
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,12 +106,12 @@ def test_numbers_make_a_difference_and_capitals_do_not() -> None:
     assert similarity("今日は水曜日です。", "今日は木曜日です。") < 1.0
 
 
-def test_sources_are_told_of_what_was_done_to_them() -> None:
+def test_cuts_and_repeats_of_sources_are_reported() -> None:
     sources = numbered("a b c d e f g h", "a b c d e f g h", "k l m n o p q r")
-    found = select_sources(sources, SourceOptions(chunk_tokens=6, total_tokens=9, least_tokens=2), tokens)
-    assert [str(each) for each in found.shaped] == ["chunks=24>18", "repeats=3>2", "sources=12>9"]
+    found = select_sources(sources, ShapingConfig(source_tokens=6, sources_tokens=9), tokens, least_tokens=2)
+    assert [str(each) for each in found.changes] == ["chunks=24>18", "repeats=3>2", "sources=12>9"]
     assert [each.text for each in found.sources] == ["a b c d e f", "k l m"]
-    assert not select_sources(numbered("one", "two"), SourceOptions(), tokens).shaped
+    assert not select_sources(numbered("one", "two"), ShapingConfig(), tokens).changes
 
 
 def test_scores_come_before_the_order_given() -> None:
@@ -121,32 +121,30 @@ def test_scores_come_before_the_order_given() -> None:
         SourceText("c", "gamma", 0.9),
         SourceText("d", "delta", 0.2),
     ]
-    assert [each.id for each in select_sources(sources, SourceOptions(), tokens).sources] == ["c", "b", "d", "a"]
+    assert [each.id for each in select_sources(sources, ShapingConfig(), tokens).sources] == ["c", "b", "d", "a"]
 
 
-def test_written_sources_stand_in_the_last_users_turn_or_in_the_systems() -> None:
-    selected = select_sources(numbered("First [9] text.", "Second text."), SourceOptions(), tokens)
-    messages: list[Message] = [
+def test_sources_are_inserted_into_the_last_users_turn_or_the_systems() -> None:
+    selected = select_sources(numbered("First [9] text.", "Second text."), ShapingConfig(), tokens)
+    messages: list[ChatMessage] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "Which?"},
     ]
     block = "Sources:\n[1] First (9) text.\n[2] Second text."
-    in_turn = insert_sources(messages, selected, SourceOptions())
+    in_turn = insert_sources(messages, selected)
     assert in_turn[-1]["content"] == f"{block}\n\nQuestion: Which?"
     assert in_turn[:-1] == messages[:-1]
     assert messages[-1]["content"] == "Which?"
-    in_system = insert_sources(messages, selected, SourceOptions(place="system"))
+    in_system = insert_sources(messages, selected, "system")
     assert in_system == [{"role": "system", "content": block}, *messages]
-    both = insert_sources(
-        [{"role": "system", "content": "Be brief."}, *messages], selected, SourceOptions(place="system")
-    )
+    both = insert_sources([{"role": "system", "content": "Be brief."}, *messages], selected, "system")
     assert both[0]["content"] == f"Be brief.\n\n{block}"
-    assert insert_sources(messages, select_sources([], SourceOptions(), tokens), SourceOptions()) == messages
+    assert insert_sources(messages, select_sources([], ShapingConfig(), tokens)) == messages
 
 
 def test_citations_map_back_to_ids_and_unknown_numbers_to_none() -> None:
-    selected = select_sources(numbered("one", "two"), SourceOptions(), tokens)
+    selected = select_sources(numbered("one", "two"), ShapingConfig(), tokens)
     answer = "It is so [2]. And so [1][2], but not [3] and not [0]."
     assert [(each.number, each.id, answer[each.start : each.end]) for each in find_citations(answer, selected)] == [
         (2, "id-1", "[2]"),
@@ -159,7 +157,7 @@ def test_a_source_cannot_pretend_to_be_another() -> None:
     assert plain_brackets("true [1]\n[2] a lie") == "true (1)\n(2) a lie"
 
 
-def test_tagged_blocks_are_lifted_out_of_messages() -> None:
+def test_tagged_blocks_are_taken_out_of_messages() -> None:
     content = (
         'Look: <source id="a" score="0.5">Alpha is first.</source> and <source>no id</source>'
         '<source id="a">same id</source>\nWhich is first?'
@@ -174,7 +172,7 @@ def test_tagged_blocks_are_lifted_out_of_messages() -> None:
 
 
 def test_named_messages_are_sources() -> None:
-    messages: list[Message] = [
+    messages: list[ChatMessage] = [
         {"role": "user", "name": "source:doc 7", "content": "Alpha is first."},
         {"role": "user", "name": "source", "content": "Beta is second."},
         {"role": "user", "content": "Which is first?"},
@@ -199,7 +197,7 @@ def test_named_messages_are_sources() -> None:
         ],
     ],
 )
-def test_messages_stay_as_they_are_where_lifting_would_break_them(messages: list[Message]) -> None:
+def test_messages_stay_unchanged_if_extraction_would_break_them(messages: list[ChatMessage]) -> None:
     rest, sources = extract_tagged_sources(messages)
     assert rest == messages
     assert sources == ()
@@ -207,7 +205,7 @@ def test_messages_stay_as_they_are_where_lifting_would_break_them(messages: list
 
 
 def test_too_many_tagged_sources_are_left_where_they_are() -> None:
-    messages: list[Message] = [{"role": "user", "content": "<source>x</source>" * 5 + "?"}]
+    messages: list[ChatMessage] = [{"role": "user", "content": "<source>x</source>" * 5 + "?"}]
     assert extract_tagged_sources(messages, most=4) == (messages, ())
     assert len(extract_tagged_sources(messages, most=5)[1]) == 5
 
@@ -246,7 +244,7 @@ def test_hostile_texts_are_read_in_linear_time() -> None:
         "\n[1] x" * 20_000,
         "<source " + " " * 200_000,
     ):
-        messages: list[Message] = [{"role": "user", "content": text}]
+        messages: list[ChatMessage] = [{"role": "user", "content": text}]
         assert extract_tagged_sources(messages)[0] == messages
         extract_numbered_passages(text)
-    select_sources(numbered("1.1" * 50_000, "a" * 100_000), SourceOptions(), tokens)
+    select_sources(numbered("1.1" * 50_000, "a" * 100_000), ShapingConfig(), tokens)

@@ -1,12 +1,9 @@
-"""An answer from the request's own sources without a model: the sentences that answer the question, quoted, each with
-the number of its source; or that it is not in the sources.
+"""Answers a question from the request's own sources without a model, by quoting sentences with their source numbers.
 
-Owns the weighing of sentences. A sentence is scored by BM25 over the question's words, by whether the names and numbers
-that are asked about are there (in it, before it, or in its source), and by whether it has a thing of the kind that is
-asked for. A logistic function of that says how likely it is the answer; its weights and the least confidence were
-fitted on the training half of the reading task (`benchmarks/ladder.py fit`). Further sentences are taken only where
-they are nearly as good and say something else. The same input gives the same answer. Knows no model and no language but
-its lists.
+A sentence's score depends on BM25 over the question's words, on whether the names and numbers of the question are in
+the sentence, before it or in its source, and on whether it contains the kind of thing that the question asks for. A
+logistic function turns the score into a confidence; its weights and the least confidence were fitted on the training
+half of the reading task (`benchmarks/ladder.py fit`). Deterministic. Knows no languages beyond its word lists.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -24,50 +21,50 @@ from headrace.gateway.degradation.ladder.question_terms import (
     QuestionTerm,
     QuestionTerms,
     parse_questions,
+    plain_form,
     stem,
-    without_accents,
 )
 from headrace.gateway.degradation.ladder.sentence_entities import has_kind
 from headrace.gateway.degradation.ladder.sentences import TextSpan, split_sentences
-from headrace.gateway.degradation.shaping.conversation import Message
-from headrace.gateway.degradation.shaping.folded_words import ANY_WORD, folded, raw_words, words
+from headrace.gateway.degradation.shaping.conversation import ChatMessage
 from headrace.gateway.degradation.shaping.sources import extract_numbered_passages, extract_tagged_sources
-from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TokenUsage
+from headrace.gateway.folded_words import ANY_WORD, folded, raw_words, words
+from headrace.gateway.requests.text_request import SourceText
 
 NOT_THERE: Final = "That is not in the sources."
 _K1: Final = 1.2
-_B: Final = 0.4  # sentences differ in length for good reasons, so that counts for less than with documents
-_CARRIED: Final = 0.9  # what a word counts that stands in the sentence which an `it` means
-_LOOKED_AT: Final = 24  # sentences that are weighed in full, by question
-_IT: Final = frozenset(
+_B: Final = 0.4  # lower than for documents, because sentences differ in length for good reasons
+_CARRIED: Final = 0.9  # weight of a word in the sentence that a pronoun refers to
+_MAX_SCORED: Final = 24  # sentences scored in full for each question
+_PRONOUNS: Final = frozenset(
     """
     it its he she they his her their this these er sie es dies diese il elle ils elles ce el ella ellos hij zij het
     """.split()
 )
-_FIRST: Final = re.compile(r"\w+")
+_FIRST_WORD: Final = re.compile(r"\w+")
 
 
 class SentenceWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what is found out about a sentence; the sum goes through a logistic function."""
+    """The weights of a sentence's features; a logistic function turns their sum into a confidence."""
 
     bias: float = -0.04
-    said: float = 4.49  # share of what is asked that the sentence says
-    around: float = 0.5  # and that only its source says
+    said: float = 4.49  # share of the question's terms that the sentence has
+    around: float = 0.5  # share that only its source has
     named_around: float = -1.5  # share of the names that only its source has
-    named_missing: float = -9.8  # and that it has not either
-    kind: float = 1.37  # it has what is asked for
-    no_kind: float = -3.38  # it has not
-    nothing_asked: float = 2.35  # there are names alone in the question
-    nothing_new: float = -3.0  # it says only what the question says
+    named_missing: float = -9.8  # share of the names that its source does not have either
+    kind: float = 1.37  # it has the kind of thing that the question asks for
+    no_kind: float = -3.38  # it does not
+    nothing_asked: float = 2.35  # the question has only names
+    nothing_new: float = -3.0  # it only repeats the question
     other_thing: float = -2.56  # it is about another thing of the same sort
 
 
 class ExtractOptions(msgspec.Struct, frozen=True, kw_only=True):
-    least: float = 0.5  # confidence below which it is not in the sources
+    least: float = 0.5  # confidence below which the answer is not in the sources
     quotes: int = 2  # for each question
-    margin: float = 0.2  # by which the score of a further sentence may be lower than the best one's
-    says: float = 0.5  # share of what is asked that a further sentence must say
-    other: float = 0.5  # most share of its words that it may have in common with one that was taken
+    margin: float = 0.2  # by which a further sentence may score lower than the best one
+    says: float = 0.5  # share of the question's terms that a further sentence must have
+    other: float = 0.5  # largest share of its words that it may have in common with a selected one
     not_there: str = NOT_THERE
     most_sources: int = 64
     most_characters: int = 200_000  # of all sources
@@ -75,7 +72,7 @@ class ExtractOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quote(msgspec.Struct, frozen=True):
-    text: str  # as it stands in the source
+    text: str  # verbatim
     number: int  # of the source, from 1
     id: str
     start: int  # characters into the source
@@ -85,22 +82,22 @@ class Quote(msgspec.Struct, frozen=True):
 
 class ExtractedAnswer(msgspec.Struct, frozen=True):
     text: str
-    quotes: tuple[Quote, ...]  # none: it is not in the sources
-    confidence: float  # of the best sentence, taken or not
+    quotes: tuple[Quote, ...]  # empty: the answer is not in the sources
+    confidence: float  # of the best sentence, selected or not
 
 
 class _Sentence(msgspec.Struct):
     source: int
     start: int
     end: int
-    places: dict[str, list[TextSpan]]  # where the stems stand that any question asks for
+    stems: dict[str, list[TextSpan]]  # spans of the stems that any of the questions has
     length: int  # words, about
-    means: _Sentence | None  # the one that its `it` means
-    carried: frozenset[str]  # that one's stems
+    referent: _Sentence | None  # the sentence that its pronoun refers to
+    carried: frozenset[str]  # the stems of the referent
 
 
 class ScoredSentence(msgspec.Struct):
-    """A sentence beside a question."""
+    """A sentence scored for a question."""
 
     sentence: _Sentence
     features: tuple[float, ...]
@@ -112,11 +109,11 @@ class ScoredSentence(msgspec.Struct):
 
 
 def question_and_sources(
-    messages: Sequence[Message], given: Sequence[SourceText] = ()
+    messages: Sequence[ChatMessage], given: Sequence[SourceText] = ()
 ) -> tuple[str, list[str], tuple[SourceText, ...]]:
-    """The question, the user's earlier turns, and the sources: those given as a field, else those that messages have.
+    """Return the question, the user's earlier turns, and the sources.
 
-    Tags come before passages that an application has numbered itself.
+    Sources given as a field win over tagged ones in messages, and those over passages that an application numbered.
     """
     rest, sources = (list(messages), tuple(given)) if given else extract_tagged_sources(messages)
     texts: list[str] = []
@@ -133,14 +130,14 @@ def question_and_sources(
 def extract_answer(
     question: str, sources: Sequence[SourceText], *, before: Sequence[str] = (), options: ExtractOptions | None = None
 ) -> ExtractedAnswer:
-    """`before`: the user's earlier turns, oldest first."""
+    """Answer a question. `before`: the user's earlier turns, oldest first."""
     options = options or ExtractOptions()
-    weighed = score_sentences(question, sources, before=before, options=options)
+    scored = score_sentences(question, sources, before=before, options=options)
     quotes: list[Quote] = []
     best = 0.0
-    for candidates in weighed:
+    for candidates in scored:
         best = max(best, candidates[0].confidence if candidates else 0.0)
-        for each in _chosen(candidates, sources, options):
+        for each in _select(candidates, sources, options):
             quote = _quote(each, sources)
             if all((quote.number, quote.start) != (other.number, other.start) for other in quotes):
                 quotes.append(quote)
@@ -152,7 +149,7 @@ def extract_answer(
 def score_sentences(
     question: str, sources: Sequence[SourceText], *, before: Sequence[str] = (), options: ExtractOptions
 ) -> list[list[ScoredSentence]]:
-    """For each question that is asked, its sentences, likeliest first."""
+    """Return for each question of the turn its sentences, likeliest first."""
     sources = _bounded(sources, options)
     texts = [source.text for source in sources]
 
@@ -160,27 +157,27 @@ def score_sentences(
     def is_name(word: str) -> bool:
         return _is_name(word, texts)
 
-    asked = parse_questions(question, before, is_name=is_name)
-    if not asked or not sources:
+    questions = parse_questions(question, before, is_name=is_name)
+    if not questions or not sources:
         return []
-    split = _split(texts, {term.stem for each in asked for term in each.terms})
-    return [_weigh_one(each, split, texts, options.weights) for each in asked]
+    split = _split(texts, {term.stem for each in questions for term in each.terms})
+    return [_score_for(each, split, texts, options.weights) for each in questions]
 
 
 def _bounded(sources: Sequence[SourceText], options: ExtractOptions) -> list[SourceText]:
-    """As many as may be looked at, the last one cut."""
-    found: list[SourceText] = []
+    """Return as many sources as the bounds allow, the last one cut."""
+    bounded: list[SourceText] = []
     left = options.most_characters
     for source in sources[: options.most_sources]:
-        found.append(SourceText(source.id, source.text[:left]))
+        bounded.append(SourceText(source.id, source.text[:left]))
         left -= len(source.text)
         if left <= 0:
             break
-    return found
+    return bounded
 
 
 def _is_name(word: str, texts: Sequence[str]) -> bool:
-    """Whether the sources write it with a capital within a sentence."""
+    """Whether a source writes the word with a capital within a sentence."""
     wanted = word[:1].upper() + word[1:]
     for text in texts:
         at = text.find(f" {wanted}")
@@ -202,20 +199,20 @@ def _split(texts: Sequence[str], wanted: set[str]) -> list[_Sentence]:
             continue
         before: _Sentence | None = None
         for start, end in split_sentences(text):
-            places: dict[str, list[TextSpan]] = {}
+            stems: dict[str, list[TextSpan]] = {}
             while hit is not None and hit[1][0] < end:
-                places.setdefault(hit[0], []).append(hit[1])
+                stems.setdefault(hit[0], []).append(hit[1])
                 hit = next(hits, None)
-            first = _FIRST.match(text, start)
-            means = before if first is not None and first[0].lower() in _IT else None
-            carried = means.carried | means.places.keys() if means is not None else frozenset[str]()
-            before = _Sentence(place, start, end, places, text.count(" ", start, end) + 1, means, carried)
+            first = _FIRST_WORD.match(text, start)
+            referent = before if first is not None and first[0].lower() in _PRONOUNS else None
+            carried = referent.carried | referent.stems.keys() if referent is not None else frozenset[str]()
+            before = _Sentence(place, start, end, stems, text.count(" ", start, end) + 1, referent, carried)
             found.append(before)
     return found
 
 
 def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tuple[str, TextSpan]]:
-    """The words whose stems are wanted, in order. In plain ASCII only those are looked at that begin like one."""
+    """Yield the words with a wanted stem, in order. In ASCII texts, only words that begin like one are stemmed."""
     plain = text.isascii()
     for mark in likely.finditer(text.lower()) if plain else ANY_WORD.finditer(text):
         key = stem(mark[0] if plain else folded(mark[0]))
@@ -224,25 +221,27 @@ def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tupl
 
 
 def _conflicts(sentence: _Sentence | None, question: QuestionTerms, text: str) -> bool:
-    """Whether it is about another thing of the same sort: `refund policy` where the question says `security policy`.
-    `text`: of its source."""
+    """Whether the sentence is about another thing of the same sort: `refund policy` for `security policy`.
+
+    `text`: the text of its source.
+    """
     if sentence is None:
         return False
     start, end = sentence.start, sentence.end
     for one, other in question.pairs:
-        here, there = sentence.places.get(one), sentence.places.get(other)
-        if there and not here and all(_content(words(text[max(start, at - 32) : at])[-1:]) for at, _ in there):
+        here, there = sentence.stems.get(one), sentence.stems.get(other)
+        if there and not here and all(_is_content(words(text[max(start, at - 32) : at])[-1:]) for at, _ in there):
             return True
-        if here and not there and all(_content(words(text[at : min(end, at + 32)])[:1]) for _, at in here):
+        if here and not there and all(_is_content(words(text[at : min(end, at + 32)])[:1]) for _, at in here):
             return True
-    return _conflicts(sentence.means, question, text)
+    return _conflicts(sentence.referent, question, text)
 
 
-def _content(beside: Sequence[str]) -> bool:
-    return bool(beside) and without_accents(beside[0]) not in STOP
+def _is_content(words: Sequence[str]) -> bool:
+    return bool(words) and plain_form(words[0]) not in STOP
 
 
-def _weigh_one(
+def _score_for(
     question: QuestionTerms, split: Sequence[_Sentence], texts: Sequence[str], weights: SentenceWeights
 ) -> list[ScoredSentence]:
     terms = question.terms
@@ -250,17 +249,17 @@ def _weigh_one(
     rarity: dict[str, float] = {}
     inside: list[set[str]] = [set() for _ in texts]
     for term in terms:
-        having = [each for each in split if term.stem in each.places]
+        having = [each for each in split if term.stem in each.stems]
         rarity[term.stem] = math.log(1.0 + (len(split) - len(having) + 0.5) / (len(having) + 0.5))
         for each in having:
             inside[each.source].add(term.stem)
     named = [term for term in terms if term.named]
     asks = [term for term in terms if not term.named]
     found: list[ScoredSentence] = []
-    silent: dict[int, list[_Sentence]] = {}  # sentences that say nothing of it, by source: all of one score alike
+    silent: dict[int, list[_Sentence]] = {}  # by source, sentences without any term: all of them score the same
     for each in split:
         around = inside[each.source]
-        if each.places or each.carried:
+        if each.stems or each.carried:
             features = _features(each, around, named, asks, rarity, mean)
             found.append(ScoredSentence(each, features, score(features, weights)))
         elif around:
@@ -268,13 +267,13 @@ def _weigh_one(
     for source, several in silent.items():
         features = _features(several[0], inside[source], named, asks, rarity, mean)
         points = score(features, weights)
-        found.extend(ScoredSentence(each, features, points) for each in several[:_LOOKED_AT])
+        found.extend(ScoredSentence(each, features, points) for each in several[:_MAX_SCORED])
     found.sort(key=_likeliest)
-    del found[_LOOKED_AT:]
+    del found[_MAX_SCORED:]
     for one in found:
         text = texts[one.sentence.source][one.sentence.start : one.sentence.end]
         new = [(place, word) for place, word in enumerate(raw_words(text)) if stem(folded(word)) not in question.words]
-        is_new = any(without_accents(word) not in STOP for _, word in new)
+        is_new = any(plain_form(word) not in STOP for _, word in new)
         has = question.kind is None or has_kind(question.kind, text, new)
         kind = (0.0, 0.0) if question.kind is None else (1.0, 0.0) if has else (0.0, 1.0)
         other = _conflicts(one.sentence, question, texts[one.sentence.source])
@@ -296,12 +295,12 @@ def _features(
     rarity: dict[str, float],
     mean: float,
 ) -> tuple[float, ...]:
-    """In the order of Weights, the bias apart."""
+    """Return the features in the order of SentenceWeights, without the bias."""
     said = near = whole = 0.0
     for term in asks:
         weight = rarity[term.stem] * term.weight
         whole += weight
-        count = len(sentence.places.get(term.stem, ()))
+        count = len(sentence.stems.get(term.stem, ()))
         if count:
             norm = _K1 * (1.0 - _B + _B * sentence.length / mean)
             said += weight * min(count * (_K1 + 1.0) / (count + norm), 1.25)
@@ -313,7 +312,7 @@ def _features(
     for term in named:
         weight = rarity[term.stem] * term.weight
         names += weight
-        if term.stem not in sentence.places and term.stem not in sentence.carried:
+        if term.stem not in sentence.stems and term.stem not in sentence.carried:
             if term.stem in around:
                 away += weight
             else:
@@ -347,28 +346,28 @@ def score(features: Sequence[float], weights: SentenceWeights) -> float:
     )
 
 
-def _chosen(
+def _select(
     candidates: Sequence[ScoredSentence], sources: Sequence[SourceText], options: ExtractOptions
 ) -> list[ScoredSentence]:
-    """The best, and such as are nearly as good and say something else; in the order of the sources."""
+    """Return the best sentence and others nearly as good that say something else, in the order of the sources."""
     if not candidates or candidates[0].confidence < options.least:
         return []
-    taken = [candidates[0]]
-    said = [_said(candidates[0], sources)]
+    selected = [candidates[0]]
+    said = [_words_of(candidates[0], sources)]
     least = candidates[0].score - options.margin
     for each in candidates[1:]:
-        if len(taken) == options.quotes or each.score < least or each.confidence < options.least:
+        if len(selected) == options.quotes or each.score < least or each.confidence < options.least:
             break
         if each.features[0] < options.says:
             continue
-        mine = _said(each, sources)
+        mine = _words_of(each, sources)
         if all(len(mine & other) <= options.other * min(len(mine), len(other)) for other in said):
-            taken.append(each)
+            selected.append(each)
             said.append(mine)
-    return sorted(taken, key=lambda one: (one.sentence.source, one.sentence.start))
+    return sorted(selected, key=lambda one: (one.sentence.source, one.sentence.start))
 
 
-def _said(each: ScoredSentence, sources: Sequence[SourceText]) -> set[str]:
+def _words_of(each: ScoredSentence, sources: Sequence[SourceText]) -> set[str]:
     sentence = each.sentence
     return set(words(sources[sentence.source].text[sentence.start : sentence.end]))
 
@@ -378,23 +377,3 @@ def _quote(each: ScoredSentence, sources: Sequence[SourceText]) -> Quote:
     source = sources[sentence.source]
     text = source.text[sentence.start : sentence.end]
     return Quote(text, sentence.source + 1, source.id, sentence.start, sentence.end, each.confidence)
-
-
-# Handing over
-
-
-def answer_piece(found: ExtractedAnswer) -> ChoiceDelta:
-    """The whole answer at once; nothing of it was generated, so it took no tokens."""
-    return ChoiceDelta(0, content=found.text, finish="stop", usage=TokenUsage())
-
-
-def extraction_report(found: ExtractedAnswer) -> dict[str, Any]:
-    """For the part of an answer's body that says how it was made."""
-    return {
-        "extracted": True,
-        "confidence": round(found.confidence, 3),
-        "citations": [
-            {"number": each.number, "id": each.id, "source_start": each.start, "source_end": each.end}
-            for each in found.quotes
-        ],
-    }

@@ -1,67 +1,123 @@
-"""A surface's ladder as the configuration has it, in the ladder's own words.
+"""Resolves and checks the degradation ladder of a surface.
 
-Owns the conversion, and what must hold in a ladder. Knows no request.
+Owns the preset ladder, the order of steps and the rules that a declared ladder must satisfy. Does not look at requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Literal, get_args
+
+from msgspec.structs import replace
 
 from headrace.config import SurfaceConfig
-from headrace.config.shaping_section import LadderConfig, LadderStepConfig
-from headrace.gateway.degradation.ladder import ladder_options as options
-from headrace.gateway.degradation.ladder.ladder_options import LadderOptions, StepOptions, Threshold, by_patience
+from headrace.config.shaping_section import LadderConfig, LadderStepConfig, StepName
 from headrace.surfaces import SURFACES
 
-_SIGNALS = {"queue_ms": 1e-3, "memory_free": 1.0, "slack_ms": 1e-3, "budget_left": 1.0}  # and what makes them ours
+Signal = Literal["queue_ms", "memory_free", "slack_ms", "budget_left"]
+Threshold = tuple[float, ...]  # (enter, leave)
+
+STEP_ORDER: Final[tuple[StepName, ...]] = get_args(StepName)
+SIGNALS: Final[tuple[Signal, ...]] = get_args(Signal)
+# The direction of more pressure: a longer queue, and less of everything else.
+WORSE_SIGN: Final[Mapping[Signal, float]] = MappingProxyType(
+    {"queue_ms": 1.0, "memory_free": -1.0, "slack_ms": -1.0, "budget_left": -1.0}
+)
+
+# Of each preset step: the share of the patience, the free memory and the slack in seconds at which it is entered.
+_PRESET: Final[tuple[tuple[StepName, float, float | None, float | None], ...]] = (
+    ("trim", 0.10, 0.10, None),
+    ("max_tokens", 0.15, 0.06, 1.0),
+    ("variant", 0.20, 0.04, 0.5),
+    ("stale", 0.30, None, 0.0),
+    ("extract", 0.30, None, 0.0),
+    ("refuse", 0.80, None, None),
+)
 
 
-def ladder_of(surface: str, config: SurfaceConfig) -> LadderOptions:
-    """The ladder of a surface; one without steps where none is declared."""
+def threshold(step: LadderStepConfig, signal: Signal) -> Threshold | None:
+    return getattr(step, signal)
+
+
+def resolve_ladder(surface: str, config: SurfaceConfig) -> LadderConfig:
+    """Return the ladder of a surface with its preset expanded. Without declared steps it has none."""
     ladder = config.ladder
-    if ladder.preset:
-        patience = SURFACES[surface].patience if config.patience_s is None else config.patience_s
-        found = by_patience(patience, variants=ladder.variants)
-        return LadderOptions(steps=found.steps, dwell_s=ladder.dwell_s, hold_s=ladder.hold_s)
-    return LadderOptions(steps=tuple(map(_step, ladder.steps)), dwell_s=ladder.dwell_s, hold_s=ladder.hold_s)
+    if not ladder.preset:
+        return ladder
+    patience_s = SURFACES[surface].patience if config.patience_s is None else config.patience_s
+    return replace(ladder, steps=preset_steps(patience_s, variants=ladder.variants))
 
 
-def _step(config: LadderStepConfig) -> StepOptions:
-    return StepOptions(
-        step=config.step,
-        queue_s=_threshold(config, "queue_ms"),
-        memory_free=_threshold(config, "memory_free"),
-        slack_s=_threshold(config, "slack_ms"),
-        budget_left=_threshold(config, "budget_left"),
-        history_tokens=config.history_tokens,
-        sources_tokens=config.sources_tokens,
-        max_tokens=config.max_tokens,
-        variants=config.variants,
-        stale_s=config.stale_s,
+def preset_steps(patience_s: float, *, variants: tuple[str, ...] = ()) -> tuple[LadderStepConfig, ...]:
+    """Return the steps for a surface that rejects requests after `patience_s`; none without a finite patience.
+
+    The `variant` step is included only if you name variants: whether a smaller one helps depends on where it runs.
+    """
+    if not patience_s < math.inf:
+        return ()
+    return tuple(
+        LadderStepConfig(
+            step=name,
+            variants=variants,
+            queue_ms=(share * patience_s * 1e3, 0.5 * share * patience_s * 1e3),
+            memory_free=None if memory is None else (memory, 2.0 * memory),
+            slack_ms=None if slack_s is None else (slack_s * 1e3, (slack_s + 1.0) * 1e3),
+        )
+        for name, share, memory, slack_s in _PRESET
+        if name != "variant" or variants
     )
 
 
-def _threshold(config: LadderStepConfig, name: str) -> Threshold | None:
-    pair: tuple[float, ...] | None = getattr(config, name)
-    return None if pair is None else Threshold(pair[0] * _SIGNALS[name], pair[1] * _SIGNALS[name])
-
-
 def findings(surface: str, config: SurfaceConfig, where: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with it: a key by its path, and why."""
-    ladder: LadderConfig = config.ladder
+    """Yield every problem of a surface's ladder as (key path, message)."""
+    ladder = config.ladder
     if ladder.preset and ladder.steps:
-        yield where, "expected preset or steps, found both"
-    paired = True
-    for place, step in enumerate(ladder.steps):
-        for name in _SIGNALS:
-            pair: tuple[float, ...] | None = getattr(step, name)
+        yield where, "expected either preset or steps, found both"
+    for name, seconds in (("dwell_s", ladder.dwell_s), ("hold_s", ladder.hold_s)):
+        if not 0.0 < seconds < math.inf:
+            yield f"{where}.{name}", f"expected a finite number of seconds above 0, found {seconds:g}"
+    unpaired = False
+    for index, step in enumerate(ladder.steps):
+        for signal in SIGNALS:
+            pair = threshold(step, signal)
             if pair is not None and len(pair) != 2:
-                paired = False
-                yield (
-                    f"{where}.steps[{place}].{name}",
-                    f"expected two numbers, found {len(pair)}",
-                )
-    if paired:
-        for path, why in options.findings(ladder_of(surface, config)):
-            told, said = (text.replace("queue_s", "queue_ms").replace("slack_s", "slack_ms") for text in (path, why))
-            yield f"{where}.{told}", said if told == path else f"{said} (in seconds)"
+                unpaired = True
+                yield f"{where}.steps[{index}].{signal}", f"expected two numbers (enter, leave), found {len(pair)}"
+    if not unpaired:
+        yield from _step_findings(resolve_ladder(surface, config).steps, where)
+
+
+def _step_findings(steps: Sequence[LadderStepConfig], where: str) -> Iterator[tuple[str, str]]:
+    for index, step in enumerate(steps):
+        here = f"{where}.steps[{index}]"
+        if index and STEP_ORDER.index(step.step) <= STEP_ORDER.index(steps[index - 1].step):
+            yield (
+                f"{here}.step",
+                f"expected the order {', '.join(STEP_ORDER)}, each once; found {step.step} after "
+                f"{steps[index - 1].step}",
+            )
+        declared = [signal for signal in SIGNALS if threshold(step, signal) is not None]
+        if not declared:
+            yield here, f"expected a threshold for at least one of {', '.join(SIGNALS)}"
+        for signal in declared:
+            for problem in _threshold_problems(step, signal, steps[:index]):
+                yield f"{here}.{signal}", problem
+        if step.step == "variant" and not step.variants:
+            yield f"{here}.variants", "expected at least one variant"
+        if not step.stale_s < math.inf:
+            yield f"{here}.stale_s", f"expected a finite number of seconds, found {step.stale_s:g}"
+
+
+def _threshold_problems(step: LadderStepConfig, signal: Signal, milder: Sequence[LadderStepConfig]) -> Iterator[str]:
+    enter, leave = threshold(step, signal) or ()
+    sign = WORSE_SIGN[signal]
+    if not (math.isfinite(enter) and math.isfinite(leave)):
+        yield "expected finite numbers"
+    elif sign * enter <= sign * leave:
+        side = "below" if sign > 0 else "above"
+        yield f"expected leave {side} enter, found enter {enter:g} and leave {leave:g}"
+    pairs = [pair for each in milder if (pair := threshold(each, signal)) is not None]
+    if pairs and (sign * enter < sign * pairs[-1][0] or sign * leave < sign * pairs[-1][1]):
+        yield "expected thresholds that are not milder than those of the step before"

@@ -1,9 +1,10 @@
-"""How far down its ladder a surface is: decided from signals, with hysteresis, on a clock that is passed in.
+"""Decides how far down its ladder a surface is, from pressure signals, with hysteresis.
 
-Owns Signals, Level and the state of each ladder. A step is entered as soon as any of its signals says so; a milder one
-is taken a step at a time, once every signal is past the thresholds for leaving and the dwell time has gone by since the
-last change. So a surface can flap no faster than the dwell time, and at the same state more pressure never gives a
-milder level. Deciding is a few comparisons. Knows neither engines nor requests.
+Owns PressureSignals, LadderLevel and the state of each ladder. Does not know engines or requests; time is a parameter.
+
+A step is entered as soon as any of its signals reaches the enter threshold. A milder step follows one at a time, once
+every signal is past the leave thresholds and `dwell_s` has passed since the last change. So a surface changes no more
+often than the dwell time allows, and in the same state more pressure never gives a milder level.
 """
 
 from __future__ import annotations
@@ -15,107 +16,105 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.degradation.ladder.ladder_options import WORSE, LadderOptions, SignalName, StepName, StepOptions
+from headrace.config.shaping_section import LadderConfig, LadderStepConfig, StepName
+from headrace.gateway.degradation.ladder.ladder_config import WORSE_SIGN, Signal, threshold
 
-# What many requests see alike, and so has a state; the others are a request's own, and are looked at by themselves.
-_SHARED: Final[tuple[SignalName, ...]] = ("queue_s", "memory_free", "budget_left")
-_OWN: Final[tuple[SignalName, ...]] = ("slack_s",)
-_MEASURED: Final[tuple[SignalName, ...]] = ("queue_s", "memory_free")
+# Many requests see the same value of a shared signal, so these have state. `slack_ms` belongs to one request.
+_SHARED: Final[tuple[Signal, ...]] = ("queue_ms", "memory_free", "budget_left")
+_PER_REQUEST: Final[tuple[Signal, ...]] = ("slack_ms",)
+_MEASURED: Final[tuple[Signal, ...]] = ("queue_ms", "memory_free")
 
 
 class PressureSignals(msgspec.Struct, frozen=True, kw_only=True):
-    """The pressure that a request meets; see StepOptions for the meanings. None: not known, or there is none."""
+    """The pressure that a request meets; LadderStepConfig describes each signal. None: unknown or not applicable."""
 
-    queue_s: float | None = None
+    queue_ms: float | None = None
     memory_free: float | None = None
-    slack_s: float | None = None
+    slack_ms: float | None = None
     budget_left: float | None = None
 
-    def get(self, name: SignalName) -> float | None:
-        found: float | None = getattr(self, name)
-        return found
+    def get(self, signal: Signal) -> float | None:
+        return getattr(self, signal)
 
 
 class LadderLevel(msgspec.Struct, frozen=True):
-    """How many steps of a ladder are taken. A harder step includes the milder ones."""
+    """How many steps of a ladder apply. A harder step includes the milder ones."""
 
     number: int  # 0: none
-    steps: tuple[StepOptions, ...] = ()  # so many, mildest first
-    why: tuple[SignalName, ...] = ()  # the signals that lead to the hardest of them, where they do so now
+    steps: tuple[LadderStepConfig, ...] = ()  # `number` of them, mildest first
+    reasons: tuple[Signal, ...] = ()  # the signals that currently ask for the hardest of them
 
     @property
     def name(self) -> str:
-        """Of the hardest step; for metrics and logs."""
+        """The hardest step, for metrics and logs."""
         return self.steps[-1].step if self.steps else "none"
 
-    def step(self, name: StepName) -> StepOptions | None:
+    def step(self, name: StepName) -> LadderStepConfig | None:
         return next((step for step in self.steps if step.step == name), None)
 
 
-NONE: Final = LadderLevel(0)
+NO_LEVEL: Final = LadderLevel(0)
 
 
 class LadderState(msgspec.Struct, frozen=True):
-    """Of one ladder."""
-
     number: int = 0
-    since: float = 0.0  # when it last changed
-    known: float = 0.0  # when queue or memory was last known
+    changed_at: float = 0.0
+    known_at: float = 0.0  # when queue or memory was last known
 
 
-def next_state(options: LadderOptions, state: LadderState, signals: PressureSignals, now: float) -> LadderState:
-    """Where a ladder is after a look at the signals. A clock that goes backwards holds everything as it is."""
-    steps = options.steps
-    is_known = any(signals.get(name) is not None for name in _MEASURED)
-    known = now if is_known else state.known
+def next_state(ladder: LadderConfig, state: LadderState, signals: PressureSignals, now: float) -> LadderState:
+    """Return the state of a ladder after looking at the signals. A clock that goes backwards changes nothing."""
+    steps = ladder.steps
+    is_known = any(signals.get(signal) is not None for signal in _MEASURED)
+    known_at = now if is_known else state.known_at
     entered = _hardest(steps, signals, _SHARED, leaving=False)
     if entered > state.number:
-        return LadderState(entered, now, known)
+        return LadderState(entered, now, known_at)
     held = _hardest(steps, signals, _SHARED, leaving=True)
-    if not is_known and now - state.known <= options.hold_s:
-        held = state.number  # an engine that says nothing may be one that cannot
-    if held < state.number and now - state.since >= options.dwell_s:
-        return LadderState(state.number - 1, now, known)
-    return LadderState(state.number, state.since, known)
+    if not is_known and now - state.known_at <= ladder.hold_s:
+        held = state.number  # an engine that reports nothing may be too busy to report
+    if held < state.number and now - state.changed_at >= ladder.dwell_s:
+        return LadderState(state.number - 1, now, known_at)
+    return LadderState(state.number, state.changed_at, known_at)
 
 
 def _hardest(
-    steps: Sequence[StepOptions], signals: PressureSignals, names: Sequence[SignalName], *, leaving: bool
+    steps: Sequence[LadderStepConfig], signals: PressureSignals, names: Sequence[Signal], *, leaving: bool
 ) -> int:
-    """How many steps the signals ask for; with `leaving`, how many they do not let go of."""
+    """Count the steps that the signals ask for; with `leaving`, those that they do not allow to leave yet."""
     for number in range(len(steps), 0, -1):
-        if _asked_by(steps[number - 1], signals, names, leaving=leaving):
+        if _reasons(steps[number - 1], signals, names, leaving=leaving):
             return number
     return 0
 
 
-def _asked_by(
-    step: StepOptions, signals: PressureSignals, names: Sequence[SignalName], *, leaving: bool = False
-) -> tuple[SignalName, ...]:
-    found: list[SignalName] = []
+def _reasons(
+    step: LadderStepConfig, signals: PressureSignals, names: Sequence[Signal], *, leaving: bool = False
+) -> tuple[Signal, ...]:
+    reasons: list[Signal] = []
     for name in names:
-        threshold, value = step.threshold(name), signals.get(name)
-        if threshold is None or value is None:
+        pair, value = threshold(step, name), signals.get(name)
+        if pair is None or value is None:
             continue
-        sign = WORSE[name]
-        if sign * value > sign * threshold.leave if leaving else sign * value >= sign * threshold.enter:
-            found.append(name)
-    return tuple(found)
+        sign = WORSE_SIGN[name]
+        if sign * value > sign * pair[1] if leaving else sign * value >= sign * pair[0]:
+            reasons.append(name)
+    return tuple(reasons)
 
 
 class Ladder:
-    """The ladders of all surfaces, each with its state. All of it belongs to one event loop."""
+    """The ladders of all surfaces with their state. Used from one event loop only."""
 
     def __init__(
         self,
-        options: Mapping[str, LadderOptions],  # by surface
+        ladders: Mapping[str, LadderConfig],  # by surface, with presets expanded
         *,
         clock: Callable[[], float] = time.monotonic,
-        most: int = 4096,  # states that are kept; the one that was longest not asked for goes
+        max_states: int = 4096,  # the least recently used state is dropped first
     ) -> None:
-        self._options = dict(options)
+        self._ladders = dict(ladders)
         self._clock = clock
-        self._most = most
+        self._max_states = max_states
         self._states: OrderedDict[tuple[str, str], LadderState] = OrderedDict()
 
     def decide(
@@ -124,33 +123,36 @@ class Ladder:
         signals: PressureSignals,
         now: float | None = None,
         *,
-        of: str = "",
+        scope: str = "",
         least: StepName | None = None,
     ) -> LadderLevel:
-        """`of`: whose state it is beside the surface's, such as a model and a tenant: one's queue is not another's.
-        `least`: a step that is taken whatever the signals say, such as by an operator's order."""
-        options = self._options.get(surface)
-        if options is None or not options.steps:
-            return NONE
-        at = self._clock() if now is None else now
-        key = (surface, of)
-        before = self._states.pop(key, None) or LadderState(0, at - options.dwell_s, at)
-        state = self._states[key] = next_state(options, before, signals, at)
-        if len(self._states) > self._most:
+        """Return the level for a request, and update the ladder's state.
+
+        `scope`: whose state it is within the surface, such as a model and a tenant, because their queues differ.
+        `least`: a step that applies whatever the signals say, such as an operator's order.
+        """
+        ladder = self._ladders.get(surface)
+        if ladder is None or not ladder.steps:
+            return NO_LEVEL
+        now = self._clock() if now is None else now
+        key = (surface, scope)
+        before = self._states.pop(key, None) or LadderState(0, now - ladder.dwell_s, now)
+        state = self._states[key] = next_state(ladder, before, signals, now)
+        if len(self._states) > self._max_states:
             self._states.popitem(last=False)
-        steps = options.steps
+        steps = ladder.steps
         ordered = [number for number, step in enumerate(steps, start=1) if step.step == least]
-        number = max(state.number, _hardest(steps, signals, _OWN, leaving=False), *ordered, 0)
+        number = max(state.number, _hardest(steps, signals, _PER_REQUEST, leaving=False), *ordered, 0)
         if not number:
-            return NONE
-        return LadderLevel(number, steps[:number], _asked_by(steps[number - 1], signals, (*_SHARED, *_OWN)))
+            return NO_LEVEL
+        return LadderLevel(number, steps[:number], _reasons(steps[number - 1], signals, (*_SHARED, *_PER_REQUEST)))
 
     def bottom(self, surface: str) -> LadderLevel:
-        """Every step of it: for a request that the engine has refused."""
-        options = self._options.get(surface)
-        return NONE if options is None else LadderLevel(len(options.steps), options.steps)
+        """Return the level with every step, for a request that the engine has refused."""
+        ladder = self._ladders.get(surface)
+        return NO_LEVEL if ladder is None else LadderLevel(len(ladder.steps), ladder.steps)
 
-    def number(self, surface: str, of: str = "") -> int:
-        """Where it is, without a look; for metrics."""
-        state = self._states.get((surface, of))
+    def number(self, surface: str, scope: str = "") -> int:
+        """Return the current level without updating the state."""
+        state = self._states.get((surface, scope))
         return 0 if state is None else state.number

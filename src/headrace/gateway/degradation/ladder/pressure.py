@@ -1,12 +1,12 @@
-"""What is known of the pressure on each variant: how long a request would wait, and how much memory is free.
+"""Measures the pressure on each variant: how long a request would wait, and how much memory is free.
 
-Owns the counts of who waits for a first token, the rate at which they get one, and the latest statistics of the
-engines. A tenant waits for its own requests and for as many of each other tenant's, because the engine shares fairly;
-so a flood of one is pressure for that one. Everything is bounded, and what is too old is not known. Decides nothing.
+Owns the counts of requests that wait for a first token, the rate at which they get one, and the engines' latest
+statistics. The engine shares fairly, so a tenant waits for its own requests and for as many of each other tenant's: one
+tenant's flood is pressure for that tenant. Everything is bounded, and old values count as unknown. Decides nothing.
 
-    wait = pressure.wait("mini", "acme")     when a request is handed to the engine
-    wait.begun()                             its first output came
-    wait.over()                              it ended, however; calling it again does nothing
+    ticket = monitor.wait("mini", "acme")    when a request is handed to the engine
+    ticket.start()                           on its first output
+    ticket.end()                             when it ends, however; further calls do nothing
 """
 
 from __future__ import annotations
@@ -21,153 +21,156 @@ import msgspec
 
 from headrace.gateway.degradation.ladder.levels import PressureSignals
 
-_REMEMBERED: Final = 48  # first tokens, or answers, that a mean is taken over
-_LEAST_WAIT: Final = 0.05  # seconds; shorter ones say nothing of a queue
-_MOST_ERROR: Final = 2.0  # of a logarithm: one wait that was foreseen badly counts for no more
-_MOST_WRONG: Final = math.log(8.0)
+_SAMPLES: Final = 48  # first tokens, or answers, that a moving mean covers
+_MIN_WAIT_S: Final = 0.05  # shorter waits say nothing about a queue
+_MAX_LOG_ERROR: Final = 2.0  # a badly predicted wait counts for no more than this
+_MAX_LOG_BIAS: Final = math.log(8.0)
 
 
 class StatisticsSource(Protocol):
-    """Something that can be asked for its statistics, such as the client of an engine."""
+    """Reports statistics, such as the client of an engine."""
 
     async def stats(self) -> list[dict[str, Any]]: ...
 
 
-class _Line:
-    """Who waits: how many of each tenant, and how many tenants have at least so many."""
+class _WaitingCounts:
+    """Counts waiting requests by tenant, and the tenants with at least k of them."""
 
-    __slots__ = ("_at_least", "_of")
+    __slots__ = ("_at_least", "_by_tenant")
 
     def __init__(self) -> None:
-        self._of: dict[str, int] = {}
-        self._at_least: list[int] = []  # the tenants with at least k are at place k - 1
+        self._by_tenant: dict[str, int] = {}
+        self._at_least: list[int] = []  # index k - 1: tenants with at least k waiting requests
 
     def add(self, tenant: str) -> None:
-        count = self._of[tenant] = self._of.get(tenant, 0) + 1
+        count = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + 1
         if count > len(self._at_least):
             self._at_least.append(0)
         self._at_least[count - 1] += 1
 
-    def drop(self, tenant: str) -> None:
-        count = self._of.pop(tenant)
+    def remove(self, tenant: str) -> None:
+        count = self._by_tenant.pop(tenant)
         self._at_least[count - 1] -= 1
         if not self._at_least[-1]:
             self._at_least.pop()
         if count > 1:
-            self._of[tenant] = count - 1
+            self._by_tenant[tenant] = count - 1
 
-    def before(self, tenant: str) -> int:
-        """Who goes before one more of the tenant's: of each tenant's as many as it has itself, and one more."""
-        return sum(self._at_least[: self._of.get(tenant, 0) + 1])
-
-
-class _Variant(msgspec.Struct):
-    waiting: dict[int, _Waiting] = {}  # in order of arrival
-    line: _Line = msgspec.field(default_factory=_Line)
-    wrong: float = 0.0  # logarithm of measured / foreseen waiting, of late
-    busy: float = 0.0  # seconds in which somebody waited, and first tokens in them, both of late
-    begun: float = 0.0
-    since: float = 0.0  # such seconds since the last of those tokens
-    looked: float = 0.0  # up to when they count
-    token_s: float | None = None  # seconds for each token of an answer
-    answers: dict[str, float] = {}  # tokens of an answer, by surface
-    memory_free: float | None = None
-    heard: float = 0.0  # when the memory was
+    def ahead_of(self, tenant: str) -> int:
+        """Count what runs up to a new request of the tenant: of each tenant up to as many as this one then has."""
+        return sum(self._at_least[: self._by_tenant.get(tenant, 0) + 1])
 
 
 class _Waiting(msgspec.Struct):
     tenant: str
     since: float
-    foreseen: float  # seconds, before it was corrected
+    predicted_s: float  # before correction by the bias
+
+
+class _VariantPressure(msgspec.Struct):
+    waiting: dict[int, _Waiting] = {}  # in order of arrival
+    counts: _WaitingCounts = msgspec.field(default_factory=_WaitingCounts)
+    log_bias: float = 0.0  # moving mean of log(measured wait / predicted wait)
+    busy_s: float = 0.0  # recent seconds in which a request waited
+    first_tokens: float = 0.0  # recent first tokens in those seconds
+    busy_since_token_s: float = 0.0  # such seconds since the latest first token
+    updated_at: float = 0.0  # up to when the busy seconds are counted
+    token_s: float | None = None  # seconds per output token
+    answer_tokens: dict[str, float] = {}  # mean length of an answer, by surface
+    memory_free: float | None = None
+    memory_at: float = 0.0  # when the memory was reported
 
 
 class WaitTicket:
     """One request that waits for its first token."""
 
-    __slots__ = ("_number", "_pressure", "_variant")
+    __slots__ = ("_monitor", "_number", "_variant")
 
-    def __init__(self, pressure: PressureMonitor, variant: str, number: int) -> None:
-        self._pressure = pressure
+    def __init__(self, monitor: PressureMonitor, variant: str, number: int) -> None:
+        self._monitor = monitor
         self._variant = variant
         self._number = number
 
-    def begun(self) -> None:
-        self._end(served=True)
+    def start(self) -> None:
+        """The first output came."""
+        self._finish(served=True)
 
-    def over(self) -> None:
-        self._end(served=False)
+    def end(self) -> None:
+        """The request ended without output."""
+        self._finish(served=False)
 
-    def _end(self, *, served: bool) -> None:
+    def _finish(self, *, served: bool) -> None:
         number, self._number = self._number, 0
         if number:
-            self._pressure.ended(self._variant, number, served=served)
+            self._monitor.finish_wait(self._variant, number, served=served)
 
 
 class PressureMonitor:
-    """All of it belongs to one event loop."""
+    """The pressure on all variants. Used from one event loop only."""
 
     def __init__(
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
-        stale_s: float = 2.0,  # after which statistics are not known any more
-        most: int = 256,  # variants; there are no more than the configuration has
+        stale_s: float = 2.0,  # statistics older than this count as unknown
+        max_variants: int = 256,
     ) -> None:
         self._clock = clock
         self._stale_s = stale_s
-        self._most = most
-        self._variants: dict[str, _Variant] = {}
-        self._last = 0
+        self._max_variants = max_variants
+        self._variants: dict[str, _VariantPressure] = {}
+        self._last_number = 0
 
-    # What happens
+    # Events
 
     def wait(self, variant: str, tenant: str) -> WaitTicket:
-        """A request was handed to the engine of a variant. To be called for those that somebody waits for: background
-        work waits by design."""
-        found = self._of(variant)
-        now = self._look(found)
-        self._last += 1
-        found.waiting[self._last] = _Waiting(tenant, now, _foreseen(found, tenant))
-        found.line.add(tenant)
-        return WaitTicket(self, variant, self._last)
+        """Note that a request was handed to an engine. Leave out background work, which waits by design."""
+        pressure = self._pressure(variant)
+        now = self._advance(pressure)
+        self._last_number += 1
+        pressure.waiting[self._last_number] = _Waiting(tenant, now, _predicted_wait_s(pressure, tenant))
+        pressure.counts.add(tenant)
+        return WaitTicket(self, variant, self._last_number)
 
-    def ended(self, variant: str, number: int, *, served: bool) -> None:
-        """For Wait alone."""
-        found = self._of(variant)
-        now = self._look(found)
-        waited = found.waiting.pop(number)
-        found.line.drop(waited.tenant)
+    def finish_wait(self, variant: str, number: int, *, served: bool) -> None:
+        """End a wait; called by WaitTicket only."""
+        pressure = self._pressure(variant)
+        now = self._advance(pressure)
+        wait = pressure.waiting.pop(number)
+        pressure.counts.remove(wait.tenant)
         if served:
-            keep = 1.0 - 1.0 / _REMEMBERED
-            found.busy = found.busy * keep + found.since
-            found.begun = found.begun * keep + 1.0
-            found.since = 0.0
-        measured = max(now - waited.since, _LEAST_WAIT)
-        # One that ended without a token would have waited longer still.
-        if waited.foreseen > _LEAST_WAIT and (served or measured > waited.foreseen):
-            error = math.log(measured / waited.foreseen) - found.wrong
-            found.wrong += max(-_MOST_ERROR, min(_MOST_ERROR, error)) / _REMEMBERED
-            found.wrong = max(-_MOST_WRONG, min(_MOST_WRONG, found.wrong))
+            keep = 1.0 - 1.0 / _SAMPLES
+            pressure.busy_s = pressure.busy_s * keep + pressure.busy_since_token_s
+            pressure.first_tokens = pressure.first_tokens * keep + 1.0
+            pressure.busy_since_token_s = 0.0
+        measured_s = max(now - wait.since, _MIN_WAIT_S)
+        # A request that ended without a token would have waited even longer.
+        if wait.predicted_s > _MIN_WAIT_S and (served or measured_s > wait.predicted_s):
+            error = math.log(measured_s / wait.predicted_s) - pressure.log_bias
+            pressure.log_bias += max(-_MAX_LOG_ERROR, min(_MAX_LOG_ERROR, error)) / _SAMPLES
+            pressure.log_bias = max(-_MAX_LOG_BIAS, min(_MAX_LOG_BIAS, pressure.log_bias))
 
-    def answered(self, variant: str, surface: str, *, tokens: int, seconds: float) -> None:
-        """An answer was so many tokens long, and took so long after its first one."""
-        found = self._of(variant)
+    def record_answer(self, variant: str, surface: str, *, tokens: int, seconds: float) -> None:
+        """Note an answer's length, and the seconds from its first token to its last."""
+        pressure = self._pressure(variant)
+        lengths = pressure.answer_tokens
         if tokens > 0:
-            mean = found.answers.get(surface, float(tokens))
-            if surface in found.answers or len(found.answers) < self._most:
-                found.answers[surface] = mean + (tokens - mean) / _REMEMBERED
+            mean = lengths.get(surface, float(tokens))
+            if surface in lengths or len(lengths) < self._max_variants:
+                lengths[surface] = mean + (tokens - mean) / _SAMPLES
         if tokens > 1 and seconds >= 0.0:
-            each = seconds / (tokens - 1)
-            found.token_s = each if found.token_s is None else found.token_s + (each - found.token_s) / _REMEMBERED
+            token_s = seconds / (tokens - 1)
+            mean = token_s if pressure.token_s is None else pressure.token_s
+            pressure.token_s = mean + (token_s - mean) / _SAMPLES
 
-    def heard(self, variant: str, replicas: Sequence[Mapping[str, Any]]) -> None:
-        """What the engines of a variant say of themselves. The one with most memory counts: a request can go there."""
+    def record_statistics(self, variant: str, replicas: Sequence[Mapping[str, Any]]) -> None:
+        """Note what the replicas report. The one with the most free memory counts, because a request can go there."""
         shares = [share for share in map(_free_share, replicas) if share is not None]
         if shares:
-            found = self._of(variant)
-            found.memory_free, found.heard = max(shares), self._clock()
+            pressure = self._pressure(variant)
+            pressure.memory_free, pressure.memory_at = max(shares), self._clock()
 
-    # What is known
+    # Signals
 
     def signals(
         self,
@@ -175,52 +178,54 @@ class PressureMonitor:
         tenant: str = "",
         *,
         surface: str = "",
-        deadline_s: float | None = None,  # seconds that are left
+        deadline_s: float | None = None,  # time left
         max_tokens: int | None = None,
         budget_left: float | None = None,
     ) -> PressureSignals:
-        """What a request of a tenant would meet now."""
-        found = self._of(variant)
-        now = self._look(found)
-        if found.waiting and not found.begun:
-            # While nobody has had a token yet, only so much is known.
-            queue = max(now - next(iter(found.waiting.values())).since, 0.0)
+        """Return what a new request of a tenant would meet now."""
+        pressure = self._pressure(variant)
+        now = self._advance(pressure)
+        if pressure.waiting and not pressure.first_tokens:
+            # Before the first token of all, the longest wait so far is all that is known.
+            queue_s = max(now - next(iter(pressure.waiting.values())).since, 0.0)
         else:
-            queue = _foreseen(found, tenant) * math.exp(found.wrong)
-        slack: float | None = None
+            queue_s = _predicted_wait_s(pressure, tenant) * math.exp(pressure.log_bias)
+        slack_ms: float | None = None
         if deadline_s is not None:
-            tokens = found.answers.get(surface, 0.0)
+            tokens = pressure.answer_tokens.get(surface, 0.0)
             if max_tokens is not None:
                 tokens = min(tokens, max_tokens)
-            slack = deadline_s - queue - tokens * (found.token_s or 0.0)
-        fresh = found.memory_free is not None and now - found.heard <= self._stale_s
+            slack_ms = (deadline_s - queue_s - tokens * (pressure.token_s or 0.0)) * 1e3
         return PressureSignals(
-            queue_s=queue,
-            memory_free=found.memory_free if fresh else None,
-            slack_s=slack,
+            queue_ms=queue_s * 1e3,
+            memory_free=pressure.memory_free if now - pressure.memory_at <= self._stale_s else None,
+            slack_ms=slack_ms,
             budget_left=budget_left,
         )
 
-    def _look(self, found: _Variant) -> float:
-        """Counts the time since the last look, where somebody waited in it; the time."""
+    def _advance(self, pressure: _VariantPressure) -> float:
+        """Count the time since the last call if a request was waiting; return the current time."""
         now = self._clock()
-        if found.waiting:
-            found.since += max(now - found.looked, 0.0)
-        found.looked = now
+        if pressure.waiting:
+            pressure.busy_since_token_s += max(now - pressure.updated_at, 0.0)
+        pressure.updated_at = now
         return now
 
-    def _of(self, variant: str) -> _Variant:
-        found = self._variants.get(variant)
-        if found is None:
-            if len(self._variants) >= self._most:
-                raise ValueError(f"more than {self._most} variants")
-            found = self._variants[variant] = _Variant(looked=self._clock())
-        return found
+    def _pressure(self, variant: str) -> _VariantPressure:
+        pressure = self._variants.get(variant)
+        if pressure is None:
+            if len(self._variants) >= self._max_variants:
+                raise ValueError(f"More than {self._max_variants} variants.")
+            pressure = self._variants[variant] = _VariantPressure(updated_at=self._clock())
+        return pressure
 
 
-def _foreseen(found: _Variant, tenant: str) -> float:
-    """Seconds until those have their first tokens who go before one more request of the tenant."""
-    return found.line.before(tenant) * (found.busy + found.since) / found.begun if found.begun else 0.0
+def _predicted_wait_s(pressure: _VariantPressure, tenant: str) -> float:
+    """Predict the seconds until a new request of the tenant gets its first token."""
+    if not pressure.first_tokens:
+        return 0.0
+    busy_s = pressure.busy_s + pressure.busy_since_token_s
+    return pressure.counts.ahead_of(tenant) * busy_s / pressure.first_tokens
 
 
 def _free_share(statistics: Mapping[str, Any]) -> float | None:
@@ -230,22 +235,21 @@ def _free_share(statistics: Mapping[str, Any]) -> float | None:
 
 
 async def poll_statistics(
-    pressure: PressureMonitor,
+    monitor: PressureMonitor,
     engines: Mapping[str, StatisticsSource],
     *,
-    every: float = 0.2,  # seconds
-    patience: float = 0.5,  # seconds that an engine may take to answer
+    interval_s: float = 0.2,
+    timeout_s: float = 0.5,  # per engine
 ) -> None:
-    """Asks every engine again and again, until it is cancelled. One that does not answer is not known, and holds up no
-    other."""
+    """Poll every engine until cancelled. An engine that does not answer counts as unknown and delays no other."""
 
-    async def ask(variant: str, engine: StatisticsSource) -> None:
+    async def poll(variant: str, engine: StatisticsSource) -> None:
         try:
-            async with asyncio.timeout(patience):
-                pressure.heard(variant, await engine.stats())
-        except Exception:  # whatever is wrong with it, its statistics grow old
+            async with asyncio.timeout(timeout_s):
+                monitor.record_statistics(variant, await engine.stats())
+        except Exception:  # whatever fails, the engine's statistics grow stale
             return
 
     while True:
-        await asyncio.gather(*(ask(variant, engine) for variant, engine in engines.items()))
-        await asyncio.sleep(every)
+        await asyncio.gather(*(poll(variant, engine) for variant, engine in engines.items()))
+        await asyncio.sleep(interval_s)

@@ -1,30 +1,29 @@
-"""What a question asks for: its words that matter, which of them are names, and what kind of thing would answer it.
+"""Parses a question: the words that matter, which of them are names, and what kind of thing would answer it.
 
-Owns Question and Term, and the small lists of words that this takes (English, German, French, Spanish, Italian,
-Portuguese, Dutch). In other languages every word matters and no kind is known, which is worse and not wrong. Knows no
-source.
+Owns the small word lists that this takes (English, German, French, Spanish, Italian, Portuguese, Dutch). In other
+languages every word matters and no kind is known, which gives worse answers but no wrong ones. Does not look at
+sources.
 """
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Final, Literal
 
 import msgspec
 
-from headrace.gateway.degradation.shaping.folded_words import folded, raw_words
+from headrace.gateway.folded_words import folded, raw_words, without_accents
 
 AnswerKind = Literal["time", "clock", "day", "year", "number", "money", "phone", "name", "place"]
 
-CARRIED_OVER: Final = 0.5  # weight of a term that comes from the question before
-MOST_PARTS: Final = 3  # questions in one turn that are answered
-_MOST_TERMS: Final = 24
-_MOST_TEXT: Final = 1200  # characters of a question: its end
+CARRIED_OVER: Final = 0.5  # weight of a term taken from the previous question
+MAX_QUESTIONS: Final = 3  # answered in one turn
+_MAX_TERMS: Final = 24
+_MAX_TEXT: Final = 1200  # characters read of a turn, from its end
 
-# Without accents, so that it makes no difference whether they were typed.
+# Without accents, so that it does not matter whether they were typed.
 STOP: Final = frozenset(
     """
     a an the is are was were be been being am do does did done has have had having can could will would shall should may
@@ -64,7 +63,7 @@ _ASKING: Final = frozenset(_KINDS) | frozenset(
     "what which how why was welche que quel quelle cual che qual wat welke".split()
 )
 _HOW: Final = frozenset("how wie hoe".split())
-# Words that say what is asked for where no other does.
+# Nouns that name the kind of answer if no question word does.
 _NOUNS: Final[dict[str, AnswerKind]] = {
     **dict.fromkeys("time hour hours uhrzeit heure hora ora tijd".split(), "clock"),
     **dict.fromkeys("date day weekday deadline datum tag jour fecha dia data giorno dag".split(), "day"),
@@ -95,22 +94,21 @@ _PART: Final = re.compile(r"(?<=[?\uff1f\u061f])\s*")
 
 class QuestionTerm(msgspec.Struct, frozen=True):
     stem: str
-    named: bool  # a name or a number: what is asked about, rather than what is asked
+    named: bool  # a name or a number: what the question is about, rather than what it asks
     weight: float = 1.0
 
 
 class QuestionTerms(msgspec.Struct, frozen=True):
     terms: tuple[QuestionTerm, ...]
     kind: AnswerKind | None
-    words: frozenset[str]  # the stems of all of its words: what it says itself is no answer to it
-    pairs: tuple[tuple[str, str], ...] = ()  # of its terms, those that stand side by side: `security policy`
+    words: frozenset[str]  # the stems of all words: what the question says is no answer to it
+    pairs: tuple[tuple[str, str], ...] = ()  # adjacent terms: `security policy`
 
 
 @lru_cache(maxsize=16_384)
 def stem(word: str) -> str:
-    """Of a folded word: without accents and the commonest endings. Two words with one stem are taken for the same."""
-    if not word.isascii():
-        word = "".join(char for char in unicodedata.normalize("NFKD", word) if not unicodedata.combining(char)) or word
+    """Return a folded word without accents and common endings. Words with the same stem count as the same."""
+    word = without_accents(word) or word
     if len(word) < 4 or not word.isalpha():
         return word
     if word[-1] == "s" and word[-2] != "s":
@@ -127,37 +125,39 @@ def stem(word: str) -> str:
 def parse_questions(
     text: str, before: Sequence[str] = (), *, is_name: Callable[[str], bool] = lambda _word: False
 ) -> list[QuestionTerms]:
-    """The questions of a user's turn, one for each question mark. `before`: the user's earlier turns, oldest first,
-    from which a short one such as `And Porto?` takes what it leaves out. `is_name`: whether a word is one in the
-    sources."""
-    parts = [part for part in _PART.split(text[-_MOST_TEXT:]) if any(char.isalnum() for char in part)]
+    """Parse the questions of a user's turn, one for each question mark.
+
+    `before`: the user's earlier turns, oldest first, which complete a short question such as `And Porto?`. `is_name`:
+    whether the sources use a word as a name.
+    """
+    parts = [part for part in _PART.split(text[-_MAX_TEXT:]) if any(char.isalnum() for char in part)]
     asking = [part for part in parts if part[-1] in "?\uff1f\u061f"]
-    if parts and (not asking or _asks(parts[-1])) and parts[-1] not in asking:
-        asking.append(parts[-1])  # whose question mark was left out
-    found: list[QuestionTerms] = []
-    for part in asking[:MOST_PARTS]:
-        one = _question(part, is_name)
+    if parts and (not asking or _is_parse(parts[-1])) and parts[-1] not in asking:
+        asking.append(parts[-1])  # without its question mark
+    parsed: list[QuestionTerms] = []
+    for part in asking[:MAX_QUESTIONS]:
+        one = _parse(part, is_name)
         earlier = [*before, *asking[: asking.index(part)]]
-        if _leaves_out(part, one) and earlier:
-            one = _completed(one, earlier, is_name)
+        if _is_incomplete(part, one) and earlier:
+            one = _complete(one, earlier, is_name)
         if one.terms:
-            found.append(one)
-    return found
+            parsed.append(one)
+    return parsed
 
 
-def _asks(text: str) -> bool:
-    return any(without_accents(word) in _ASKING for word in raw_words(text)[:4])
+def _is_parse(text: str) -> bool:
+    return any(plain_form(word) in _ASKING for word in raw_words(text)[:4])
 
 
-def _leaves_out(text: str, one: QuestionTerms) -> bool:
+def _is_incomplete(text: str, one: QuestionTerms) -> bool:
     return one.kind is None and (_ALSO.match(text) is not None or len(one.terms) < 2) and len(one.terms) <= 5
 
 
-def _completed(one: QuestionTerms, before: Iterable[str], is_name: Callable[[str], bool]) -> QuestionTerms:
+def _complete(one: QuestionTerms, before: Iterable[str], is_name: Callable[[str], bool]) -> QuestionTerms:
     for text in reversed(list(before)[-4:]):
-        for part in reversed([part for part in _PART.split(text[-_MOST_TEXT:]) if part.strip()]):
-            other = _question(part, is_name)
-            if _leaves_out(part, other):
+        for part in reversed([part for part in _PART.split(text[-_MAX_TEXT:]) if part.strip()]):
+            other = _parse(part, is_name)
+            if _is_incomplete(part, other):
                 continue
             mine = tuple(QuestionTerm(term.stem, True) for term in one.terms)
             kept = tuple(
@@ -166,44 +166,41 @@ def _completed(one: QuestionTerms, before: Iterable[str], is_name: Callable[[str
                 if not term.named and all(term.stem != each.stem for each in mine)
             )
             words = one.words | {term.stem for term in kept}
-            return QuestionTerms((*mine, *kept)[:_MOST_TERMS], other.kind, words, one.pairs)
+            return QuestionTerms((*mine, *kept)[:_MAX_TERMS], other.kind, words, one.pairs)
     return one
 
 
-def _question(text: str, is_name: Callable[[str], bool]) -> QuestionTerms:
+def _parse(text: str, is_name: Callable[[str], bool]) -> QuestionTerms:
     raw = raw_words(text)
-    plain = [without_accents(word) for word in raw]
+    plain = [plain_form(word) for word in raw]
     terms: dict[str, QuestionTerm] = {}
     pairs: list[tuple[str, str]] = []
-    beside = ""  # the term directly before
-    first = True  # of a sentence: a capital says nothing
+    previous = ""  # the term directly before
+    first = True  # in a sentence, where a capital means nothing
     for word, low in zip(raw, plain, strict=True):
         is_upper = word[:1].isupper() and not first and word != "I"
         has_digit = any(char.isdigit() for char in word)
         if low not in STOP and (len(word) > 1 or has_digit or is_upper or not word.isascii()):
             key = stem(folded(word))
             named = is_upper or has_digit or is_name(word)
-            if len(terms) < _MOST_TERMS or key in terms:
+            if len(terms) < _MAX_TERMS or key in terms:
                 terms[key] = QuestionTerm(key, named or (key in terms and terms[key].named))
-                if beside:
-                    pairs.append((beside, key))
-            beside = key
+                if previous:
+                    pairs.append((previous, key))
+            previous = key
         else:
-            beside = ""
+            previous = ""
         first = False
     words = frozenset(stem(folded(word)) for word in raw)
-    # Where no small word is known, it is not known either which words stand side by side for a reason.
+    # In an unknown language, adjacent words need not belong together.
     known = any(word in STOP for word in plain)
     return QuestionTerms(tuple(terms.values()), _kind(plain), words, tuple(pairs) if known else ())
 
 
 @lru_cache(maxsize=16_384)
-def without_accents(word: str) -> str:
-    """Folded, without accents."""
-    low = folded(word)
-    if low.isascii():
-        return low
-    return "".join(char for char in unicodedata.normalize("NFKD", low) if not unicodedata.combining(char))
+def plain_form(word: str) -> str:
+    """Return a word folded and without accents."""
+    return without_accents(folded(word))
 
 
 def _kind(plain: Sequence[str]) -> AnswerKind | None:
@@ -211,6 +208,6 @@ def _kind(plain: Sequence[str]) -> AnswerKind | None:
         if word in _HOW and following in _AFTER_HOW:
             kind = _AFTER_HOW[following]
             return "money" if any(_NOUNS.get(each) == "money" for each in plain) else kind
-        if word in _KINDS and (word != "ou" or not place):  # within a French sentence, without its accent, it is `or`
+        if word in _KINDS and (word != "ou" or not place):  # within a French sentence, `ou` means `or`
             return _KINDS[word]
     return next((_NOUNS[word] for word in plain if word in _NOUNS), None)

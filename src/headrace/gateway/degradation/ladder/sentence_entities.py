@@ -1,7 +1,7 @@
-"""What a thing of each kind looks like in a sentence: a time, an amount of money, a name, a place.
+"""Recognises in a sentence what a question asks for: a time, an amount of money, a name, a place.
 
-Owns the patterns and the names of days and months (English, German, French, Spanish, Italian). What the question says
-itself is no answer, so only other words are looked at. Knows no question and no source.
+Owns the patterns and the names of days and months (English, German, French, Spanish, Italian). Words that the question
+itself contains are no answer, so only other words are looked at.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from headrace.gateway.degradation.ladder.question_terms import AnswerKind, without_accents
+from headrace.gateway.degradation.ladder.question_terms import AnswerKind, plain_form
 
-New = Sequence[tuple[int, str]]  # words of the sentence that the question does not say, with their places
+NewWords = Sequence[tuple[int, str]]  # words of the sentence that the question does not have, with their positions
 
 _DAYS: Final = frozenset(
     """
@@ -39,11 +39,11 @@ _MONEY: Final = re.compile(
 _PHONE: Final = re.compile(r"\+?\d(?:[\d ()/.-]{5,})\d")
 _WHERE: Final = r"\b(?:in|at|near|to|from|a|à|en|em|im|am|bei|nach|chez|te|on|auf|van)"
 _NAME: Final = r"[^\W\d_a-z][\w'\u2019-]*"
-# A name after a word for where (in Porto, in hall B), a number after two words (on floor 15), an address (5 Mill Road).
+# A name after a preposition (in Porto, in hall B), a number after two words (on floor 15), an address (5 Mill Road).
 _PLACED: Final = re.compile(rf"{_WHERE}(?: [^\W\d_]+){{0,2}} ({_NAME})|{_WHERE} [^\W\d_]+ \d|\b\d+ ({_NAME})")
 
 
-def has_kind(kind: AnswerKind, text: str, new: New) -> bool:
+def has_kind(kind: AnswerKind, text: str, new: NewWords) -> bool:
     has_number = any(char.isdigit() for _, word in new for char in word)
     match kind:
         case "time":
@@ -51,11 +51,11 @@ def has_kind(kind: AnswerKind, text: str, new: New) -> bool:
         case "clock":
             return has_number and _CLOCK.search(text) is not None
         case "day":
-            return _DATE.search(text) is not None or any(without_accents(word) in _DAYS for _, word in new)
+            return _DATE.search(text) is not None or any(plain_form(word) in _DAYS for _, word in new)
         case "year":
             return any(_YEAR.fullmatch(word) for _, word in new)
         case "number":
-            days = {place for place, word in new if without_accents(word) in _DAYS}
+            days = {place for place, word in new if plain_form(word) in _DAYS}
             return any(_is_number(word) and not days & {place - 1, place + 1} for place, word in new)
         case "money":
             return has_number and _MONEY.search(text) is not None
@@ -64,19 +64,19 @@ def has_kind(kind: AnswerKind, text: str, new: New) -> bool:
         case "name":
             return _has_name(text, new)
         case "place":
-            return any(without_accents(place[1] or place[2] or "") not in _DAYS for place in _PLACED.finditer(text))
+            return any(plain_form(place[1] or place[2] or "") not in _DAYS for place in _PLACED.finditer(text))
 
 
 def _is_number(word: str) -> bool:
     return ":" not in word and any(char.isdigit() for char in word)
 
 
-def _has_name(text: str, new: New) -> bool:
-    """Two words with capitals side by side, or one that no word for where stands before and that begins no sentence."""
+def _has_name(text: str, new: NewWords) -> bool:
+    """Whether two capitalised words are adjacent, or one begins no sentence and follows no preposition of place."""
     capitals = [
         (place, word)
         for place, word in new
-        if word[:1].isupper() and without_accents(word) not in _DAYS and not word.isdigit()
+        if word[:1].isupper() and plain_form(word) not in _DAYS and not word.isdigit()
     ]
     if any(other[0] == one[0] + 1 for one, other in itertools.pairwise(capitals)):
         return True

@@ -1,5 +1,5 @@
-"""SHAPE a request before it is tokens: conversations that fit, sources without repetition, the fast profile.
+"""Shapes a request before it becomes tokens: conversations that fit, sources without repetition, the fast profile.
 
-Plain functions on messages and on what is asked; a token counter is passed in. Everything that is done is told
-(`told.Shaped`). Knows no model, no network and no pressure: when less is to be asked for is the ladder's.
+Plain functions on messages; a token counter is passed in. Every change is reported as a ShapingChange. Does not know
+models, the network or pressure.
 """

@@ -1,146 +1,122 @@
-"""What a conversation is made of, as far as something may be left out of it: turns that only go together.
+"""Groups the messages of a conversation that can only be dropped together.
 
-Owns the grouping of messages into units (a user's turn with all that follows it until the next; within what follows the
-last user's turn, each of the assistant's turns with the results of its calls), the check that a conversation is one
-that templates take, and a count of tokens for plain messages. Knows no tokenizer and decides nothing.
+Owns the grouping (a user's turn with all that follows it until the next; after the last user's turn, each assistant
+turn with the results of its calls) and the check that a conversation suits strict templates. Does not decide what to
+drop.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
-Message = dict[str, Any]  # in the shape that chat templates take: role, content (a text), tool_calls, tool_call_id
-TokenCounter = Callable[[Message], int]  # tokens of a message, with what the template puts around it
-
-AROUND: Final = 4  # tokens that most templates put around a message
+ChatMessage = dict[str, Any]  # as chat templates take it: role, content (a text), tool_calls, tool_call_id
+TokenCounter = Callable[[ChatMessage], int]  # tokens of a message, with what the template puts around it
 
 
 class MessageGroup(msgspec.Struct):
     """Messages that stay or go together."""
 
-    places: list[int] = []
-    stays: bool = False
-    last: bool = False  # after the last user's turn began
+    indices: list[int] = []
+    must_stay: bool = False
+    in_last_turn: bool = False  # after the last user's turn began
 
 
-def group_messages(messages: Sequence[Message]) -> list[MessageGroup]:
-    """Every message but the system's is in exactly one, oldest first. Those that must stay say so: the last user's turn
-    and the last of what follows it."""
-    places = [place for place, message in enumerate(messages) if message["role"] != "system"]
-    users = [place for place in places if messages[place]["role"] == "user"]
-    if not users:
-        return [MessageGroup(places, stays=True, last=True)] if places else []
-    units: list[MessageGroup] = []
-    before = ""
-    last_turn = _begins_last(messages, places)
-    for place in places:
-        role = messages[place]["role"]
-        in_last = place >= last_turn
+def group_messages(messages: Sequence[ChatMessage]) -> list[MessageGroup]:
+    """Put every message but the system's into one group, oldest first.
+
+    The last user's turn and the last group after it must stay.
+    """
+    indices = [index for index, message in enumerate(messages) if message["role"] != "system"]
+    if not any(messages[index]["role"] == "user" for index in indices):
+        return [MessageGroup(indices, must_stay=True, in_last_turn=True)] if indices else []
+    groups: list[MessageGroup] = []
+    previous_role = ""
+    last_turn = _last_turn_start(messages, indices)
+    for index in indices:
+        role = messages[index]["role"]
+        in_last_turn = index >= last_turn
         if (
-            not units
-            or (role == "user" and before != "user")
-            or (in_last and role == "assistant")
-            or (in_last and not units[-1].last)
+            not groups
+            or (role == "user" and previous_role != "user")
+            or (in_last_turn and role == "assistant")
+            or (in_last_turn and not groups[-1].in_last_turn)
         ):
-            units.append(MessageGroup(last=in_last))
-        units[-1].places.append(place)
-        before = role
-    for unit in units:
-        unit.stays = unit.last and messages[unit.places[0]]["role"] == "user"
-    units[-1].stays = True
-    return _paired(messages, units)
+            groups.append(MessageGroup(in_last_turn=in_last_turn))
+        groups[-1].indices.append(index)
+        previous_role = role
+    for group in groups:
+        group.must_stay = group.in_last_turn and messages[group.indices[0]]["role"] == "user"
+    groups[-1].must_stay = True
+    return _join_calls_with_results(messages, groups)
 
 
-def _begins_last(messages: Sequence[Message], places: Sequence[int]) -> int:
-    """Where the last run of users' messages begins."""
-    found = len(messages)
-    for place in reversed(places):
-        if messages[place]["role"] == "user":
-            found = place
-        elif found < len(messages):
+def _last_turn_start(messages: Sequence[ChatMessage], indices: Sequence[int]) -> int:
+    """Return the index at which the last run of user messages begins."""
+    start = len(messages)
+    for index in reversed(indices):
+        if messages[index]["role"] == "user":
+            start = index
+        elif start < len(messages):
             break
-    return found
+    return start
 
 
-def _paired(messages: Sequence[Message], units: list[MessageGroup]) -> list[MessageGroup]:
-    """Units across which a call and its result lie become one."""
-    home: dict[int, int] = {place: at for at, unit in enumerate(units) for place in unit.places}
-    into = list(range(len(units)))
-    caller: dict[str, int] = {}  # the latest call of an id: clients count anew in every turn
-    for place in sorted(home):
-        message = messages[place]
+def _join_calls_with_results(messages: Sequence[ChatMessage], groups: list[MessageGroup]) -> list[MessageGroup]:
+    """Merge groups that have a tool call in one and its result in another."""
+    group_of: dict[int, int] = {index: number for number, group in enumerate(groups) for index in group.indices}
+    parents = list(range(len(groups)))
+    caller: dict[str, int] = {}  # by call id, the group of the latest call: clients reuse ids in later turns
+    for index in sorted(group_of):
+        message = messages[index]
         for call in message.get("tool_calls") or ():
-            caller[call.get("id", "")] = home[place]
+            caller[call.get("id", "")] = group_of[index]
         if message["role"] == "tool":
-            other = caller.get(message.get("tool_call_id") or "", home[place])
-            _join(into, other, home[place])
+            other = caller.get(message.get("tool_call_id") or "", group_of[index])
+            first, second = sorted((_root(parents, other), _root(parents, group_of[index])))
+            parents[second] = first
     joined: dict[int, MessageGroup] = {}
-    for at, unit in enumerate(units):
-        root = _root(into, at)
-        whole = joined.setdefault(root, MessageGroup(last=True))
-        whole.places += unit.places
-        whole.stays |= unit.stays
-        whole.last &= unit.last
+    for number, group in enumerate(groups):
+        whole = joined.setdefault(_root(parents, number), MessageGroup(in_last_turn=True))
+        whole.indices += group.indices
+        whole.must_stay |= group.must_stay
+        whole.in_last_turn &= group.in_last_turn
     return list(joined.values())
 
 
-def _root(into: list[int], at: int) -> int:
-    while into[at] != at:
-        at = into[at]
-    return at
-
-
-def _join(into: list[int], one: int, other: int) -> None:
-    first, second = sorted((_root(into, one), _root(into, other)))
-    into[second] = first
+def _root(parents: list[int], number: int) -> int:
+    while parents[number] != number:
+        number = parents[number]
+    return number
 
 
 def find_turn_problem(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a strict template would not take it; None where it would.
+    """Return why a strict chat template would reject the messages, or None.
 
-    After the system's messages a user begins, users and assistants take turns, and the results of calls follow the
-    assistant's turn that made them, each call with one.
+    After the system's messages a user begins, users and assistants alternate, and each call of an assistant's turn is
+    followed by one result.
     """
-    before, open_calls = "", set[str]()
-    for place, message in enumerate(messages):
+    previous_role, open_calls = "", set[str]()
+    for index, message in enumerate(messages):
         role = message["role"]
         if role == "system":
             continue
-        where = f"message {place}"
+        where = f"Message {index}"
         if role == "tool":
-            id = message.get("tool_call_id")
-            if id not in open_calls:
-                return f"{where} is the result of no call of the turn before it"
-            open_calls.discard(id)
-            before = "tool"
+            call_id = message.get("tool_call_id")
+            if call_id not in open_calls:
+                return f"{where} is the result of a call that the turn before it did not make."
+            open_calls.discard(call_id)
+            previous_role = "tool"
             continue
         if open_calls:
-            return f"{where} comes before the results of all calls"
-        if not before and role != "user":
-            return f"{where} is the first and no user's"
-        if role == before or (before == "tool" and role == "user"):
-            return f"{where}: a {role}'s message after a {before}'s"
+            return f"{where} comes before the results of all tool calls."
+        if not previous_role and role != "user":
+            return f"{where} comes first but is not a user's."
+        if role == previous_role or (previous_role == "tool" and role == "user"):
+            return f"{where} has the role '{role}', which cannot follow '{previous_role}'."
         open_calls = {call.get("id", "") for call in message.get("tool_calls") or ()}
-        before = role
+        previous_role = role
     return None
-
-
-def message_counter(encode: Callable[[str], Sequence[int]], *, around: int = AROUND) -> TokenCounter:
-    """Counts what a message says: content, reasoning, and calls as JSON. A template may write a little more or less."""
-
-    def count(message: Message) -> int:
-        total = around
-        for name in ("content", "reasoning_content", "name"):
-            text = message.get(name)
-            if text:
-                total += len(encode(text))
-        for call in message.get("tool_calls") or ():
-            function: dict[str, Any] = call.get("function") or {}
-            total += around + len(encode(json.dumps(function, ensure_ascii=False, default=str)))
-        return total
-
-    return count

@@ -1,9 +1,8 @@
-"""A conversation that fits: its oldest turns dropped, or a summary in their place.
+"""Fits a conversation into a token budget by dropping or summarising its oldest turns.
 
-Owns what goes and in which order: the oldest turns first, then the oldest calls with their results within the last
-turn. What the system says, the last user's turn and the last thing after it always stay; calls and their results go
-together; roles take turns afterwards as they did before. The one who summarises is another's (`Summariser`); it is
-bounded in what it reads, what it writes and how long it takes, and where it fails the turns are dropped.
+Drops the oldest turns first, then the oldest calls with their results within the last turn. What the system says, the
+last user's turn and the last message always stay; calls and their results go together; roles alternate as before. A
+Summariser is bounded in what it reads and writes and in time; if it fails, the turns are dropped.
 """
 
 from __future__ import annotations
@@ -11,129 +10,131 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
+from headrace.config.shaping_section import ShapingConfig
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
-from headrace.gateway.degradation.shaping.conversation import Message, TokenCounter, group_messages
+from headrace.gateway.degradation.shaping.conversation import ChatMessage, TokenCounter, group_messages
 
-_HEADING = "Summary of the conversation before this:"
+SUMMARY_INPUT_TOKENS: Final = 2048  # of the dropped turns, the newest, that a summary covers
+_HEADING: Final = "Summary of the conversation before this:"
 
 
 class Summariser(Protocol):
-    """Makes a short text of turns, such as by asking a small variant."""
+    """Summarises turns, for example by asking a small variant."""
 
-    async def summarise(self, messages: Sequence[Message], *, tokens: int) -> str:
-        """At most `tokens` long; it may be cancelled."""
+    async def summarise(self, messages: Sequence[ChatMessage], *, tokens: int) -> str:
+        """Return at most `tokens` tokens; may be cancelled."""
         ...
 
 
-class SummaryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: int = 160  # of the summary, its heading included
-    seconds: float = 2.0  # that it may take
-    reads: int = 2048  # tokens of the dropped turns that are summarised: the newest of them
-
-
 class FittedConversation(msgspec.Struct, frozen=True):
-    messages: list[Message]
-    dropped: tuple[Message, ...]  # oldest first
+    messages: list[ChatMessage]
+    dropped: tuple[ChatMessage, ...]  # oldest first
     before: int  # tokens
     after: int
-    fits: bool  # False: what must stay is more than the budget already, and is all that there is
-    shaped: tuple[ShapingChange, ...] = ()
+    fits: bool  # False: the messages that must stay exceed the budget, and nothing else is left
+    changes: tuple[ShapingChange, ...] = ()
 
 
 def fit_conversation(
-    messages: Sequence[Message], *, budget: int, count: TokenCounter, overhead: int = 0, stride: int | None = None
+    messages: Sequence[ChatMessage], *, budget: int, count: TokenCounter, overhead: int = 0, stride: int | None = None
 ) -> FittedConversation:
-    """The conversation within `budget` tokens, `overhead` of which are taken by what is no message (tools, the
-    template's own words).
+    """Fit a conversation into `budget` tokens, of which tools and the template's own words take `overhead`.
 
-    Turns are dropped in strides (a quarter of the budget by default): while a conversation grows, the place where it is
-    cut stays the same for several turns, so that its prefix is found in the cache again.
+    Turns are dropped in strides of a quarter of the budget by default: while a conversation grows, its beginning stays
+    the same for several turns, so that the prefix cache still finds it.
     """
     sizes = [count(message) for message in messages]
     before = sum(sizes) + overhead
-    over = before - budget
-    if over <= 0:
+    excess = before - budget
+    if excess <= 0:
         return FittedConversation(list(messages), (), before, before, True)
-    each = max(stride if stride is not None else budget // 4, 1)
-    wanted = math.ceil(over / each) * each
-    gone: set[int] = set()
-    dropped = 0
-    # Turns of the past before what the last turn has come to.
-    for unit in sorted(group_messages(messages), key=lambda unit: unit.last):
-        if unit.stays:
+    stride = max(stride if stride is not None else budget // 4, 1)
+    target = math.ceil(excess / stride) * stride
+    dropped: set[int] = set()
+    freed = 0
+    # Past turns go before groups of the last turn.
+    for group in sorted(group_messages(messages), key=lambda group: group.in_last_turn):
+        if group.must_stay:
             continue
-        if dropped >= (over if unit.last else wanted):
+        if freed >= (excess if group.in_last_turn else target):
             break
-        gone.update(unit.places)
-        dropped += sum(sizes[place] for place in unit.places)
-    kept = [message for place, message in enumerate(messages) if place not in gone]
-    after = before - dropped
-    shaped = (ShapingChange("turns", before, after),) if gone else ()
+        dropped.update(group.indices)
+        freed += sum(sizes[index] for index in group.indices)
+    kept = [message for index, message in enumerate(messages) if index not in dropped]
+    after = before - freed
     return FittedConversation(
-        kept, tuple(messages[place] for place in sorted(gone)), before, after, after <= budget, shaped
+        kept,
+        tuple(messages[index] for index in sorted(dropped)),
+        before,
+        after,
+        after <= budget,
+        (ShapingChange("turns", before, after),) if dropped else (),
     )
 
 
 async def fit_conversation_with_summary(
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     *,
     budget: int,
     count: TokenCounter,
     summariser: Summariser,
-    options: SummaryOptions | None = None,
+    config: ShapingConfig | None = None,
+    input_tokens: int = SUMMARY_INPUT_TOKENS,
     overhead: int = 0,
     stride: int | None = None,
-    failed: Callable[[Exception], None] = lambda _error: None,
+    on_failure: Callable[[Exception], None] = lambda _error: None,
 ) -> FittedConversation:
-    """As `fit`, with a summary of what was dropped before the first user's turn that stays.
+    """Fit a conversation as `fit_conversation` does, with a summary of the dropped turns.
 
-    It stands in the user's turn and not in the system's: what users said must not come back with more authority.
-    `failed` hears why there is none.
+    The summary goes into the first user's turn that stays, not into the system's: what users said must not come back
+    with more authority. `on_failure` is called with the reason if there is no summary.
     """
-    options = options or SummaryOptions()
+    config = config or ShapingConfig()
     plain = fit_conversation(messages, budget=budget, count=count, overhead=overhead, stride=stride)
     if not plain.dropped or not plain.fits:
         return plain
-    room = fit_conversation(messages, budget=budget - options.tokens, count=count, overhead=overhead, stride=stride)
-    if not room.fits:
+    most = config.summary_tokens  # with the heading
+    fitted = fit_conversation(messages, budget=budget - most, count=count, overhead=overhead, stride=stride)
+    if not fitted.fits:
         return plain
     try:
-        async with asyncio.timeout(options.seconds):
-            text = await summariser.summarise(_newest(room.dropped, options.reads, count), tokens=options.tokens)
-    except Exception as error:  # whatever another variant may fail with, turns can still be dropped
-        failed(error)
+        async with asyncio.timeout(config.summary_s):
+            text = await summariser.summarise(_newest(fitted.dropped, input_tokens, count), tokens=most)
+    except Exception as error:  # whatever the other variant fails with, turns can still be dropped
+        on_failure(error)
         return plain
     if not text.strip():
         return plain
-    kept = _with_summary(room.messages, text.strip())
+    kept = _with_summary(fitted.messages, text.strip())
     after = sum(map(count, kept)) + overhead
     if after > budget:
-        failed(ValueError(f"the summary is longer than {options.tokens} tokens"))
+        on_failure(ValueError(f"The summary is longer than {most} tokens."))
         return plain
-    turns = ShapingChange("turns", plain.before, room.after)
-    return FittedConversation(
-        kept, room.dropped, plain.before, after, True, (turns, ShapingChange("summary", None, after - room.after))
+    changes = (
+        ShapingChange("turns", plain.before, fitted.after),
+        ShapingChange("summary", None, after - fitted.after),
     )
+    return FittedConversation(kept, fitted.dropped, plain.before, after, True, changes)
 
 
-def _newest(dropped: Sequence[Message], most: int, count: TokenCounter) -> list[Message]:
-    found: list[Message] = []
+def _newest(dropped: Sequence[ChatMessage], most: int, count: TokenCounter) -> list[ChatMessage]:
+    newest: list[ChatMessage] = []
     total = 0
     for message in reversed(dropped):
         total += count(message)
         if total > most:
             break
-        found.append(message)
-    return found[::-1]
+        newest.append(message)
+    return newest[::-1]
 
 
-def _with_summary(messages: Sequence[Message], summary: str) -> list[Message]:
-    found = list(messages)
-    place = next(at for at, message in enumerate(found) if message["role"] == "user")
-    content = f"{_HEADING}\n{summary}\n\n{found[place].get('content') or ''}"
-    found[place] = {**found[place], "content": content}
-    return found
+def _with_summary(messages: Sequence[ChatMessage], summary: str) -> list[ChatMessage]:
+    result = list(messages)
+    index = next(index for index, message in enumerate(result) if message["role"] == "user")
+    content = f"{_HEADING}\n{summary}\n\n{result[index].get('content') or ''}"
+    result[index] = {**result[index], "content": content}
+    return result

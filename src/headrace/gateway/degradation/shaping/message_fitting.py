@@ -1,7 +1,7 @@
-"""What is done to a request's messages before they are a prompt: its sources are written in, old turns go.
+"""Prepares a request's messages for the prompt: writes its sources in, and fits the conversation into the context.
 
-Owns the order of the two and their budgets. Tokens are counted by the variant's own tokenizer where it is known, and
-estimated otherwise; each message counts a few more for what the template puts around it.
+Owns the token budgets of both. Tokens are counted by the variant's own tokenizer if it is known and estimated
+otherwise; each message counts a few more for what the template puts around it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,13 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
-from msgspec.structs import replace
 
-from headrace.config import ShapingConfig
+from headrace.config.shaping_section import ShapingConfig
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
-from headrace.gateway.degradation.shaping.conversation import Message
-from headrace.gateway.degradation.shaping.history import (
-    Summariser,
-    SummaryOptions,
-    fit_conversation,
-    fit_conversation_with_summary,
-)
+from headrace.gateway.degradation.shaping.conversation import ChatMessage
+from headrace.gateway.degradation.shaping.history import Summariser, fit_conversation, fit_conversation_with_summary
 from headrace.gateway.degradation.shaping.sources import (
     SelectedSources,
-    SourceOptions,
     extract_tagged_sources,
     insert_sources,
     select_sources,
@@ -34,44 +27,48 @@ from headrace.gateway.serving.fleet import ServedVariant
 
 log: Final = logging.getLogger(__name__)
 
-_AROUND: Final = 6  # tokens that a template puts around a message, about
-_BYTES: Final = 4  # of a token, where there is no tokenizer
+_TEMPLATE_TOKENS: Final = 6  # that a template puts around a message, about
+_BYTES_PER_TOKEN: Final = 4  # without a tokenizer
 
 
 class FittedRequest(msgspec.Struct, frozen=True):
     asked: TextRequest
-    shaped: tuple[ShapingChange, ...] = ()
+    changes: tuple[ShapingChange, ...] = ()
 
 
 def text_token_counter(served: ServedVariant) -> Callable[[str], int]:
-    """Tokens of a text."""
+    """Return a function that counts, or estimates, the tokens of a text."""
     if served.upstream is None:
         encode = served.tokenizer.encode
-        return lambda text: len(encode(text, False))
-    known = served.upstream.tokenizer
-    if known is not None:
-        return lambda text: len(known.encode(text, False))
-    return lambda text: -(-len(text.encode(errors="replace")) // _BYTES)
+    elif served.upstream.tokenizer is not None:
+        encode = served.upstream.tokenizer.encode
+    else:
+        return lambda text: -(-len(text.encode(errors="replace")) // _BYTES_PER_TOKEN)
+    return lambda text: len(encode(text, False))
 
 
 def number_sources(
-    asked: TextRequest, served: ServedVariant, options: SourceOptions
-) -> tuple[TextRequest, SelectedSources | None, tuple[ShapingChange, ...]]:
-    """With the request's sources chosen, numbered and written into its messages; None where it has none."""
+    asked: TextRequest, served: ServedVariant, config: ShapingConfig, most_tokens: int | None = None
+) -> tuple[TextRequest, SelectedSources | None]:
+    """Select the request's sources, number them and write them into its messages. None: it has no sources.
+
+    `most_tokens`: a lower cap on all sources together, such as the ladder's.
+    """
     messages = asked.messages or []
     sources = asked.sources
     if not sources:
-        if not any(_tagged(message) for message in messages):
-            return asked, None, ()
+        if not any(_may_have_sources(message) for message in messages):
+            return asked, None
         messages, sources = extract_tagged_sources(messages)
         if not sources:
-            return asked, None, ()
-    options = replace(options, total_tokens=min(options.total_tokens, served.context // 2))  # there is a question, too
-    selected = select_sources(sources, options, text_token_counter(served))
-    return asked.but(messages=insert_sources(messages, selected, options), sources=()), selected, selected.shaped
+            return asked, None
+    # At most half of the context, because the conversation needs room as well.
+    caps = (config.sources_tokens, served.context // 2, *(() if most_tokens is None else (most_tokens,)))
+    selected = select_sources(sources, config, text_token_counter(served), total_tokens=min(caps))
+    return asked.but(messages=insert_sources(messages, selected, config.sources_place), sources=()), selected
 
 
-def _tagged(message: Message) -> bool:
+def _may_have_sources(message: ChatMessage) -> bool:
     return "<source" in (message.get("content") or "") or str(message.get("name") or "").startswith("source")
 
 
@@ -79,10 +76,10 @@ async def fit_request(
     asked: TextRequest,
     served: ServedVariant,
     config: ShapingConfig,
-    budget: int | None,  # tokens of the prompt, beside what the context has room for
+    budget: int | None,  # prompt tokens, beside the limit that the context sets
     summariser: Summariser | None,
 ) -> FittedRequest:
-    """With its oldest turns dropped or summarised, where that is asked for and needed."""
+    """Drop or summarise the oldest turns if the request allows it and needs it."""
     overflow = asked.overflow or config.overflow
     messages = asked.messages or []
     if overflow == "refuse" and budget is None:
@@ -91,32 +88,31 @@ async def fit_request(
     if overflow != "refuse":
         answer = asked.max_tokens if asked.max_tokens is not None else config.answer_tokens
         most = min(most, served.context - min(answer, served.context // 2))
-    if sum(len(message.get("content") or "") + _AROUND for message in messages) < most and not asked.tools:
-        return FittedRequest(asked)  # no token is shorter than a character
+    if sum(len(message.get("content") or "") + _TEMPLATE_TOKENS for message in messages) < most and not asked.tools:
+        return FittedRequest(asked)  # it fits: no token is shorter than a character
     count_text = text_token_counter(served)
 
-    def count(message: Message) -> int:
+    def count(message: ChatMessage) -> int:
         calls = message.get("tool_calls")
-        more = count_text(msgspec.json.encode(calls).decode()) if calls else 0
-        return count_text(message.get("content") or "") + more + _AROUND
+        call_tokens = count_text(msgspec.json.encode(calls).decode()) if calls else 0
+        return count_text(message.get("content") or "") + call_tokens + _TEMPLATE_TOKENS
 
-    overhead = _AROUND + sum(
-        count_text(msgspec.json.encode((tool.name, tool.description, tool.parameters)).decode()) + 2 * _AROUND
+    overhead = _TEMPLATE_TOKENS + sum(
+        count_text(msgspec.json.encode((tool.name, tool.description, tool.parameters)).decode()) + 2 * _TEMPLATE_TOKENS
         for tool in asked.tools
     )
     if overflow == "summarise" and summariser is not None:
-        found = await fit_conversation_with_summary(
+        fitted = await fit_conversation_with_summary(
             messages,
             budget=most,
             count=count,
             overhead=overhead,
             summariser=summariser,
-            options=SummaryOptions(tokens=config.summary_tokens, seconds=config.summary_s),
-            failed=lambda error: log.warning("a conversation was not summarised: %s", error),
+            config=config,
+            on_failure=lambda error: log.warning("A conversation was not summarised: %s", error),
         )
     else:
-        found = fit_conversation(messages, budget=most, count=count, overhead=overhead)
-    if not found.dropped:
+        fitted = fit_conversation(messages, budget=most, count=count, overhead=overhead)
+    if not fitted.dropped:
         return FittedRequest(asked)
-    shaped = found.shaped or (ShapingChange("turns", found.before, found.after),)
-    return FittedRequest(asked.but(messages=found.messages), shaped)
+    return FittedRequest(asked.but(messages=fitted.messages), fitted.changes)
