@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config.shaping_section import DegradeMode, LadderConfig, LadderStepConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.degradation.ladder.ladder_config import STEP_ORDER, preset_steps
 from headrace.gateway.degradation.ladder.ladder_steps import (
     AllowedSteps,
@@ -77,7 +77,7 @@ def test_declined_steps_are_not_taken() -> None:
         {"grammar": Grammar("json_object")},
         {"tools": (Tool("f"),)},
         {"n": 2},
-        {"sampling": Sampling(logprobs=0)},
+        {"sampling": SamplingParams(logprobs=0)},
         {"messages": None, "prompts": ["once"]},
     ],
 )

@@ -6,12 +6,12 @@ from typing import Any
 
 from headrace.config.shaping_section import ProfileConfig
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import Sampling
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.degradation.shaping.change_record import ShapingChange, header_value
 from headrace.gateway.degradation.shaping.fast_profile import apply_fast_profile
 from headrace.gateway.requests.text_request import TextRequest, Tool
 
-HOT = Sampling(temperature=1.0, top_p=1.0, seed=7)
+HOT = SamplingParams(temperature=1.0, top_p=1.0, seed=7)
 TALK = [{"role": "user", "content": "hi"}]
 
 
@@ -25,7 +25,7 @@ def test_answers_are_short_and_sampling_is_conservative() -> None:
 
 
 def test_what_is_faster_already_stays() -> None:
-    given = TextRequest(model="mini", messages=TALK, sampling=Sampling(temperature=0.0, top_p=0.5), max_tokens=20)
+    given = TextRequest(model="mini", messages=TALK, sampling=SamplingParams(temperature=0.0, top_p=0.5), max_tokens=20)
     asked, shaped = apply_fast_profile(given)
     assert asked == given
     assert shaped == ()
