@@ -15,8 +15,8 @@ import pytest
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.server.api.batch_table import BatchRecord
-from headrace.server.api.batches import Backoff, Batches, Run
-from headrace.server.api.files import FileRecord, Files
+from headrace.server.api.batches import BatchBackoff, Batches, RunRequest
+from headrace.server.api.files import FileRecord, FileStore
 from tests.support.clock import Clock
 
 PATIENCE = 120.0  # seconds, after which a whole test has failed; on a busy machine it may take long
@@ -43,7 +43,7 @@ async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
 
 
 async def upload(
-    files: Files,
+    files: FileStore,
     *pieces: bytes,
     filename: str = "input.jsonl",
     purpose: str = "batch",
@@ -55,7 +55,7 @@ async def upload(
     )
 
 
-async def whole(files: Files, id: str, tenant: str = "a") -> bytes:
+async def whole(files: FileStore, id: str, tenant: str = "a") -> bytes:
     _, pieces = await files.content(id, tenant)
     return b"".join([piece async for piece in pieces])
 
@@ -80,7 +80,7 @@ class Store:
     folder: Path
     clock: Clock
     db: Database
-    files: Files
+    files: FileStore
     batches: Batches
 
     async def batch(self, content: bytes, tenant: str = "a", **options: Any) -> BatchRecord:
@@ -100,7 +100,7 @@ class Store:
 
 def open_store(
     folder: Path,
-    run: Run,
+    run: RunRequest,
     *,
     limits: Limits | None = None,
     running: int = 4,
@@ -109,14 +109,14 @@ def open_store(
 ) -> Store:
     limits, clock = limits or Limits(), clock or Clock()
     db = Database(folder)
-    files = Files(db, folder, limits, clock=clock)
-    backoff = Backoff(first_s=0.01, longest_s=0.05, tries=5)
+    files = FileStore(db, folder, limits, clock=clock)
+    backoff = BatchBackoff(first_s=0.01, longest_s=0.05, tries=5)
     batches = Batches(db, files, run, limits, running=running, backoff=backoff, clock=clock, **options)
     return Store(folder, clock, db, files, batches)
 
 
 @asynccontextmanager
-async def storing(folder: Path, run: Run, **options: Any) -> AsyncGenerator[Store, None]:
+async def storing(folder: Path, run: RunRequest, **options: Any) -> AsyncGenerator[Store, None]:
     store = open_store(folder, run, **options)
     try:
         yield store

@@ -13,7 +13,7 @@ from headrace.engine.process.engine_client import OverloadedError, WorkerLostErr
 from headrace.errors import RequestError, TemplateError
 
 # Status codes by kind, and the names that Anthropic's clients know the same kinds by.
-STATUS: Final = {
+STATUS_BY_KIND: Final = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,
@@ -25,7 +25,7 @@ STATUS: Final = {
 }
 _ANTHROPIC: Final = {"server_error": "api_error", "insufficient_quota": "rate_limit_error"}
 # The official clients ask again by themselves unless they are told not to.
-NO_RETRY: Final[Mapping[str, str]] = {"x-should-retry": "false"}
+NO_RETRY_HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 
 
 class ApiError(Exception):
@@ -45,7 +45,7 @@ class ApiError(Exception):
         self.kind = kind
         self.parameter = parameter
         self.code = code
-        self.status = STATUS[kind] if status is None else status
+        self.status = STATUS_BY_KIND[kind] if status is None else status
         self.retry_after = retry_after
         self.headers: Mapping[str, str] = headers or {}
 
@@ -59,7 +59,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
-def invalid(message: str, parameter: str | None = None, *, code: str | None = None) -> ApiError:
+def invalid_request(message: str, parameter: str | None = None, *, code: str | None = None) -> ApiError:
     return ApiError(message, parameter=parameter, code=code)
 
 
@@ -69,10 +69,10 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case TemplateError():
-            return invalid(f"the model's chat template cannot render this: {error.reason}", "messages")
+            return invalid_request(f"the model's chat template cannot render this: {error.reason}", "messages")
         case RequestError():
             code = "context_length_exceeded" if error.parameter == "prompt" and "do not fit" in str(error) else None
-            return invalid(str(error), error.parameter, code=code)
+            return invalid_request(str(error), error.parameter, code=code)
         case OverloadedError():
             # Where another time is no better, the request itself asks for too much.
             if error.retry_after is None:

@@ -28,7 +28,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def select_page(
     if after is not None:
         row = connection.execute(f"SELECT seq FROM {table} WHERE tenant = ? AND id = ?", (tenant, after)).fetchone()
         if row is None:
-            raise invalid("there is nothing with this id to list from", "after")
+            raise invalid_request("there is nothing with this id to list from", "after")
         start = row[0]
     rows = rows_of(
         connection,
@@ -370,7 +370,7 @@ def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, .
 def check_listing(*, limit: int, most: int, order: str) -> ListOrder:
     """What a client may ask of a list."""
     if not 1 <= limit <= most:
-        raise invalid(f"limit must be from 1 to {most}", "limit")
+        raise invalid_request(f"limit must be from 1 to {most}", "limit")
     if order == "asc" or order == "desc":
         return order
-    raise invalid("order must be asc or desc", "order")
+    raise invalid_request("order must be asc or desc", "order")

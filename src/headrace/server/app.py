@@ -29,27 +29,33 @@ from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.observe import metrics
 from headrace.server import openapi
-from headrace.server.api.chat_completions import TABLE as CHAT
-from headrace.server.api.chat_completions import ChatStream, read_chat, whole_chat
+from headrace.server.api.chat_completions import CHAT_PARAMETERS as CHAT
+from headrace.server.api.chat_completions import ChatStream, chat_body, read_chat_request
 from headrace.server.api.common_parameters import with_headers
-from headrace.server.api.completions import TABLE as COMPLETIONS
-from headrace.server.api.completions import CompletionStream, read_completion, whole_completion
-from headrace.server.api.messages import COUNT_TABLE, MessageStream, read_count, read_message, whole_message
-from headrace.server.api.messages import TABLE as MESSAGES
-from headrace.server.api.metered_endpoint import measured
+from headrace.server.api.completions import COMPLETION_PARAMETERS as COMPLETIONS
+from headrace.server.api.completions import CompletionStream, completion_body, read_completion_request
+from headrace.server.api.messages import (
+    COUNT_TOKENS_PARAMETERS,
+    MessageStream,
+    message_body,
+    read_count_request,
+    read_message_request,
+)
+from headrace.server.api.messages import MESSAGE_PARAMETERS as MESSAGES
+from headrace.server.api.metered_endpoint import run_metered
 from headrace.server.api.text_endpoint import Dialect, deliver
-from headrace.server.api.tokenize import DETOKENIZE, TOKENIZE, detokenize, tokenize
+from headrace.server.api.tokenize import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, detokenize, tokenize
 from headrace.server.api.vectors import (
-    EMBEDDINGS,
-    RERANK,
-    SCORE,
-    Prepared,
-    prepared_embeddings,
-    prepared_rerank,
-    prepared_score,
+    EMBEDDINGS_PARAMETERS,
+    RERANK_PARAMETERS,
+    SCORE_PARAMETERS,
+    PreparedCall,
+    prepare_embeddings,
+    prepare_rerank,
+    prepare_score,
 )
 from headrace.server.http.api_call import ApiCall, GoneError, Receive, Response, Scope, Send, error_reply
-from headrace.server.http.body_parameters import Table, read
+from headrace.server.http.body_parameters import ParameterTable, parse_body
 from headrace.server.http.route import ANTHROPIC, Handler, Route
 
 log: Final = structlog.stdlib.get_logger("headrace.requests")
@@ -58,13 +64,15 @@ _STATISTICS_SECONDS: Final = 0.5  # that an engine has to say how it is
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-CHAT_DIALECT: Final = Dialect("chat", CHAT, read_chat, whole_chat, ChatStream, relays=True)
+CHAT_DIALECT: Final = Dialect("chat", CHAT, read_chat_request, chat_body, ChatStream, relays=True)
 COMPLETION_DIALECT: Final = Dialect(
-    "completion", COMPLETIONS, read_completion, whole_completion, CompletionStream, relays=True
+    "completion", COMPLETIONS, read_completion_request, completion_body, CompletionStream, relays=True
 )
 
 
-MESSAGES_DIALECT: Final = Dialect("messages", MESSAGES, read_message, whole_message, MessageStream, errors=ANTHROPIC)
+MESSAGES_DIALECT: Final = Dialect(
+    "messages", MESSAGES, read_message_request, message_body, MessageStream, errors=ANTHROPIC
+)
 # The dialects that batches may use, by their paths.
 BATCHED: Final = {"/v1/chat/completions": CHAT_DIALECT, "/v1/completions": COMPLETION_DIALECT}
 
@@ -113,28 +121,40 @@ class App:
                 "/v1/messages/count_tokens",
                 self._count,
                 "The tokens of such a chat.",
-                COUNT_TABLE,
+                COUNT_TOKENS_PARAMETERS,
                 errors=ANTHROPIC,
             ),
             Route(
                 "POST",
                 "/v1/embeddings",
-                self._vectors(EMBEDDINGS, prepared_embeddings),
+                self._vectors(EMBEDDINGS_PARAMETERS, prepare_embeddings),
                 "Texts as vectors.",
-                EMBEDDINGS,
+                EMBEDDINGS_PARAMETERS,
             ),
             Route(
                 "POST",
                 "/v1/rerank",
-                self._vectors(RERANK, prepared_rerank),
+                self._vectors(RERANK_PARAMETERS, prepare_rerank),
                 "Put documents in order for a query.",
-                RERANK,
+                RERANK_PARAMETERS,
             ),
             Route(
-                "POST", "/v1/score", self._vectors(SCORE, prepared_score), "How likely a text is after another.", SCORE
+                "POST",
+                "/v1/score",
+                self._vectors(SCORE_PARAMETERS, prepare_score),
+                "How likely a text is after another.",
+                SCORE_PARAMETERS,
             ),
-            Route("POST", "/tokenize", self._plain(TOKENIZE, tokenize), "A text's tokens.", TOKENIZE),
-            Route("POST", "/detokenize", self._plain(DETOKENIZE, detokenize), "Tokens' text.", DETOKENIZE),
+            Route(
+                "POST", "/tokenize", self._plain(TOKENIZE_PARAMETERS, tokenize), "A text's tokens.", TOKENIZE_PARAMETERS
+            ),
+            Route(
+                "POST",
+                "/detokenize",
+                self._plain(DETOKENIZE_PARAMETERS, detokenize),
+                "Tokens' text.",
+                DETOKENIZE_PARAMETERS,
+            ),
             Route("GET", "/v1/models", self._models, "The models that are served."),
             Route("GET", "/v1/models/{model}", self._model, "One of them."),
             Route("GET", "/health/live", self._live, "Whether the server runs.", open=True),
@@ -296,7 +316,7 @@ class App:
         return handler
 
     async def _count(self, call: ApiCall) -> None:
-        asked = read_count(await self.body(call), call.headers, self.config.limits)
+        asked = read_count_request(await self.body(call), call.headers, self.config.limits)
         exchange = self.exchange(call.caller, asked, "/v1/messages/count_tokens")
         if exchange.served.upstream is not None:
             count = await self.parts.prompt_tokens(exchange)
@@ -304,15 +324,15 @@ class App:
             count = sum(len(prompt.tokens) for prompt in await prompts_of(exchange))
         await self.reply(call, Response.json({"input_tokens": count}))
 
-    def _vectors(self, table: Table, prepare: Callable[..., Coroutine[Any, Any, Prepared]]) -> Handler:
+    def _vectors(self, table: ParameterTable, prepare: Callable[..., Coroutine[Any, Any, PreparedCall]]) -> Handler:
         async def handler(call: ApiCall) -> None:
             self.admit()
-            given = with_headers(read(await self.body(call), table), call.headers, table)
+            given = with_headers(parse_body(await self.body(call), table), call.headers, table)
             served = find_model(call.caller, self.fleet, given.get("model", ""))
             self.running += 1
             try:
                 prepared = await prepare(served, call.caller, given, self.config.limits)
-                work = measured(self.parts, call.caller, prepared, call.scope["path"], model=given.get("model", ""))
+                work = run_metered(self.parts, call.caller, prepared, call.scope["path"], model=given.get("model", ""))
                 result, headers = await call.unless_gone(work)
             finally:
                 self.running -= 1
@@ -321,10 +341,10 @@ class App:
         return handler
 
     def _plain(
-        self, table: Table, work: Callable[[ServedVariant, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+        self, table: ParameterTable, work: Callable[[ServedVariant, Mapping[str, Any]], Awaitable[dict[str, Any]]]
     ) -> Handler:
         async def handler(call: ApiCall) -> None:
-            given = read(await self.body(call), table)
+            given = parse_body(await self.body(call), table)
             served = find_model(call.caller, self.fleet, given.get("model", ""))
             await self.reply(call, Response.json(await work(served, given)))
 

@@ -16,18 +16,18 @@ from msgspec import Meta
 from headrace.config import Config
 from headrace.gateway.accounts.access import find_model
 from headrace.gateway.accounts.directory import AccountDirectory
-from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.database import Database
 from headrace.server.api import response_endpoints
-from headrace.server.api.batches import Batches, Owner
-from headrace.server.api.files import Files
-from headrace.server.api.listing import listing
-from headrace.server.api.metered_endpoint import measured
+from headrace.server.api.batches import Batches, BatchOwner
+from headrace.server.api.files import FileStore
+from headrace.server.api.list_query import parse_list_query
+from headrace.server.api.metered_endpoint import run_metered
 from headrace.server.api.response_store import ResponseStore
-from headrace.server.api.text_endpoint import answer_whole
-from headrace.server.api.vectors import EMBEDDINGS, prepared_embeddings
+from headrace.server.api.text_endpoint import answer_in_full
+from headrace.server.api.vectors import EMBEDDINGS_PARAMETERS, prepare_embeddings
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import Parameter, Table, converted, read
+from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body, parse_parameters
 from headrace.server.http.multipart_upload import FIRST_FIELDS, Upload
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
     seconds: Annotated[int, Meta(ge=1)]
 
 
-BATCHES: Final[Table] = {
+BATCHES: Final[ParameterTable] = {
     "input_file_id": Parameter("A file of requests, one in a line.", str, required=True),
     "endpoint": Parameter("The path that all of them are for.", str, required=True),
     "completion_window": Parameter("24h.", str, required=True),
@@ -64,7 +64,7 @@ class State:
         self._directory = directory
         self._app: App | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self.files = Files(database, storage.path, storage)
+        self.files = FileStore(database, storage.path, storage)
         self.batches = Batches(database, self.files, self._run, storage, running=storage.batch_running)
         self.responses = ResponseStore(database, hours=storage.response_hours)
 
@@ -128,14 +128,16 @@ class State:
             if name not in _UPLOAD_FIELDS:
                 raise ApiError(f"there is no parameter '{name[:100]}'", parameter=name[:100], code="unknown_parameter")
         if "purpose" not in fields:
-            raise invalid(f"'purpose' is missing; {FIRST_FIELDS}", "purpose", code="missing_required_parameter")
+            raise invalid_request(f"'purpose' is missing; {FIRST_FIELDS}", "purpose", code="missing_required_parameter")
         if fields.get("expires_after[anchor]", "created_at") != "created_at":
-            raise invalid("'expires_after.anchor' must be created_at", "expires_after")
+            raise invalid_request("'expires_after.anchor' must be created_at", "expires_after")
         seconds_text = fields.get("expires_after[seconds]")
         if seconds_text is None and "expires_after[anchor]" in fields:
-            raise invalid("'expires_after.seconds' is missing", "expires_after", code="missing_required_parameter")
+            raise invalid_request(
+                "'expires_after.seconds' is missing", "expires_after", code="missing_required_parameter"
+            )
         if seconds_text is not None and not (seconds_text.isascii() and seconds_text.isdigit()):
-            raise invalid("'expires_after.seconds' must be a number", "expires_after")
+            raise invalid_request("'expires_after.seconds' must be a number", "expires_after")
         record = await self.files.create(
             upload.file(),
             filename=upload.filename or "file",
@@ -146,7 +148,7 @@ class State:
         await self._reply(call, Response.json(record.as_json()))
 
     async def _list_files(self, call: ApiCall) -> None:
-        asked = listing(call, ("after", "limit", "order", "purpose"))
+        asked = parse_list_query(call, ("after", "limit", "order", "purpose"))
         page = await self.files.list(call.caller.tenant, **asked)
         await self._reply(call, Response.json(page.as_json(lambda record: record.as_json())))
 
@@ -174,7 +176,7 @@ class State:
     # Batches
 
     async def _create_batch(self, call: ApiCall) -> None:
-        given = read(await self._attached().body(call), BATCHES)
+        given = parse_body(await self._attached().body(call), BATCHES)
         expires: ExpiresAfter | None = given.get("output_expires_after")
         record = await self.batches.create(
             input_file_id=given["input_file_id"],
@@ -188,7 +190,7 @@ class State:
         await self._reply(call, Response.json(record.as_json()))
 
     async def _list_batches(self, call: ApiCall) -> None:
-        page = await self.batches.list(call.caller.tenant, **listing(call, ("after", "limit")))
+        page = await self.batches.list(call.caller.tenant, **parse_list_query(call, ("after", "limit")))
         await self._reply(call, Response.json(page.as_json(lambda record: record.as_json())))
 
     async def _batch(self, call: ApiCall) -> None:
@@ -200,7 +202,7 @@ class State:
         await self._reply(call, Response.json(record.as_json()))
 
     async def _run(
-        self, url: str, body: dict[str, Any], owner: Owner, batch: str, custom_id: str
+        self, url: str, body: dict[str, Any], owner: BatchOwner, batch: str, custom_id: str
     ) -> tuple[int, dict[str, Any]]:
         """One request of a batch. What is refused for now is raised, with the pause that it asks for."""
         from headrace.server.app import BATCHED
@@ -209,12 +211,12 @@ class State:
         try:
             caller = self._directory.on_behalf(owner.tenant, key=owner.key or None, surface="batch")
             if body.get("stream"):
-                raise invalid("a batch's answers are whole: 'stream' must be false", "stream")
+                raise invalid_request("a batch's answers are whole: 'stream' must be false", "stream")
             if url == "/v1/embeddings":
-                given = converted(body, EMBEDDINGS)
+                given = parse_parameters(body, EMBEDDINGS_PARAMETERS)
                 served = find_model(caller, app.fleet, given.get("model", ""))
-                prepared = await prepared_embeddings(served, caller, given, self._config.limits)
-                found, _ = await measured(app.parts, caller, prepared, url, model=given.get("model", ""))
+                prepared = await prepare_embeddings(served, caller, given, self._config.limits)
+                found, _ = await run_metered(app.parts, caller, prepared, url, model=given.get("model", ""))
                 return 200, found
             encoded = json.dumps(body).encode()
             if url == "/v1/responses":
@@ -225,7 +227,7 @@ class State:
                 dialect = BATCHED[url]
                 asked = dialect.read(encoded, {}, self._config.limits)
             asked = asked.but(surface=asked.surface or "batch")
-            return 200, await answer_whole(app.exchange(caller, asked, url), dialect, app.parts)
+            return 200, await answer_in_full(app.exchange(caller, asked, url), dialect, app.parts)
         except Exception as error:
             told = as_api_error(error)
             if told.status in (429, 503):

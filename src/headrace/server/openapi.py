@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace import __version__
-from headrace.server.http.body_parameters import Table, schema
+from headrace.server.http.body_parameters import ParameterTable, body_schema
 
 if TYPE_CHECKING:
     from headrace.server.http.route import Route
@@ -84,7 +84,7 @@ def _operation(route: Route, components: dict[str, Any], *, keys: bool) -> dict[
     if parameters:
         operation["parameters"] = parameters
     if route.table is not None:
-        body = schema(route.table, f"{name}_body", components)
+        body = body_schema(route.table, f"{name}_body", components)
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     if keys and not route.open:
         operation["security"] = [{"key": []}]
@@ -108,7 +108,7 @@ def page(routes: Iterable[Route]) -> bytes:
     return (_PAGE % "\n".join(parts)).encode()
 
 
-def _rows(table: Table) -> str:
+def _rows(table: ParameterTable) -> str:
     rows: list[str] = []
     for name, parameter in table.items():
         about = (

@@ -24,7 +24,7 @@ from headrace.gateway.database import storage_unavailable
 from headrace.observe import metrics
 from headrace.server import durable_state as state
 from headrace.server.api.chat_completions import ChatStream
-from headrace.server.api.files import Files
+from headrace.server.api.files import FileStore
 from headrace.server.api.response_store import ResponseStore
 from headrace.server.http.request_log import configure_log
 from tests.support.running_server import CHAT, asynchronous, count, ended, fails, request, say, serving, until, words
@@ -408,7 +408,7 @@ def test_a_line_for_people_has_quotes_where_a_value_has_spaces_and_marks_where_i
 async def test_what_has_expired_goes_though_nobody_writes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[str] = []
 
-    async def files(_: Files) -> int:
+    async def files(_: FileStore) -> int:
         swept.append("files")
         raise storage_unavailable("the disk is gone")
 
@@ -417,7 +417,7 @@ async def test_what_has_expired_goes_though_nobody_writes_anything(monkeypatch: 
         return 0
 
     monkeypatch.setattr(state, "SWEEP_SECONDS", 0.001)
-    monkeypatch.setattr(Files, "sweep", files)
+    monkeypatch.setattr(FileStore, "sweep", files)
     monkeypatch.setattr(ResponseStore, "sweep", responses)
     async with serving():
         await until(lambda: len(swept) > 6)

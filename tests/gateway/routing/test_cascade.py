@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import collect_choices, sum_usage
@@ -120,7 +120,7 @@ async def test_a_small_model_without_logprobs_is_not_listened_to_for_ever() -> N
     assert cascade.charges[0].usage.output_tokens <= 6
 
 
-@pytest.mark.parametrize("refused", [broken(), invalid("the prompt is too long", "messages")])
+@pytest.mark.parametrize("refused", [broken(), invalid_request("the prompt is too long", "messages")])
 @asynchronous
 async def test_what_the_small_model_refuses_the_large_one_answers(refused: ApiError) -> None:
     stage, client = Stage(exchange_of()), Client()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config.routing_section import AfterBreak
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TokenUsage, ToolCallDelta
 from headrace.gateway.routing.composite_answerer import collect_choices, itemise_charges, sum_usage
 from headrace.gateway.routing.continuation import Continuation, DeliveredText, DivergedError
@@ -96,8 +96,8 @@ async def test_a_step_that_has_begun_is_waited_for() -> None:
         (broken(), True),
         (ApiError("slow down", kind="rate_limit_error"), True),
         (ApiError("oh", kind="server_error"), True),
-        (invalid("too long", "messages", code="context_length_exceeded"), True),
-        (invalid("no such thing", "tools"), False),
+        (invalid_request("too long", "messages", code="context_length_exceeded"), True),
+        (invalid_request("no such thing", "tools"), False),
         (ApiError("no", kind="permission_error"), False),
     ],
 )
@@ -124,7 +124,7 @@ async def test_where_all_fail_the_last_error_is_told_and_nobody_is_charged() -> 
 
 @asynchronous
 async def test_what_one_variant_took_is_not_wrong_because_another_refuses_it() -> None:
-    wrong = invalid("'b' knows no tools", "tools")
+    wrong = invalid_request("'b' knows no tools", "tools")
     for last, told in ((answer("hello"), None), ([broken("c")], "c")):
         stage, client = Stage(exchange_of()), Client()
         steps = [

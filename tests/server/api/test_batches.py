@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.gateway.api_errors import ApiError
-from headrace.server.api.batches import ENDPOINTS, Batches, Owner
+from headrace.server.api.batches import ENDPOINTS, Batches, BatchOwner
 from tests.support.file_storage import (
     Limits,
     Store,
@@ -41,7 +41,7 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def run(self, url: str, body: dict[str, Any], owner: Owner, batch_id: str, custom_id: str) -> Answer:
+    async def run(self, url: str, body: dict[str, Any], owner: BatchOwner, batch_id: str, custom_id: str) -> Answer:
         assert url in ENDPOINTS
         assert batch_id.startswith("batch_")
         self.ran.append((owner.tenant, custom_id))
@@ -406,7 +406,7 @@ def test_tries_are_bounded_and_others_run_meanwhile(tmp_path: Path) -> None:
     others_have_run = asyncio.Event()
 
     class NoBudget(Engine):
-        async def run(self, url: str, body: dict[str, Any], owner: Owner, batch_id: str, custom_id: str) -> Answer:
+        async def run(self, url: str, body: dict[str, Any], owner: BatchOwner, batch_id: str, custom_id: str) -> Answer:
             status, answer = await super().run(url, body, owner, batch_id, custom_id)
             poor = owner.tenant == "poor"
             if poor and len(self.ran) > 4:

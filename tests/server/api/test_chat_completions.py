@@ -25,7 +25,7 @@ from headrace.gateway.requests.text_request import (
     TokenUsage,
     ToolCallDelta,
 )
-from headrace.server.api.chat_completions import ChatStream, read_chat, whole_chat
+from headrace.server.api.chat_completions import ChatStream, chat_body, read_chat_request
 from tests.support.dialect_exchanges import USAGE, called, exchange_for, streamed, tokenizer, whole
 
 SAY: dict[str, Any] = {"role": "user", "content": "Hi"}
@@ -33,7 +33,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 
 def asked(**wishes: Any) -> TextRequest:
-    return read_chat(msgspec.json.encode({"messages": [SAY], **wishes}), {}, RequestLimits())
+    return read_chat_request(msgspec.json.encode({"messages": [SAY], **wishes}), {}, RequestLimits())
 
 
 def chunks(stream: bytes) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_a_stream_is_the_whole_answer_in_chunks() -> None:
         ChoiceDelta(0, finish="tool_calls", usage=USAGE),
     ]
     exchange = exchange_for(asked(stream=True, stream_options={"include_usage": True}, metadata={"a": "b"}))
-    body = whole_chat(exchange, whole(pieces))
+    body = chat_body(exchange, whole(pieces))
     found = chunks(streamed(ChatStream(exchange), pieces))
     message = body["choices"][0]["message"]
     assert message["content"] == "It is."
@@ -158,10 +158,10 @@ def test_without_being_asked_no_chunk_speaks_of_usage() -> None:
 def test_usage_counts_a_prompt_once_and_every_answer() -> None:
     exchange = exchange_for(asked(n=3))
     choices = [Choice(index, usage=TokenUsage(prompt_tokens=10, output_tokens=index)) for index in range(3)]
-    usage = whole_chat(exchange, choices)["usage"]
+    usage = chat_body(exchange, choices)["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
     # What the engine drafted by itself is no part of it.
-    usage = whole_chat(exchange_for(asked()), [Choice(0, usage=TokenUsage(output_tokens=5, drafted=9, accepted=4))])[
+    usage = chat_body(exchange_for(asked()), [Choice(0, usage=TokenUsage(output_tokens=5, drafted=9, accepted=4))])[
         "usage"
     ]
     assert usage["completion_tokens_details"]["rejected_prediction_tokens"] == 0
@@ -175,9 +175,9 @@ def test_an_error_in_a_stream_is_an_event_that_clients_know() -> None:
 
 def test_logprobs_of_an_empty_answer_are_an_empty_list() -> None:
     exchange = exchange_for(asked(logprobs=True))
-    assert whole_chat(exchange, [Choice(0, logprobs=[])])["choices"][0]["logprobs"] == {"content": [], "refusal": None}
+    assert chat_body(exchange, [Choice(0, logprobs=[])])["choices"][0]["logprobs"] == {"content": [], "refusal": None}
     one = TokenLogprob("a", b"a", -1.0, [("a", b"a", -1.0)], "a")
-    found = whole_chat(exchange, [Choice(0, content="a", logprobs=[one])])["choices"][0]["logprobs"]["content"]
+    found = chat_body(exchange, [Choice(0, content="a", logprobs=[one])])["choices"][0]["logprobs"]["content"]
     assert found == [
         {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": [{"token": "a", "logprob": -1.0, "bytes": [97]}]}
     ]

@@ -16,12 +16,12 @@ from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.choice_reader import ChoiceReader
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenLogprob, TokenUsage
-from headrace.server.api.completions import CompletionStream, prompts_of, read_completion, whole_completion
+from headrace.server.api.completions import CompletionStream, completion_body, parse_prompts, read_completion_request
 from tests.support.dialect_exchanges import exchange_for, streamed, tokenizer
 
 
 def asked(**wishes: Any) -> TextRequest:
-    return read_completion(msgspec.json.encode({"prompt": "Hi", **wishes}), {}, RequestLimits())
+    return read_completion_request(msgspec.json.encode({"prompt": "Hi", **wishes}), {}, RequestLimits())
 
 
 def chunks(stream: bytes) -> list[dict[str, Any]]:
@@ -57,9 +57,9 @@ def test_anything_else_is_no_prompt(given: Any) -> None:
 
 
 def test_there_are_not_too_many_prompts() -> None:
-    assert len(prompts_of(["a"] * 4, "prompt", 4)) == 4
+    assert len(parse_prompts(["a"] * 4, "prompt", 4)) == 4
     with pytest.raises(ApiError):
-        prompts_of(["a"] * 5, "prompt", 4)
+        parse_prompts(["a"] * 5, "prompt", 4)
     with pytest.raises(ApiError) as raised:
         asked(prompt=["a"] * 1000, n=2)
     assert raised.value.parameter == "n"
@@ -81,7 +81,7 @@ def test_offsets_are_those_of_the_text() -> None:
     parts = [token("\ufffd", ""), token("\ufffd", "é")]
     found = [first, token("One"), *parts, token(" two"), token("<|end|>", "")]
     exchange = exchange_for(asked(logprobs=1))
-    logprobs = whole_completion(exchange, [Choice(0, content="Oneé two", logprobs=found)])["choices"][0]["logprobs"]
+    logprobs = completion_body(exchange, [Choice(0, content="Oneé two", logprobs=found)])["choices"][0]["logprobs"]
     assert logprobs["text_offset"] == [0, 0, 3, 3, 4, 8]
     assert logprobs["token_logprobs"] == [None, -1, -1, -1, -1, -1]
     assert logprobs["top_logprobs"][:2] == [None, {"One": -1.0}]
@@ -97,7 +97,7 @@ def test_offsets_are_those_of_the_text() -> None:
 
 def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
     alike = TokenLogprob("\ufffd", b"\xc3", -0.1, [("\ufffd", b"\xc3", -0.1), ("\ufffd", b"\xe2", -3.0)])
-    found = whole_completion(exchange_for(asked(logprobs=2)), [Choice(0, logprobs=[alike])])
+    found = completion_body(exchange_for(asked(logprobs=2)), [Choice(0, logprobs=[alike])])
     assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
 
 

@@ -19,16 +19,16 @@ import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
-from headrace.server.api.files import Files, plain_name
+from headrace.server.api.files import FileStore, plain_name
 from tests.support.clock import Clock
 from tests.support.file_storage import Limits, asynchronous, on_disk, pieces_of, refused, upload, whole
 
 
 @asynccontextmanager
-async def files_in(folder: Path, *, limits: Limits | None = None, **options: Any) -> AsyncGenerator[Files, None]:
+async def files_in(folder: Path, *, limits: Limits | None = None, **options: Any) -> AsyncGenerator[FileStore, None]:
     db = Database(folder)
     try:
-        yield Files(db, folder, limits or Limits(), **options)
+        yield FileStore(db, folder, limits or Limits(), **options)
     finally:
         await db.close()
 
@@ -325,7 +325,7 @@ def test_a_full_disk_is_an_error_and_not_the_end(tmp_path: Path, monkeypatch: py
 def test_a_row_that_cannot_be_written_takes_its_file_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         db = Database(tmp_path)
-        files = Files(db, tmp_path, Limits(files_bytes=1000))
+        files = FileStore(db, tmp_path, Limits(files_bytes=1000))
         await upload(files, b"")
         run = db.run
 

@@ -15,14 +15,14 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.engine_answering import EngineAnswering
-from headrace.server.api.content_blocks import Runs
+from headrace.server.api.block_events import BlockSplitter
 from headrace.server.api.messages import (
-    COUNT_TABLE,
-    TABLE,
+    COUNT_TOKENS_PARAMETERS,
+    MESSAGE_PARAMETERS,
     MessageStream,
-    read_count,
-    read_message,
-    whole_message,
+    message_body,
+    read_count_request,
+    read_message_request,
 )
 from headrace.server.http import body_parameters as parameters
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
@@ -34,7 +34,7 @@ LEAST: dict[str, Any] = {"model": "mini", "max_tokens": 50, "messages": [{"role"
 
 
 def asked_of(headers: dict[str, str] | None = None, **given: Any) -> TextRequest:
-    return read_message(json.dumps({**LEAST, **given}).encode(), headers or {}, LIMITS)
+    return read_message_request(json.dumps({**LEAST, **given}).encode(), headers or {}, LIMITS)
 
 
 def refused(**given: Any) -> ApiError:
@@ -282,20 +282,20 @@ def test_an_image_is_refused_in_plain_words() -> None:
 
 def test_counting_asks_for_a_prompt_alone() -> None:
     given = {"model": "mini", "messages": LEAST["messages"], "system": "Be brief.", "tools": [WEATHER]}
-    asked = read_count(json.dumps(given).encode(), {}, LIMITS)
+    asked = read_count_request(json.dumps(given).encode(), {}, LIMITS)
     assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert (asked.max_tokens, len(asked.tools)) == (None, 1)
 
 
 def test_counting_knows_no_parameters_of_the_answer() -> None:
     with pytest.raises(ApiError, match="no parameter 'max_tokens'"):
-        read_count(json.dumps(LEAST).encode(), {}, LIMITS)
+        read_count_request(json.dumps(LEAST).encode(), {}, LIMITS)
 
 
 def test_the_tables_have_schemas() -> None:
     components: dict[str, Any] = {}
-    for table in (TABLE, COUNT_TABLE):
-        parameters.schema(table, "body", components)
+    for table in (MESSAGE_PARAMETERS, COUNT_TOKENS_PARAMETERS):
+        parameters.body_schema(table, "body", components)
     assert components["body"]["required"] == ["messages"]
 
 
@@ -316,7 +316,7 @@ ALTERNATING = [
 
 
 def test_a_whole_answer_has_its_blocks() -> None:
-    body = whole_message(exchange_for(asked_of()), whole(ALTERNATING))
+    body = message_body(exchange_for(asked_of()), whole(ALTERNATING))
     message = Message.model_validate(body)
     assert (message.id, message.model, message.stop_reason, message.stop_sequence) == (
         "msg_one", "mini", "tool_use", None,
@@ -335,7 +335,7 @@ def test_a_whole_answer_has_its_blocks() -> None:
 
 def test_arguments_that_are_no_object_are_kept_as_they_are() -> None:
     pieces = [*called(0, "weather", '["Bern"'), DONE]
-    assert whole_message(exchange_for(asked_of()), whole(pieces))["content"][0]["input"] == {"_raw": '["Bern"'}
+    assert message_body(exchange_for(asked_of()), whole(pieces))["content"][0]["input"] == {"_raw": '["Bern"'}
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_arguments_that_are_no_object_are_kept_as_they_are() -> None:
 )
 def test_why_it_stopped_is_told_alike_whole_and_streamed(last: ChoiceDelta, reason: str) -> None:
     exchange = exchange_for(asked_of())
-    body = whole_message(exchange, whole([ChoiceDelta(0, content="x"), last]))
+    body = message_body(exchange, whole([ChoiceDelta(0, content="x"), last]))
     told = events_of(streamed(MessageStream(exchange), [ChoiceDelta(0, content="x"), last]))[-2]
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, last.stop)
     assert told["delta"] == {"stop_reason": reason, "stop_sequence": last.stop}
@@ -403,7 +403,7 @@ def test_the_end_of_a_call_goes_before_what_came_after_it_in_the_same_piece() ->
             0, content="Done.", calls=[ToolCallDelta(0, arguments='"Bern"}'), ToolCallDelta(1, "c", "clock", "{}")]
         ),
     ]
-    runs = Runs()
+    runs = BlockSplitter()
     steps = [step for piece in pieces for step in runs.take(piece)]
     assert [(step.does, step.kind, step.text) for step in steps] == [
         ("begin", "call", ""),
@@ -456,13 +456,13 @@ def test_the_client_puts_a_stream_together() -> None:
     assert message.usage.input_tokens == 4
     assert message.usage.cache_read_input_tokens == 16
     assert message.usage.output_tokens == 7
-    assert read_message(wire.sent[0], {}, LIMITS).stream
+    assert read_message_request(wire.sent[0], {}, LIMITS).stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_client_feeds_an_answer_back(stream: bool) -> None:
     exchange = exchange_for(asked_of())
-    answer = streamed(MessageStream(exchange), ALTERNATING) if stream else whole_message(exchange, whole(ALTERNATING))
+    answer = streamed(MessageStream(exchange), ALTERNATING) if stream else message_body(exchange, whole(ALTERNATING))
     wire = Wire(answer)
     client = wire.anthropic()
     if stream:
@@ -480,7 +480,7 @@ def test_the_client_feeds_an_answer_back(stream: bool) -> None:
     list(client.messages.create(model="mini", max_tokens=5, messages=again, stream=True)) if stream else (
         client.messages.create(model="mini", max_tokens=5, messages=again)
     )
-    found = read_message(wire.sent[-1], {}, LIMITS).messages
+    found = read_message_request(wire.sent[-1], {}, LIMITS).messages
     assert found is not None
     assert [each["role"] for each in found] == ["user", "assistant", "tool", "tool", "tool"]
     assert found[1]["reasoning_content"] == "Let me see."
@@ -497,10 +497,10 @@ class City(BaseModel):
 
 def test_the_clients_structured_output_is_read() -> None:
     pieces = [ChoiceDelta(0, content='{"city": "Bern"}'), DONE]
-    wire = Wire(whole_message(exchange_for(asked_of()), whole(pieces)))
+    wire = Wire(message_body(exchange_for(asked_of()), whole(pieces)))
     message = wire.anthropic().messages.parse(**LEAST, output_format=City)
     assert message.parsed_output == City(city="Bern")
-    grammar = read_message(wire.sent[0], {}, LIMITS).grammar
+    grammar = read_message_request(wire.sent[0], {}, LIMITS).grammar
     assert grammar is not None
     assert json.loads(grammar.text)["required"] == ["city"]
 
@@ -509,7 +509,7 @@ def test_the_clients_count_is_read() -> None:
     wire = Wire({"input_tokens": 12})
     counted = wire.anthropic().messages.count_tokens(model="mini", messages=LEAST["messages"], system="Be brief.")
     assert counted.input_tokens == 12
-    assert read_count(wire.sent[0], {}, LIMITS).model == "mini"
+    assert read_count_request(wire.sent[0], {}, LIMITS).model == "mini"
 
 
 def test_an_error_in_a_stream_reaches_the_client() -> None:

@@ -15,12 +15,12 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.server.api.responses import (
-    TABLE,
-    ResponsesAsked,
+    RESPONSE_PARAMETERS,
+    ResponseRequest,
     ResponseStream,
     output_items,
-    read_response,
-    whole_response,
+    read_response_request,
+    response_body,
     with_history,
 )
 from headrace.server.http import body_parameters as parameters
@@ -33,9 +33,9 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "Rain"}
 
 
-def found_of(headers: dict[str, str] | None = None, **given: Any) -> ResponsesAsked:
+def found_of(headers: dict[str, str] | None = None, **given: Any) -> ResponseRequest:
     body = {"model": "mini", "input": "Hello", **given}
-    return read_response(json.dumps(body).encode(), headers or {}, LIMITS)
+    return read_response_request(json.dumps(body).encode(), headers or {}, LIMITS)
 
 
 def refused(**given: Any) -> ApiError:
@@ -218,7 +218,7 @@ def test_an_unknown_parameter_is_refused(name: str) -> None:
 
 def test_the_table_has_a_schema() -> None:
     components: dict[str, Any] = {}
-    parameters.schema(TABLE, "body", components)
+    parameters.body_schema(RESPONSE_PARAMETERS, "body", components)
     assert components["body"]["required"] == ["input"]
 
 
@@ -353,7 +353,7 @@ LOOKED = [
 
 def test_a_whole_answer_has_its_items() -> None:
     found = found_of(tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"})
-    body = whole_response(exchange_for(found.asked), whole(LOOKING), found)
+    body = response_body(exchange_for(found.asked), whole(LOOKING), found)
     response = Response.model_validate(body)
     assert (response.id, response.object, response.model, response.status) == (
         "resp_one", "response", "mini", "completed",
@@ -381,7 +381,7 @@ def test_what_was_cut_says_so_whole_and_streamed(finish: Any, reason: str) -> No
     last = events_of(streamed(stream, pieces))[-1]
     assert last["type"] == "response.incomplete"
     assert stream.response is not None
-    for body in (whole_response(exchange, whole(pieces), found), stream.response):
+    for body in (response_body(exchange, whole(pieces), found), stream.response):
         assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": reason})
         assert body["completed_at"] is None
         assert without_ids(body["output"]) == [text_item("I lo", status="incomplete")]
@@ -398,7 +398,7 @@ def test_log_probabilities_are_those_of_the_text() -> None:
         ChoiceDelta(0, content=" look", logprobs=measured("ok")),
         ChoiceDelta(0, finish="stop", usage=TokenUsage(output_tokens=5, reasoning_tokens=2)),
     ]
-    body = whole_response(exchange, whole(pieces), found)
+    body = response_body(exchange, whole(pieces), found)
     assert body["output"][1]["content"][0]["logprobs"] == [told("I"), told(" lo"), told("ok")]
     events = events_of(streamed(ResponseStream(exchange, found), pieces))
     assert [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"] == [
@@ -482,7 +482,7 @@ def test_the_client_puts_a_stream_together() -> None:
     ]
     assert response.usage is not None
     assert response.usage.total_tokens == 27
-    asked = read_response(wire.sent[0], {}, LIMITS).asked
+    asked = read_response_request(wire.sent[0], {}, LIMITS).asked
     assert asked.stream
     assert asked.tools[0].strict
 
@@ -497,7 +497,7 @@ def test_the_client_feeds_an_answer_back(stream: bool, dumped: bool) -> None:
         with wire.openai().responses.stream(model="mini", input="Hello") as events:
             response: Any = events.get_final_response()
     else:
-        wire = Wire(whole_response(exchange, whole(LOOKING), found))
+        wire = Wire(response_body(exchange, whole(LOOKING), found))
         response = wire.openai().responses.create(model="mini", input="Hello")
     again: Any = [{"role": "user", "content": "Hello"}]
     again += [item.model_dump() for item in response.output] if dumped else response.output
@@ -506,9 +506,9 @@ def test_the_client_feeds_an_answer_back(stream: bool, dumped: bool) -> None:
         for item in response.output
         if item.type == "function_call"
     ]
-    wire = Wire(whole_response(exchange, whole(LOOKING), found))
+    wire = Wire(response_body(exchange, whole(LOOKING), found))
     wire.openai().responses.create(model="mini", input=again)
-    messages = read_response(wire.sent[0], {}, LIMITS).asked.messages
+    messages = read_response_request(wire.sent[0], {}, LIMITS).asked.messages
     assert messages is not None
     assert [each["role"] for each in messages] == ["user", "assistant", "tool", "tool"]
     assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("I look.", "Let me see.")
@@ -522,18 +522,18 @@ class City(BaseModel):
 def test_the_clients_structured_output_is_read() -> None:
     found = found_of()
     pieces = [ChoiceDelta(0, content='{"city": "Bern"}'), ChoiceDelta(0, finish="stop", usage=USAGE)]
-    wire = Wire(whole_response(exchange_for(found.asked), whole(pieces), found))
+    wire = Wire(response_body(exchange_for(found.asked), whole(pieces), found))
     client = wire.openai()
     response = client.responses.parse(
         model="mini", input="Where?", text_format=City, tools=[openai.pydantic_function_tool(City)]
     )
     assert response.output_parsed == City(city="Bern")
-    read_again = read_response(wire.sent[0], {}, LIMITS)
+    read_again = read_response_request(wire.sent[0], {}, LIMITS)
     assert read_again.asked.grammar is not None
     assert json.loads(read_again.asked.grammar.text)["required"] == ["city"]
     dumped: Any = [item.model_dump() for item in response.output]
     client.responses.create(model="mini", input=[*dumped, {"role": "user", "content": "More"}])
-    messages = read_response(wire.sent[1], {}, LIMITS).asked.messages
+    messages = read_response_request(wire.sent[1], {}, LIMITS).asked.messages
     assert messages == [{"role": "assistant", "content": '{"city": "Bern"}'}, {"role": "user", "content": "More"}]
 
 

@@ -18,14 +18,14 @@ from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.server.api.vectors import Prepared, prepared_embeddings, prepared_rerank, prepared_score
+from headrace.server.api.vectors import PreparedCall, prepare_embeddings, prepare_rerank, prepare_score
 from tests.support.dialect_exchanges import tokenizer
 
 CALLER = Caller("key", "tenant", 2.0)
 WIDTH = 4
 
 
-def whole(prepare: Callable[..., Awaitable[Prepared]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+def whole(prepare: Callable[..., Awaitable[PreparedCall]]) -> Callable[..., Awaitable[dict[str, Any]]]:
     """Prepared and run at once."""
 
     async def it(*arguments: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def whole(prepare: Callable[..., Awaitable[Prepared]]) -> Callable[..., Awaitabl
     return it
 
 
-embeddings, rerank, score = map(whole, (prepared_embeddings, prepared_rerank, prepared_score))
+embeddings, rerank, score = map(whole, (prepare_embeddings, prepare_rerank, prepare_score))
 
 
 class Stream:
@@ -193,15 +193,15 @@ def test_an_encoder_scores_nothing() -> None:
 @pytest.mark.parametrize(
     ("prepare", "given"),
     [
-        (prepared_embeddings, {"input": [[1, 2], [1, 2, 3]]}),
-        (prepared_rerank, {"query": "a", "documents": ["b c", "d"]}),
-        (prepared_score, {"prompt": "The first", "continuations": [" token", " wheel here"]}),
+        (prepare_embeddings, {"input": [[1, 2], [1, 2, 3]]}),
+        (prepare_rerank, {"query": "a", "documents": ["b c", "d"]}),
+        (prepare_score, {"prompt": "The first", "continuations": [" token", " wheel here"]}),
     ],
 )
 def test_a_call_is_counted_before_the_engine_hears_of_it(prepare: Any, given: dict[str, Any]) -> None:
     engine = Engine()
 
-    async def it() -> tuple[Prepared, int, dict[str, Any]]:
+    async def it() -> tuple[PreparedCall, int, dict[str, Any]]:
         prepared = await prepare(served(engine), CALLER, given, RequestLimits())
         return prepared, len(engine.asked), await prepared.run()
 
@@ -213,8 +213,8 @@ def test_a_call_is_counted_before_the_engine_hears_of_it(prepare: Any, given: di
 
 
 def test_what_was_computed_is_known_where_the_rest_failed() -> None:
-    async def it() -> Prepared:
-        prepared = await prepared_embeddings(
+    async def it() -> PreparedCall:
+        prepared = await prepare_embeddings(
             served(Engine(fails_at=80)), CALLER, {"input": [[1]] * 100}, RequestLimits()
         )
         with pytest.raises(ApiError):
@@ -229,7 +229,7 @@ def test_what_was_computed_is_known_where_the_rest_failed() -> None:
 def test_the_surface_is_the_request_s_or_the_caller_s_or_the_background() -> None:
     def surface(caller: Caller, **given: Any) -> str:
         return asyncio.run(
-            prepared_embeddings(served(Engine()), caller, {"input": "a"} | given, RequestLimits())
+            prepare_embeddings(served(Engine()), caller, {"input": "a"} | given, RequestLimits())
         ).surface
 
     assert surface(CALLER) == "batch"
@@ -241,7 +241,7 @@ def test_a_call_may_be_moved_to_another_surface_before_it_runs() -> None:
     engine = Engine()
 
     async def it() -> None:
-        prepared = await prepared_embeddings(served(engine), CALLER, {"input": ["a", "b"]}, RequestLimits())
+        prepared = await prepare_embeddings(served(engine), CALLER, {"input": ["a", "b"]}, RequestLimits())
         prepared.work.on("voice")
         await prepared.run()
 

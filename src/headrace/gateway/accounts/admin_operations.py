@@ -39,7 +39,7 @@ from headrace.gateway.accounts.cache_invalidations import KEPT, CacheInvalidatio
 from headrace.gateway.accounts.directory import AccountDirectory
 from headrace.gateway.accounts.fast_mode import FastModeSwitches
 from headrace.gateway.accounts.key_secrets import digest_of_secret, last_four, make_secret
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 
@@ -127,7 +127,9 @@ class AdminOperations:
 
     async def create_tenant(self, who: Actor, name: str, settings: TenantConfig) -> dict[str, Any]:
         if not NAME.fullmatch(name) or name in RESERVED:
-            raise invalid("'name' must be 1 to 64 letters, digits and . _ -, and neither '-' nor 'other'", "name")
+            raise invalid_request(
+                "'name' must be 1 to 64 letters, digits and . _ -, and neither '-' nor 'other'", "name"
+            )
         self._check(settings)
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
@@ -207,10 +209,10 @@ class AdminOperations:
 
     def _check(self, settings: TenantConfig) -> None:
         for path, why in check_tenant(settings, self._served):
-            raise invalid(f"'{path}': {why}", path)
+            raise invalid_request(f"'{path}': {why}", path)
         for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
             if mode not in (None, "off") and cache not in self._invalidations.caches:
-                raise invalid(
+                raise invalid_request(
                     f"'caches.{cache}': this server has no such cache: the section cache.{cache} of its configuration "
                     f"names no {'embedder' if cache == 'semantic' else 'store that is there'}",
                     f"caches.{cache}",
@@ -277,11 +279,11 @@ class AdminOperations:
 
     def _check_key(self, new: NewKey) -> None:
         for path, why in check_scope(new.scope, self._served):
-            raise invalid(f"'{path}': {why}", path)
+            raise invalid_request(f"'{path}': {why}", path)
         if new.surface is not None and new.scope.surfaces is not None and new.surface not in new.scope.surfaces:
-            raise invalid(f"'surface': '{new.surface}' is none of the key's surfaces", "surface")
+            raise invalid_request(f"'surface': '{new.surface}' is none of the key's surfaces", "surface")
         if new.expires is not None and new.expires <= self._clock():
-            raise invalid("'expires_at' is in the past", "expires_at")
+            raise invalid_request("'expires_at' is in the past", "expires_at")
 
     def _room_for_key(self, now: int) -> list[RecordWrite]:
         """Keys that ended longest ago make room; ApiError where all that there can be are live."""
@@ -355,7 +357,7 @@ class AdminOperations:
     async def set_fast(self, who: Actor, tenant: str | None, *, on: bool, ttl_s: float, reason: str) -> dict[str, Any]:
         """Of one tenant, or of all. `on` false of one tenant: it keeps its service while fast mode is on for all."""
         if not 0 < ttl_s <= self._most_fast_s:
-            raise invalid(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
+            raise invalid_request(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
         if on and not self.switches.declared:  # whoever switches it on in need would think that it helps
             raise _conflict("the section fast of the configuration declares nothing to do", "on", "fast_not_declared")
         id = ALL_TENANTS if tenant is None else tenant
@@ -407,7 +409,7 @@ class AdminOperations:
         """Entries with one of the tags, or of one of those that the events end; of one tenant, where one is named.
         Everything, of the tenant or at all, only where `all` says so."""
         if all == bool(tags or events):
-            raise invalid("name the entries by 'tags' or 'events', or say 'all': true", "all")
+            raise invalid_request("name the entries by 'tags' or 'events', or say 'all': true", "all")
         found = dict.fromkeys(tags)
         for event in events:
             if event not in self._events:
@@ -420,7 +422,7 @@ class AdminOperations:
                 )
             found |= dict.fromkeys(self._events[event])
         if not (found or all):  # without a tag it would be everything
-            raise invalid("these events end no tags", "events")
+            raise invalid_request("these events end no tags", "events")
         id = f"inv_{secrets.token_hex(8)}"
 
         def plan() -> tuple[AccountChange, InvalidationRecord]:
@@ -447,7 +449,7 @@ def page_of(names: Sequence[str], after: str | None, limit: int) -> ListPage[str
     start = 0
     if after is not None:
         if after not in names:
-            raise invalid("there is nothing with this id to list from", "after")
+            raise invalid_request("there is nothing with this id to list from", "after")
         start = names.index(after) + 1
     return ListPage(list(names[start : start + limit]), len(names) > start + limit)
 

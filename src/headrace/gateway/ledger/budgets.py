@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.config.tenant_section import BudgetConfig
 from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import NO_RETRY, ApiError
+from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
 from headrace.gateway.ledger.periods import Calendar, is_month
 
 RefusalReason = Literal["budget", "held", "store", "full"]
@@ -91,7 +91,7 @@ class BudgetRefusal(msgspec.Struct, frozen=True):
 
     def error(self) -> ApiError:
         """As OpenAI says it: 429 with insufficient_quota, which its clients and frameworks know by that name."""
-        headers = NO_RETRY if self.why == "budget" else None  # until the end of a day nobody should ask again
+        headers = NO_RETRY_HEADERS if self.why == "budget" else None  # until the end of a day nobody should ask again
         match self.why:
             case "budget":
                 kind, code = "insufficient_quota", "insufficient_quota"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from headrace.gateway.api_errors import NO_RETRY, ApiError
+from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
 from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, windows_of
 from headrace.gateway.limits.ratelimit_headers import rate_headers
 
@@ -46,7 +46,7 @@ def limit_reached_error(refusal: LimitRefusal) -> LimitError:
     headers = rate_headers(refusal.standings)
     code = f"{refusal.scope.kind}_{refusal.field}"
     if refusal.wait is None:
-        return LimitError(f"{what} is too small for this", code=code, headers={**headers, **NO_RETRY})
+        return LimitError(f"{what} is too small for this", code=code, headers={**headers, **NO_RETRY_HEADERS})
     seconds = -(-refusal.wait // 1000) / 1000  # whole milliseconds, as the header has them; never fewer than it takes
     return LimitError(
         f"{what} is reached; try again in {seconds:g} s",
@@ -66,7 +66,7 @@ def check_size(scopes: Sequence[LimitScope], input_tokens: int) -> None:
                     f"{input_tokens} input tokens are more than the {scope.kind}'s limit of {window.limit} "
                     f"{_WHAT[window.field]}",
                     code=f"{scope.kind}_{window.field}",
-                    headers=NO_RETRY,
+                    headers=NO_RETRY_HEADERS,
                 )
 
 

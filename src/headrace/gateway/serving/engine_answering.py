@@ -18,7 +18,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.output.choice_reader import ChoiceReader
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, Tool, combine_usages
 from headrace.gateway.serving.exchange import Exchange, Prompt
@@ -181,7 +181,7 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
 async def _cut(exchange: Exchange) -> list[Prompt]:
     asked, served = exchange.asked, exchange.served
     if served.kind != "decoder":
-        raise invalid(f"'{served.name}' makes embeddings, not text", "model")
+        raise invalid_request(f"'{served.name}' makes embeddings, not text", "model")
     if asked.prompts is not None:
         found: list[Prompt] = []
         for prompt in asked.prompts:
@@ -190,7 +190,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
         return found
     assert asked.messages is not None
     if asked.tools and asked.choosing != "none" and served.tools is None:
-        raise invalid(f"the chat template of '{served.name}' knows no tools", "tools")
+        raise invalid_request(f"the chat template of '{served.name}' knows no tools", "tools")
     template = dict(asked.template)
     if asked.think is not None:
         template.setdefault("enable_thinking", asked.think)
@@ -227,9 +227,9 @@ async def tokens_of(
         tokens = tuple(text)
         for token in tokens:
             if not 0 <= token < tokenizer.vocab_size:
-                raise invalid(f"'{parameter}': there is no token {token}", parameter)
+                raise invalid_request(f"'{parameter}': there is no token {token}", parameter)
     if not tokens:
-        raise invalid(f"'{parameter}' has no tokens", parameter)
+        raise invalid_request(f"'{parameter}' has no tokens", parameter)
     if len(tokens) >= served.context:
         raise _too_long(served, str(len(tokens)), parameter)
     return tokens

@@ -21,13 +21,13 @@ from headrace.gateway.accounts.admin_operations import Actor, AdminOperations, N
 from headrace.gateway.accounts.audit_log import audit_row_json
 from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.accounts.key_secrets import hidden, holds_secret
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.admin_protocols import UsageExport, UsageFilters
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import Table, converted, json_object
+from headrace.server.http.body_parameters import ParameterTable, parse_json_object, parse_parameters
 
 if TYPE_CHECKING:
     from headrace.server.http.route import Route
@@ -87,7 +87,7 @@ class AdminRoutes:
             self._route("GET", "/admin/v1/audit", self._audit, "Who changed what."),
         )
 
-    def _route(self, method: str, path: str, work: Work, about: str, table: Table | None = None) -> Route:
+    def _route(self, method: str, path: str, work: Work, about: str, table: ParameterTable | None = None) -> Route:
         from headrace.server.http.route import Route
 
         async def handler(call: ApiCall) -> None:
@@ -118,15 +118,15 @@ class AdminRoutes:
             raise ApiError("the API key may only read the admin API", kind="permission_error", code="admin_read_only")
         return caller
 
-    async def _given(self, call: ApiCall, table: Table, *, empty: bool = False) -> dict[str, Any]:
+    async def _given(self, call: ApiCall, table: ParameterTable, *, empty: bool = False) -> dict[str, Any]:
         """`empty`: a body may be missing."""
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
             raise _secret_where_none_belongs()
-        values = {} if empty and not body else json_object(body)
+        values = {} if empty and not body else parse_json_object(body)
         if not tables.is_utf8(values):
-            raise invalid("the body has texts that are no Unicode", code="invalid_value")
-        return converted(values, table)
+            raise invalid_request("the body has texts that are no Unicode", code="invalid_value")
+        return parse_parameters(values, table)
 
     def _who(self, call: ApiCall) -> Actor:
         return Actor(call.caller.key, hidden(call.id))
@@ -178,7 +178,7 @@ class AdminRoutes:
     async def _budgets(self, call: ApiCall) -> dict[str, Any]:
         return self._part(call.params["tenant"], tables.BUDGETS)
 
-    def _part(self, tenant: str, table: Table) -> dict[str, Any]:
+    def _part(self, tenant: str, table: ParameterTable) -> dict[str, Any]:
         shown = self._operations.tenant(tenant)
         return {"tenant": tenant, **{name: shown[name] for name in table}}
 
@@ -188,7 +188,7 @@ class AdminRoutes:
     async def _set_budgets(self, call: ApiCall) -> dict[str, Any]:
         return await self._set_part(call, tables.BUDGETS, "budgets")
 
-    async def _set_part(self, call: ApiCall, table: Table, what: str) -> dict[str, Any]:
+    async def _set_part(self, call: ApiCall, table: ParameterTable, what: str) -> dict[str, Any]:
         given = await self._given(call, table)
         tenant = call.params["tenant"]
 
@@ -208,7 +208,7 @@ class AdminRoutes:
     async def _create_key(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.KEY)
         if "expires_at" in given and "expires_in_s" in given:
-            raise invalid("'expires_at' and 'expires_in_s' say the same", "expires_in_s")
+            raise invalid_request("'expires_at' and 'expires_in_s' say the same", "expires_in_s")
         expires = given.get("expires_at")
         if "expires_in_s" in given:
             expires = self._operations.seconds_from_now(given["expires_in_s"])
@@ -296,7 +296,7 @@ class AdminRoutes:
         asked = tables.query(call, {"after": int, "limit": int, "order": Literal["asc", "desc"]})
         limit = asked.get("limit", 100)
         if not 1 <= limit <= tables.MOST_LISTED:
-            raise invalid(f"'limit' must be 1 to {tables.MOST_LISTED}", "limit")
+            raise invalid_request(f"'limit' must be 1 to {tables.MOST_LISTED}", "limit")
         newest, after = asked.get("order", "desc") == "desc", asked.get("after")
         span = await self._operations.shared.store.audit(
             after=0 if newest or after is None else after,

@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from headrace.config import Weight
 from headrace.config.tenant_section import BudgetConfig, CachesConfig, Rights, TenantConfig
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.ledger.ledger_store import Dimension
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.http.api_call import ApiCall
-from headrace.server.http.body_parameters import Parameter, Table, convert
+from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value
 from headrace.surfaces import SURFACES
 
 MOST_LISTED: Final = 1000
@@ -38,20 +38,20 @@ _Budgets = Annotated[tuple[BudgetConfig, ...], Meta(max_length=64)]
 _Seconds = Annotated[float, Meta(gt=0, le=10 * 366 * 86_400)]  # seconds
 _Time = Annotated[int, Meta(ge=0, le=2**40)]  # seconds since 1970
 
-_SCOPE: Final[Table] = {
+_SCOPE: Final[ParameterTable] = {
     "models": Parameter("Models that may be used; MODEL allows its variants. All by default.", _Names),
     "surfaces": Parameter("Surfaces that may be used. All by default.", _Surfaces),
     "profiles": Parameter("Profiles that may be used. All by default.", _Profiles),
 }
-LIMITS: Final[Table] = {
+LIMITS: Final[ParameterTable] = {
     "limits": Parameter("Limits on all requests of the tenant.", LimitSet),
     "model_limits": Parameter("Limits on its requests to single models.", _ModelLimits),
     "surface_limits": Parameter("Limits on its requests on single surfaces.", _ModelLimits),
 }
-BUDGETS: Final[Table] = {
+BUDGETS: Final[ParameterTable] = {
     "budgets": Parameter("What may be spent, by endpoint and by day or month.", _Budgets, required=True),
 }
-_SETTINGS: Final[Table] = {
+_SETTINGS: Final[ParameterTable] = {
     "weight": Parameter("Of its fair share in the engine.", Weight),
     **_SCOPE,
     **LIMITS,
@@ -62,12 +62,12 @@ _SETTINGS: Final[Table] = {
     "suspended": Parameter("Whether all its requests are refused.", bool),
     "metadata": Parameter("Pairs of texts that are handed back.", _Metadata),
 }
-TENANT: Final[Table] = {"name": Parameter("The tenant's name.", _Line, required=True), **_SETTINGS}
-TENANT_CHANGE: Final[Table] = {
+TENANT: Final[ParameterTable] = {"name": Parameter("The tenant's name.", _Line, required=True), **_SETTINGS}
+TENANT_CHANGE: Final[ParameterTable] = {
     **_SETTINGS,
     "unset": Parameter("Settings that go back to their defaults.", tuple[Literal[tuple(_SETTINGS)], ...]),  # pyright: ignore[reportInvalidTypeForm]
 }
-KEY: Final[Table] = {
+KEY: Final[ParameterTable] = {
     "name": Parameter("What the key is for.", _Line, required=True),
     "tenant": Parameter("Whose it is.", _Line, required=True),
     **_SCOPE,
@@ -78,18 +78,18 @@ KEY: Final[Table] = {
     "expires_at": Parameter("When it ends, in seconds since 1970. Never by default.", _Time),
     "expires_in_s": Parameter("The same, in seconds from now.", _Seconds),
 }
-ROTATE: Final[Table] = {
+ROTATE: Final[ParameterTable] = {
     "overlap_s": Parameter(
         "Seconds that the secrets so far go on being good for; 0 ends them at once. A day by default.",
         Annotated[float, Meta(ge=0, le=90 * 86_400)],
     ),
 }
-FAST: Final[Table] = {
+FAST: Final[ParameterTable] = {
     "on": Parameter("Whether it is on. false, of a tenant: not even while it is on for all.", bool),
     "ttl_s": Parameter("Seconds after which it ends by itself.", _Seconds, required=True),
     "reason": Parameter("Why; kept in the audit log.", _Line, required=True),
 }
-INVALIDATE: Final[Table] = {
+INVALIDATE: Final[ParameterTable] = {
     "tags": Parameter("Tags whose entries go.", _Names),
     "events": Parameter("Events, as the configuration has them, whose tags' entries go.", _Names),
     "tenant": Parameter("Only this tenant's entries.", _Line),
@@ -108,7 +108,7 @@ USAGE: Final[Mapping[str, Any]] = {
 
 def dimensions(text: str) -> tuple[Dimension, ...]:
     """Of names with commas between them. ApiError for one that usage is not told apart by."""
-    found = convert(text.split(","), tuple[Dimension, ...], "by")
+    found = convert_value(text.split(","), tuple[Dimension, ...], "by")
     return tuple(dict.fromkeys(found))
 
 
@@ -131,9 +131,9 @@ def query(call: ApiCall, table: Mapping[str, Any]) -> dict[str, Any]:
         value: Any = text
         if table[name] is int:
             if not (text.isascii() and text.isdigit() and len(text) < 16):
-                raise invalid(f"'{name}' must be a number", name)
+                raise invalid_request(f"'{name}' must be a number", name)
             value = int(text)
-        found[name] = convert(value, table[name], name)
+        found[name] = convert_value(value, table[name], name)
     return found
 
 
@@ -141,7 +141,7 @@ def page_query(call: ApiCall, **further: Any) -> dict[str, Any]:
     """That of a list: `after`, `limit`, and what else there is."""
     found = query(call, {"after": str, "limit": int, **further})
     if not 1 <= found.setdefault("limit", 100) <= MOST_LISTED:
-        raise invalid(f"'limit' must be 1 to {MOST_LISTED}", "limit")
+        raise invalid_request(f"'limit' must be 1 to {MOST_LISTED}", "limit")
     return found
 
 

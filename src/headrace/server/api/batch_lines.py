@@ -19,21 +19,23 @@ _MARK: Final = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
 _WANTED: Final = ("custom_id", "method", "url", "body")
 
 
-class Line(msgspec.Struct, frozen=True):
+class InputLine(msgspec.Struct, frozen=True):
     number: int  # from 1
     custom_id: str
     start: int  # in the file
     length: int
 
 
-def error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> dict[str, Any]:
+def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> dict[str, Any]:
     """In the shape of a batch's `errors.data`."""
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def validate(file: BinaryIO, endpoint: str, *, most: int, line_bytes: int) -> tuple[list[Line], list[dict[str, Any]]]:
+def read_input(
+    file: BinaryIO, endpoint: str, *, most: int, line_bytes: int
+) -> tuple[list[InputLine], list[dict[str, Any]]]:
     """The file's requests and mistakes; where there is a mistake, nothing is to be run."""
-    lines: list[Line] = []
+    lines: list[InputLine] = []
     errors: list[dict[str, Any]] = []
     seen: set[bytes] = set()  # of custom ids, digests, which are short
     number = start = 0
@@ -41,7 +43,7 @@ def validate(file: BinaryIO, endpoint: str, *, most: int, line_bytes: int) -> tu
         number += 1
         length = len(raw)
         if length > line_bytes and not raw.endswith(b"\n"):
-            errors.append(error("line_too_long", f"A line may have at most {line_bytes} bytes.", line=number))
+            errors.append(batch_error("line_too_long", f"A line may have at most {line_bytes} bytes.", line=number))
             break  # what follows is the middle of it
         skip = len(_MARK) if start == 0 and raw.startswith(_MARK) else 0
         raw = raw[skip:]
@@ -51,18 +53,18 @@ def validate(file: BinaryIO, endpoint: str, *, most: int, line_bytes: int) -> tu
                 digest = hashlib.blake2b(found.encode(), digest_size=16).digest()
                 if digest in seen:
                     message = "The custom_id of this request was used by an earlier one; each must be unique."
-                    errors.append(error("duplicate_custom_id", message, line=number, param="custom_id"))
+                    errors.append(batch_error("duplicate_custom_id", message, line=number, param="custom_id"))
                 seen.add(digest)
-                lines.append(Line(number, found, start + skip, length - skip))
+                lines.append(InputLine(number, found, start + skip, length - skip))
             else:
                 code, message, param = found
-                errors.append(error(code, message, line=number, param=param))
+                errors.append(batch_error(code, message, line=number, param=param))
         start += length
         if len(lines) > most:
-            errors.append(error("request_limit_exceeded", f"A batch may have at most {most} requests."))
+            errors.append(batch_error("request_limit_exceeded", f"A batch may have at most {most} requests."))
             break
     if not lines and not errors:
-        errors.append(error("empty_file", "The input file has no requests."))
+        errors.append(batch_error("empty_file", "The input file has no requests."))
     return lines, errors
 
 
@@ -101,12 +103,12 @@ def body_of(raw: bytes) -> dict[str, Any]:
     return msgspec.json.decode(raw)["body"]
 
 
-def result(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
+def result_line(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
     response = {"status_code": status, "request_id": "req_" + secrets.token_hex(16), "body": body}
     return _line(custom_id, response, None)
 
 
-def not_run(custom_id: str, code: str, message: str) -> bytes:
+def unrun_line(custom_id: str, code: str, message: str) -> bytes:
     return _line(custom_id, None, {"code": code, "message": message})
 
 

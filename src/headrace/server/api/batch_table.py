@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import ListPage, rows_of, select_page
 from headrace.server.api import batch_lines
-from headrace.server.api.batch_lines import Line
+from headrace.server.api.batch_lines import InputLine
 from headrace.server.api.files import hold, release
 
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
@@ -73,7 +73,7 @@ _TIMES: Final = (
 )
 
 
-class Request(msgspec.Struct):
+class BatchRequest(msgspec.Struct):
     line: int
     custom_id: str
     start: int
@@ -139,7 +139,7 @@ def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlit
         error.parameter = "input_file_id"
         raise
     if file.purpose != "batch":
-        raise invalid("the input file's purpose must be batch", "input_file_id")
+        raise invalid_request("the input file's purpose must be batch", "input_file_id")
     connection.execute(
         "DELETE FROM batches WHERE seq IN "
         f"(SELECT seq FROM batches WHERE NOT {_IN} ORDER BY seq DESC LIMIT -1 OFFSET ?)",
@@ -174,7 +174,7 @@ def page(connection: sqlite3.Connection, tenant: str, after: str | None, limit: 
     return ListPage([record(row) for row in found.data], found.has_more)
 
 
-def begin(connection: sqlite3.Connection, seq: int, lines: list[Line], now: int) -> None:
+def begin(connection: sqlite3.Connection, seq: int, lines: list[InputLine], now: int) -> None:
     changed = connection.execute(
         "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
         "WHERE seq = ? AND status = 'validating'",
@@ -199,13 +199,13 @@ def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int) -> sq
     return find(connection, id, tenant)
 
 
-def pending(connection: sqlite3.Connection, seq: int, last: int) -> list[Request]:
+def pending(connection: sqlite3.Connection, seq: int, last: int) -> list[BatchRequest]:
     rows = connection.execute(
         "SELECT line, custom_id, start, length FROM batch_requests "
         "WHERE batch = ? AND line > ? AND status IS NULL ORDER BY line LIMIT ?",
         (seq, last, _PAGE),
     )
-    return [Request(*row) for row in rows]
+    return [BatchRequest(*row) for row in rows]
 
 
 def save(connection: sqlite3.Connection, seq: int, line: int, status: int, answer: bytes) -> None:
@@ -235,7 +235,7 @@ def give_up(connection: sqlite3.Connection, seq: int, code: str, message: str) -
     ).fetchall()
     connection.executemany(
         "UPDATE batch_requests SET status = 0, answer = ? WHERE batch = ? AND line = ?",
-        ((batch_lines.not_run(custom_id, code, message), seq, line) for line, custom_id in rows),
+        ((batch_lines.unrun_line(custom_id, code, message), seq, line) for line, custom_id in rows),
     )
     connection.execute("UPDATE batches SET failed = failed + ? WHERE seq = ?", (len(rows), seq))
     return len(rows)

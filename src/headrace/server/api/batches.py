@@ -30,26 +30,26 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, as_api_error, invalid
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.database import Database, ListPage, check_listing
 from headrace.server.api import batch_lines
 from headrace.server.api import batch_table as table
-from headrace.server.api.batch_lines import Line
-from headrace.server.api.batch_table import BatchRecord, Request
-from headrace.server.api.files import EXPIRY, Files, on_disk
+from headrace.server.api.batch_lines import InputLine
+from headrace.server.api.batch_table import BatchRecord, BatchRequest
+from headrace.server.api.files import EXPIRY, FileStore, on_disk
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class Owner(NamedTuple):
+class BatchOwner(NamedTuple):
     tenant: str
     key: str  # the one that asked for the batch, by its name or id
 
 
 # url, body, owner, batch id, custom id → HTTP's status, body. What it raises becomes the answer that a client gets.
-Run = Callable[[str, dict[str, Any], Owner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
+RunRequest = Callable[[str, dict[str, Any], BatchOwner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOWS: Final = {"24h": 24 * 3600}  # seconds
@@ -69,7 +69,7 @@ class BatchLimits(Protocol):
     def batch_requests(self) -> int: ...  # of one batch
 
 
-class Backoff(msgspec.Struct, frozen=True):
+class BatchBackoff(msgspec.Struct, frozen=True):
     """Of a batch whose requests are refused for now."""
 
     first_s: float = 1.0
@@ -89,7 +89,9 @@ class _Live(msgspec.Struct):
     expires_at: int
     output_seconds: int
     cancelled: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    waiting: deque[Request] = msgspec.field(default_factory=deque[Request])  # read, and to be run or tried again
+    waiting: deque[BatchRequest] = msgspec.field(
+        default_factory=deque[BatchRequest]
+    )  # read, and to be run or tried again
     running: int = 0
     changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a request has ended
     refusals: int = 0  # in a row
@@ -100,8 +102,8 @@ class Batches:
     def __init__(
         self,
         db: Database,
-        files: Files,
-        run: Run,
+        files: FileStore,
+        run: RunRequest,
         limits: BatchLimits,
         *,
         running: int,  # requests at once, of all batches together
@@ -109,7 +111,7 @@ class Batches:
         unfinished_of_tenant: int = 100,
         kept: int = 10_000,  # batches that have ended; the oldest are forgotten, their files are not
         line_bytes: int = 8 * 1024 * 1024,  # 8 MiB
-        backoff: Backoff | None = None,
+        backoff: BatchBackoff | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._db = db
@@ -122,7 +124,7 @@ class Batches:
         self._unfinished_of_tenant = unfinished_of_tenant
         self._kept = kept
         self._line_bytes = line_bytes
-        self._backoff = Backoff() if backoff is None else backoff
+        self._backoff = BatchBackoff() if backoff is None else backoff
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,11 +144,11 @@ class Batches:
         if self._closed:
             raise ApiError("the server is ending", kind="overloaded_error", code="draining")
         if endpoint not in ENDPOINTS:
-            raise invalid(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
+            raise invalid_request(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         if completion_window not in WINDOWS:
-            raise invalid(f"completion_window must be {' or '.join(WINDOWS)}", "completion_window")
+            raise invalid_request(f"completion_window must be {' or '.join(WINDOWS)}", "completion_window")
         if output_expires_after is not None and not EXPIRY[0] <= output_expires_after <= EXPIRY[1]:
-            raise invalid(
+            raise invalid_request(
                 f"output_expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "output_expires_after"
             )
         _check_metadata(metadata)
@@ -248,7 +250,7 @@ class Batches:
             log.exception("batch %s failed", live.id)
             with contextlib.suppress(Exception):
                 message = "something went wrong inside of Headrace"
-                await self._fail(live, [batch_lines.error("internal_error", message)])
+                await self._fail(live, [batch_lines.batch_error("internal_error", message)])
         finally:
             self._live.pop(live.id, None)
 
@@ -263,16 +265,16 @@ class Batches:
         await self._finish(live)
 
     async def _validate(self, live: _Live) -> bool:
-        def read() -> tuple[list[Line], list[dict[str, Any]]]:
+        def read() -> tuple[list[InputLine], list[dict[str, Any]]]:
             with self._files.open(live.input_file_id) as file:
-                return batch_lines.validate(
+                return batch_lines.read_input(
                     file, live.endpoint, most=self._limits.batch_requests, line_bytes=self._line_bytes
                 )
 
         try:
             lines, errors = await on_disk(read)
         except ApiError:
-            lines, errors = [], [batch_lines.error("input_file_unreadable", "The input file could not be read.")]
+            lines, errors = [], [batch_lines.batch_error("input_file_unreadable", "The input file could not be read.")]
         if errors:
             await self._fail(live, errors)
             return False
@@ -335,28 +337,28 @@ class Batches:
         live.changed.set()
         self._slots.release()
 
-    async def _run_one(self, live: _Live, request: Request) -> None:
+    async def _run_one(self, live: _Live, request: BatchRequest) -> None:
         retry_after: float | None = None
         try:
             raw = await on_disk(lambda: self._files.read(live.input_file_id, request.start, request.length))
             body = batch_lines.body_of(raw)
             status, answer = await self._run(
-                live.endpoint, body, Owner(live.tenant, live.key), live.id, request.custom_id
+                live.endpoint, body, BatchOwner(live.tenant, live.key), live.id, request.custom_id
             )
-            line = batch_lines.result(request.custom_id, status, answer)
+            line = batch_lines.result_line(request.custom_id, status, answer)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Somebody else was cancelled: what ran it is ending.
             status = 503
-            line = batch_lines.result(request.custom_id, status, as_api_error(RuntimeError()).openai())
+            line = batch_lines.result_line(request.custom_id, status, as_api_error(RuntimeError()).openai())
         except Exception as error:
             told = as_api_error(error)
             if told is not error and told.status == 500:
                 log.exception("request %s of batch %s failed", request.line, live.id)
             status, retry_after = told.status, told.retry_after
-            line = batch_lines.result(request.custom_id, status, told.openai())
+            line = batch_lines.result_line(request.custom_id, status, told.openai())
         if status in _REFUSED:
             request.tries += 1
             if request.tries < self._backoff.tries:
@@ -390,7 +392,7 @@ class Batches:
                     await self._write(live, column, which)
         except ApiError as error:
             log.error("the results of batch %s cannot be written: %s", live.id, error)
-            return await self._fail(live, [batch_lines.error("storage_unavailable", error.message)])
+            return await self._fail(live, [batch_lines.batch_error("storage_unavailable", error.message)])
         await self._sure(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
 
     async def _write(self, live: _Live, column: str, which: str) -> None:
@@ -440,10 +442,10 @@ class Batches:
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:
     if metadata is not None:
         if len(metadata) > 16:
-            raise invalid("metadata may have at most 16 entries", "metadata")
+            raise invalid_request("metadata may have at most 16 entries", "metadata")
         for key, value in metadata.items():
             if len(key) > 64 or len(value) > 512:
-                raise invalid("metadata's keys may have 64 letters and its values 512", "metadata")
+                raise invalid_request("metadata's keys may have 64 letters and its values 512", "metadata")
 
 
 def _too_many(message: str) -> ApiError:

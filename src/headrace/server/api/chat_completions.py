@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -35,20 +35,20 @@ from headrace.server.api.common_parameters import (
     HOSTED,
     SAMPLING,
     STREAM,
-    asked_extras,
+    build_sampling,
     check_count,
-    check_least,
-    guided,
-    guiding,
-    sampling_of,
-    stops_of,
+    check_min_tokens,
+    extra_fields,
+    guided_grammar,
+    guided_parameter,
+    parse_stops,
 )
-from headrace.server.http.body_parameters import Parameter, Table, read
+from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class Part(Struct, forbid_unknown_fields=True):
+class ChatContentPart(Struct, forbid_unknown_fields=True):
     """A part of a message's content."""
 
     type: str
@@ -60,24 +60,24 @@ class Part(Struct, forbid_unknown_fields=True):
     cache_control: Any = None
 
 
-class CalledFunction(Struct, forbid_unknown_fields=True):
+class ChatCalledFunction(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(Struct, forbid_unknown_fields=True):
+class ChatToolCall(Struct, forbid_unknown_fields=True):
     id: str
-    function: CalledFunction | None = None
+    function: ChatCalledFunction | None = None
     type: str = "function"
     index: int | None = None
     custom: Any = None
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class ChatMessage(Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ChatContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -87,37 +87,37 @@ class Message(Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-class Function(Struct, forbid_unknown_fields=True):
-    name: Name
+class ChatFunction(Struct, forbid_unknown_fields=True):
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class FunctionTool(Struct, forbid_unknown_fields=True):
+class ChatTool(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: Function
+    function: ChatFunction
 
 
-class NamedFunction(Struct, forbid_unknown_fields=True):
+class ChatFunctionName(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(Struct, forbid_unknown_fields=True):
+class ChatToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: NamedFunction
+    function: ChatFunctionName
 
 
-class SchemaFormat(Struct, forbid_unknown_fields=True):
+class ChatSchemaFormat(Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(Struct, forbid_unknown_fields=True):
+class ChatResponseFormat(Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
+    json_schema: ChatSchemaFormat | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -125,20 +125,20 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-TABLE: Final[Table] = {
+CHAT_PARAMETERS: Final[ParameterTable] = {
     "model": Parameter("The model that answers; the configured one where none is named.", str),
-    "messages": Parameter("The conversation so far.", Annotated[list[Message], Meta(min_length=1)], required=True),
+    "messages": Parameter("The conversation so far.", Annotated[list[ChatMessage], Meta(min_length=1)], required=True),
     "max_completion_tokens": Parameter("Most tokens of an answer, reasoning included.", Annotated[int, Meta(ge=1)]),
     "max_tokens": Parameter("The older name of max_completion_tokens.", Annotated[int, Meta(ge=1)]),
     **SAMPLING,
     "logprobs": Parameter("Whether the tokens' log-probabilities are reported.", bool),
     "top_logprobs": Parameter("How many likeliest tokens are reported at each place.", Annotated[int, Meta(ge=0)]),
-    "tools": Parameter("Functions that the model may call.", list[FunctionTool]),
+    "tools": Parameter("Functions that the model may call.", list[ChatTool]),
     "tool_choice": Parameter(
-        "auto, none, required, or a function that must be called.", Literal["auto", "none", "required"] | NamedTool
+        "auto, none, required, or a function that must be called.", Literal["auto", "none", "required"] | ChatToolChoice
     ),
     "parallel_tool_calls": Parameter("Whether several calls may be made in one answer.", bool),
-    "response_format": Parameter("Text, a JSON object, or JSON of a schema.", ResponseFormat),
+    "response_format": Parameter("Text, a JSON object, or JSON of a schema.", ChatResponseFormat),
     "stream": STREAM["stream"],
     "stream_options": Parameter("include_usage: a last chunk with the usage.", StreamOptions),
     "reasoning_effort": Parameter(
@@ -153,58 +153,60 @@ TABLE: Final[Table] = {
 }
 
 
-def read_chat(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    return chat_of(read(body, TABLE), headers, limits)
+def read_chat_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+    return build_chat_request(parse_body(body, CHAT_PARAMETERS), headers, limits)
 
 
-def chat_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """`given`: converted by the table."""
     tools = _tools(given.get("tools") or [], limits)
     choosing, only = _choosing(given.get("tool_choice"), tools)
     options: StreamOptions | None = given.get("stream_options")
     if options is not None and not given.get("stream"):
-        raise invalid("'stream_options' goes with stream: true", "stream_options")
+        raise invalid_request("'stream_options' goes with stream: true", "stream_options")
     most = given.get("max_completion_tokens", given.get("max_tokens"))
-    check_least(given, most)
+    check_min_tokens(given, most)
     n = check_count("n", given.get("n", 1), limits.choices)
     effort = given.get("reasoning_effort")
     return TextRequest(
         model=given.get("model", ""),
-        messages=messages_of(given["messages"], limits),
+        messages=template_messages(given["messages"], limits),
         tools=tools,
         choosing=choosing,
         only_tool=only,
         parallel_calls=given.get("parallel_tool_calls", True),
         grammar=_grammar(given),
-        grammar_of=guiding(given) or "response_format",
+        grammar_of=guided_parameter(given) or "response_format",
         think=None if effort is None else effort != "none",
         sampling=_sampling(given, limits),
         max_tokens=most,
-        stop=stops_of(given.get("stop"), limits),
+        stop=parse_stops(given.get("stop"), limits),
         n=n,
         stream=given.get("stream", False),
         include_usage=options is not None and options.include_usage,
-        **asked_extras(given, headers),
+        **extra_fields(given, headers),
     )
 
 
-def messages_of(messages: Sequence[Message], limits: RequestLimits) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], limits: RequestLimits) -> list[dict[str, Any]]:
     """As chat templates take them."""
     check_count("messages", len(messages), limits.messages)
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": text_of(message.content, where)}
+    plain: dict[str, Any] = {"role": role, "content": join_content(message.content, where)}
     if message.role == "tool" and message.tool_call_id is None:
-        raise invalid(f"'{where}': a tool's message has the id of the call that it answers", f"{where}.tool_call_id")
+        raise invalid_request(
+            f"'{where}': a tool's message has the id of the call that it answers", f"{where}.tool_call_id"
+        )
     if message.content is None and not message.tool_calls and message.refusal is None:
-        raise invalid(f"'{where}': a message needs content", f"{where}.content")
+        raise invalid_request(f"'{where}': a message needs content", f"{where}.content")
     if message.content is None and message.refusal is not None:
         plain["content"] = message.refusal
     if message.function_call is not None or message.audio is not None:
-        raise invalid(f"'{where}': neither function_call nor audio can be read", where)
+        raise invalid_request(f"'{where}': neither function_call nor audio can be read", where)
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -213,14 +215,14 @@ def _message(message: Message, where: str) -> dict[str, Any]:
         plain["reasoning_content"] = message.reasoning_content or message.reasoning
     if message.tool_calls:
         if message.role != "assistant":
-            raise invalid(f"'{where}': only the assistant calls tools", f"{where}.tool_calls")
+            raise invalid_request(f"'{where}': only the assistant calls tools", f"{where}.tool_calls")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)]
     return plain
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
+def _call(call: ChatToolCall, where: str) -> dict[str, Any]:
     if call.type != "function" or call.function is None:
-        raise invalid(f"'{where}': only calls of functions can be read", where)
+        raise invalid_request(f"'{where}': only calls of functions can be read", where)
     try:
         arguments: object = msgspec.json.decode(call.function.arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -231,90 +233,96 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def text_of(content: str | list[Part] | None, where: str) -> str:
+def join_content(content: str | list[ChatContentPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for place, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal", "input_text", "output_text") or text is None:
-            raise invalid(f"'{where}.content[{place}]': only parts of text can be read", f"{where}.content[{place}]")
+            raise invalid_request(
+                f"'{where}.content[{place}]': only parts of text can be read", f"{where}.content[{place}]"
+            )
         texts.append(text)
     return "\n".join(texts)
 
 
-def _tools(tools: Sequence[FunctionTool], limits: RequestLimits) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[ChatTool], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(
         Tool(tool.function.name, tool.function.description, tool.function.parameters, bool(tool.function.strict))
         for tool in tools
     )
-    check_tools(found)
+    check_unique_tools(found)
     return found
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
+def check_unique_tools(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
     for place, name in enumerate(names):
         if name in names[:place]:
-            raise invalid(f"two tools are called '{name}'", f"tools[{place}].function.name")
+            raise invalid_request(f"two tools are called '{name}'", f"tools[{place}].function.name")
 
 
-def _choosing(choice: str | NamedTool | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+def _choosing(choice: str | ChatToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
     if choice is None or choice == "auto":
         return "auto", None
     if choice == "none":
         return "none", None
     if not tools:
-        raise invalid("'tool_choice' asks for a call, and there are no tools", "tool_choice")
-    if isinstance(choice, NamedTool):
-        return "required", check_named(choice.function.name, tools)
+        raise invalid_request("'tool_choice' asks for a call, and there are no tools", "tool_choice")
+    if isinstance(choice, ChatToolChoice):
+        return "required", check_named_tool(choice.function.name, tools)
     return "required", None
 
 
-def check_named(name: str, tools: Sequence[Tool]) -> str:
+def check_named_tool(name: str, tools: Sequence[Tool]) -> str:
     if all(tool.name != name for tool in tools):
-        raise invalid(f"'tool_choice' names '{name[:100]}', which is none of the tools", "tool_choice")
+        raise invalid_request(f"'tool_choice' names '{name[:100]}', which is none of the tools", "tool_choice")
     return name
 
 
 def _grammar(given: Mapping[str, Any]) -> Grammar | None:
-    wanted: ResponseFormat | None = given.get("response_format")
-    other = guided(given)
+    wanted: ChatResponseFormat | None = given.get("response_format")
+    other = guided_grammar(given)
     if wanted is None or wanted.type == "text":
         return other
     if other is not None:
-        raise invalid("'response_format' and a guided_* parameter cannot both hold an answer", "response_format")
+        raise invalid_request(
+            "'response_format' and a guided_* parameter cannot both hold an answer", "response_format"
+        )
     if wanted.type == "json_object":
         return Grammar("json_object")
     if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise invalid("'response_format' of the type json_schema needs a schema", "response_format.json_schema.schema")
+        raise invalid_request(
+            "'response_format' of the type json_schema needs a schema", "response_format.json_schema.schema"
+        )
     return Grammar("json_schema", msgspec.json.encode(wanted.json_schema.schema).decode())
 
 
 def _sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
     top = given.get("top_logprobs")
     if top is not None and not given.get("logprobs"):
-        raise invalid("'top_logprobs' goes with logprobs: true", "top_logprobs")
+        raise invalid_request("'top_logprobs' goes with logprobs: true", "top_logprobs")
     if top is not None:
         check_count("top_logprobs", top, limits.logprobs, least=0)
-    return sampling_of(given, logprobs=(top or 0) if given.get("logprobs") else None)
+    return build_sampling(given, logprobs=(top or 0) if given.get("logprobs") else None)
 
 
 # Answers
 
 
-def whole_chat(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
+def chat_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
         **_head(exchange, "chat.completion"),
         "choices": [_choice(choice) for choice in choices],
-        "usage": usage_of(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
-        **metadata_of(exchange),
+        **metadata_field(exchange),
     }
 
 
-def metadata_of(exchange: Exchange) -> dict[str, Any]:
+def metadata_field(exchange: Exchange) -> dict[str, Any]:
     """Handed back where it was given."""
     return {"metadata": dict(exchange.asked.metadata)} if exchange.asked.metadata else {}
 
@@ -347,7 +355,7 @@ def _head(exchange: Exchange, kind: str) -> dict[str, Any]:
     }
 
 
-def usage_of(usage: TokenUsage) -> dict[str, Any]:
+def chat_usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -363,7 +371,7 @@ def usage_of(usage: TokenUsage) -> dict[str, Any]:
     }
 
 
-def in_order(usages: Mapping[int, TokenUsage]) -> list[TokenUsage]:
+def usages_by_index(usages: Mapping[int, TokenUsage]) -> list[TokenUsage]:
     """Of choices that end in any order, by their places."""
     return [usages[index] for index in sorted(usages)]
 
@@ -379,7 +387,7 @@ def _logprob(each: TokenLogprob) -> dict[str, Any]:
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes), "top_logprobs": top}
 
 
-class Chunks:
+class ChunkStream:
     """What the streams of chats and of completions have in common: the head that all chunks begin with, and the end."""
 
     def __init__(self, exchange: Exchange, head: dict[str, Any]) -> None:
@@ -396,13 +404,13 @@ class Chunks:
         exchange = self._exchange
         last = b""
         if exchange.asked.include_usage:
-            usages = in_order(self._usages)
+            usages = usages_by_index(self._usages)
             chunk: dict[str, Any] = {
                 **self._head,
                 "choices": [],
-                "usage": usage_of(combine_usages(usages, exchange.asked.n)),
+                "usage": chat_usage(combine_usages(usages, exchange.asked.n)),
                 "headrace": exchange.report(usages),
-                **metadata_of(exchange),
+                **metadata_field(exchange),
             }
             last = b"data: " + self._encode(chunk) + b"\n\n"
         return last + b"data: [DONE]\n\n"
@@ -416,7 +424,7 @@ class Chunks:
         return b"data: " + self._encode(error.openai()) + b"\n\n"
 
 
-class ChatStream(Chunks):
+class ChatStream(ChunkStream):
     """The chunks of one exchange, as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:

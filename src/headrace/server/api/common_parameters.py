@@ -17,9 +17,9 @@ from headrace.config import RequestLimits
 from headrace.config.shaping_section import DegradeMode
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.degradation.shaping.sources import SourceField, parse_sources
-from headrace.server.http.body_parameters import Parameter, Table, lower
+from headrace.server.http.body_parameters import Parameter, ParameterTable, lower_first
 from headrace.surfaces import MOST_PRIORITY, SURFACES
 
 Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
@@ -114,11 +114,11 @@ AUDIO: Final = {
 
 def check_count(name: str, count: int, most: int, *, least: int = 1) -> int:
     if not least <= count <= most:
-        raise invalid(f"'{name}' must be {least} to {most}, not {count}", name)
+        raise invalid_request(f"'{name}' must be {least} to {most}, not {count}", name)
     return count
 
 
-def sampling_of(given: Mapping[str, Any], *, logprobs: int | None) -> SamplingParams:
+def build_sampling(given: Mapping[str, Any], *, logprobs: int | None) -> SamplingParams:
     seed = given.get("seed")
     return SamplingParams(
         temperature=given.get("temperature", 1.0),
@@ -143,28 +143,30 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for key, bias in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise invalid(f"'logit_bias': '{key[:20]}' is no token id", "logit_bias")
+            raise invalid_request(f"'logit_bias': '{key[:20]}' is no token id", "logit_bias")
         # The service's clients use 100 for "always" and -100 for "never".
         found[int(key)] = bias * 100 if abs(bias) == 100 else bias
     if len(found) > 1024:
-        raise invalid("'logit_bias' may name 1,024 tokens at most", "logit_bias")
+        raise invalid_request("'logit_bias' may name 1,024 tokens at most", "logit_bias")
     return found
 
 
-def check_least(given: Mapping[str, Any], most: int | None) -> None:
+def check_min_tokens(given: Mapping[str, Any], most: int | None) -> None:
     """`most`: the tokens of an answer, where a limit was asked for."""
     least = given.get("min_tokens", 0)
     if most is not None and least > most:
-        raise invalid(f"'min_tokens' must be 0 to {most}, the most tokens of the answer, not {least}", "min_tokens")
+        raise invalid_request(
+            f"'min_tokens' must be 0 to {most}, the most tokens of the answer, not {least}", "min_tokens"
+        )
 
 
-def stops_of(stop: str | list[str] | None, limits: RequestLimits) -> tuple[str, ...]:
+def parse_stops(stop: str | list[str] | None, limits: RequestLimits) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     check_count("stop", len(stops), limits.stop, least=0)
     return stops
 
 
-def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: Table) -> dict[str, Any]:
+def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: ParameterTable) -> dict[str, Any]:
     """The parameters, with those that came as headers; ApiError for one that the endpoint does not take."""
     found = dict(given)
     for header, text in headers.items():
@@ -178,7 +180,7 @@ def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: Ta
     return found
 
 
-def asked_extras(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """The fields of an Asked that come from EXTRAS and from the headers."""
     all_given = with_headers(given, headers, EXTRAS)
     own = {name: all_given[name] for name in _HEADERS.values() if name in all_given}
@@ -210,21 +212,21 @@ def _header(text: str, wanted: Any, name: str) -> Any:
     try:
         return msgspec.convert(text, wanted, strict=False)
     except msgspec.ValidationError as error:
-        raise ApiError(f"'{name}': {lower(str(error))}", parameter=name, code="invalid_value") from None
+        raise ApiError(f"'{name}': {lower_first(str(error))}", parameter=name, code="invalid_value") from None
 
 
-def guiding(given: Mapping[str, Any]) -> str | None:
+def guided_parameter(given: Mapping[str, Any]) -> str | None:
     """Which of the guided_* parameters is there."""
     return next((name for name in _GUIDES if name in given), None)
 
 
-def guided(given: Mapping[str, Any]) -> Grammar | None:
+def guided_grammar(given: Mapping[str, Any]) -> Grammar | None:
     """The grammar of the guided_* parameters, of which one at most may be there."""
     found = [name for name in _GUIDES if name in given]
     if not found:
         return None
     if len(found) > 1:
-        raise invalid(f"'{found[0]}' and '{found[1]}' cannot both hold an answer", found[1])
+        raise invalid_request(f"'{found[0]}' and '{found[1]}' cannot both hold an answer", found[1])
     value = given[found[0]]
     match found[0]:
         case "guided_json":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from headrace.config import RequestLimits
-from headrace.gateway.api_errors import invalid
+from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -21,26 +21,26 @@ from headrace.gateway.requests.text_request import (
     combine_usages,
 )
 from headrace.gateway.serving.exchange import Exchange
-from headrace.server.api.chat_completions import Chunks, StreamOptions, metadata_of, usage_of
+from headrace.server.api.chat_completions import ChunkStream, StreamOptions, chat_usage, metadata_field
 from headrace.server.api.common_parameters import (
     EXTRAS,
     SAMPLING,
     STREAM,
-    asked_extras,
+    build_sampling,
     check_count,
-    check_least,
-    guided,
-    guiding,
-    sampling_of,
-    stops_of,
+    check_min_tokens,
+    extra_fields,
+    guided_grammar,
+    guided_parameter,
+    parse_stops,
 )
-from headrace.server.http.body_parameters import Parameter, Table, read
+from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 
 DEFAULT_TOKENS: Final = 16  # of an answer that asks for no limit, as the service has it
 
 Ids = list[Annotated[int, Meta(ge=0)]]
 
-TABLE: Final[Table] = {
+COMPLETION_PARAMETERS: Final[ParameterTable] = {
     "model": Parameter("The model that answers; the configured one where none is named.", str),
     "prompt": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
     "max_tokens": Parameter("Most tokens of an answer; 16 where it is not given.", Annotated[int, Meta(ge=0)]),
@@ -55,48 +55,48 @@ TABLE: Final[Table] = {
 }
 
 
-def read_completion(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    return completion_of(read(body, TABLE), headers, limits)
+def read_completion_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+    return build_completion_request(parse_body(body, COMPLETION_PARAMETERS), headers, limits)
 
 
-def completion_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     options: StreamOptions | None = given.get("stream_options")
     if options is not None and not given.get("stream"):
-        raise invalid("'stream_options' goes with stream: true", "stream_options")
-    prompts = prompts_of(given["prompt"], "prompt", limits.prompts)
+        raise invalid_request("'stream_options' goes with stream: true", "stream_options")
+    prompts = parse_prompts(given["prompt"], "prompt", limits.prompts)
     logprobs = given.get("logprobs")
     if logprobs is not None:
         check_count("logprobs", logprobs, limits.logprobs, least=0)
     echo = given.get("echo", False)
     if given.get("max_tokens") == 0:
-        raise invalid("'max_tokens' must be at least 1; /v1/score measures a prompt alone", "max_tokens")
-    check_least(given, given.get("max_tokens", DEFAULT_TOKENS))
+        raise invalid_request("'max_tokens' must be at least 1; /v1/score measures a prompt alone", "max_tokens")
+    check_min_tokens(given, given.get("max_tokens", DEFAULT_TOKENS))
     n = check_count("n", given.get("n", 1), limits.choices)
     if n * len(prompts) > limits.prompts:
-        raise invalid(f"'n' times the prompts may be {limits.prompts} at most, not {n * len(prompts)}", "n")
+        raise invalid_request(f"'n' times the prompts may be {limits.prompts} at most, not {n * len(prompts)}", "n")
     return TextRequest(
         model=given.get("model", ""),
         prompts=prompts,
-        grammar=guided(given),
-        grammar_of=guiding(given) or "grammar",
-        sampling=sampling_of(given, logprobs=logprobs),
+        grammar=guided_grammar(given),
+        grammar_of=guided_parameter(given) or "grammar",
+        sampling=build_sampling(given, logprobs=logprobs),
         max_tokens=given.get("max_tokens", DEFAULT_TOKENS),
-        stop=stops_of(given.get("stop"), limits),
+        stop=parse_stops(given.get("stop"), limits),
         n=n,
         echo=echo,
         prompt_logprobs=logprobs if echo else None,
         stream=given.get("stream", False),
         include_usage=options is not None and options.include_usage,
-        **asked_extras(given, headers),
+        **extra_fields(given, headers),
     )
 
 
-def prompts_of(value: Any, name: str, most: int) -> list[str | list[int]]:
+def parse_prompts(value: Any, name: str, most: int) -> list[str | list[int]]:
     """A text, token ids, or a list of either, as a list."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise invalid(f"'{name}' must be a text, token ids, or a list of either, and not empty", name)
+        raise invalid_request(f"'{name}' must be a text, token ids, or a list of either, and not empty", name)
     items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
     if all(type(item) is int for item in items):
         return [_ids(items, name)]
@@ -108,21 +108,21 @@ def prompts_of(value: Any, name: str, most: int) -> list[str | list[int]]:
         elif isinstance(item, list) and item:
             found.append(_ids(item, f"{name}[{place}]"))  # pyright: ignore[reportUnknownArgumentType]
         else:
-            raise invalid(f"'{name}[{place}]' must be a text or token ids", f"{name}[{place}]")
+            raise invalid_request(f"'{name}[{place}]' must be a text or token ids", f"{name}[{place}]")
     return found
 
 
 def _ids(value: Sequence[Any], name: str) -> list[int]:
     for item in value:
         if type(item) is not int or item < 0:
-            raise invalid(f"'{name}': a token id is a number from 0 on", name)
+            raise invalid_request(f"'{name}': a token id is a number from 0 on", name)
     return list(value)
 
 
 # Answers
 
 
-def whole_completion(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
+def completion_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
         **_head(exchange),
         "choices": [
@@ -134,9 +134,9 @@ def whole_completion(exchange: Exchange, choices: Sequence[Choice]) -> dict[str,
             }
             for choice in choices
         ],
-        "usage": usage_of(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
-        **metadata_of(exchange),
+        **metadata_field(exchange),
     }
 
 
@@ -171,7 +171,7 @@ def _likeliest(each: TokenLogprob) -> dict[str, float]:
     return {text: logprob for text, _, logprob in reversed(each.top)}
 
 
-class CompletionStream(Chunks):
+class CompletionStream(ChunkStream):
     """The chunks of one exchange, as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Final, Protocol, TypeVar
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import (
     Database,
     ListPage,
@@ -54,7 +54,7 @@ EXPIRY: Final = (3600, 30 * 24 * 3600)  # seconds: an hour to 30 days, OpenAI's 
 _BATCH_SECONDS: Final = 30 * 24 * 3600  # that files of batches are kept where nothing is said
 
 
-async def to_end(work: Coroutine[Any, Any, Result]) -> Result:
+async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
     """A caller who is cancelled waits for its end all the same, so that nobody cleans up under its hands."""
     task = asyncio.ensure_future(work)
     try:
@@ -68,7 +68,7 @@ async def to_end(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    return await to_end(asyncio.to_thread(function))
+    return await run_to_end(asyncio.to_thread(function))
 
 
 async def on_disk(function: Callable[[], Result]) -> Result:
@@ -112,7 +112,7 @@ class FileRecord(msgspec.Struct, frozen=True):
         return result
 
 
-class Files:
+class FileStore:
     def __init__(
         self,
         db: Database,
@@ -144,11 +144,13 @@ class Files:
     ) -> FileRecord:
         """A client's upload; `expires_after` is in seconds."""
         if purpose in _OTHERS or purpose == OUTPUT:
-            raise invalid(f"files for {purpose} are not kept here; purpose must be {' or '.join(PURPOSES)}", "purpose")
+            raise invalid_request(
+                f"files for {purpose} are not kept here; purpose must be {' or '.join(PURPOSES)}", "purpose"
+            )
         if purpose not in PURPOSES:
-            raise invalid(f"purpose must be {' or '.join(PURPOSES)}", "purpose")
+            raise invalid_request(f"purpose must be {' or '.join(PURPOSES)}", "purpose")
         if expires_after is not None and not EXPIRY[0] <= expires_after <= EXPIRY[1]:
-            raise invalid(f"expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "expires_after")
+            raise invalid_request(f"expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "expires_after")
         if expires_after is None and purpose == "batch":
             expires_after = _BATCH_SECONDS
         return await self._write(
@@ -201,7 +203,7 @@ class Files:
         return await self._db.run(select)
 
     async def delete(self, id: str, tenant: str) -> None:
-        await to_end(self._delete(id, tenant))
+        await run_to_end(self._delete(id, tenant))
 
     async def content(self, id: str, tenant: str) -> tuple[FileRecord, AsyncIterator[bytes]]:
         """The file's bytes in pieces; they are all there even when the file is deleted meanwhile."""
@@ -219,7 +221,7 @@ class Files:
 
     async def sweep(self) -> int:
         """Remove what has expired; how many files that were. An upload does so first."""
-        return await to_end(self._sweep())
+        return await run_to_end(self._sweep())
 
     def used(self) -> tuple[int, int]:
         """Files and bytes, with those that are arriving; nothing before the first upload."""
@@ -254,7 +256,7 @@ class Files:
         now = int(self._clock())
         expires_at = None if expires_after is None else now + expires_after
         record = FileRecord(id, tenant, filename, purpose, size, now, expires_at)
-        await to_end(self._register(record, also))
+        await run_to_end(self._register(record, also))
         return record
 
     async def _receive(self, stream: AsyncIterator[bytes], id: str, most: int | None) -> int:

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -31,32 +31,32 @@ from headrace.gateway.requests.text_request import (
     ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
-from headrace.server.api.chat_completions import Name, check_named
+from headrace.server.api.block_events import BlockEvent, BlockSplitter
+from headrace.server.api.chat_completions import ToolName, check_named_tool
 from headrace.server.api.common_parameters import (
     EXTRAS,
     SAMPLING,
     STREAM,
     Stop,
-    asked_extras,
+    build_sampling,
     check_count,
-    guided,
-    sampling_of,
+    extra_fields,
+    guided_grammar,
 )
-from headrace.server.api.content_blocks import Runs, Step
-from headrace.server.http.body_parameters import Parameter, Table, convert, read
+from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value, parse_body
 
 # Of our thinking blocks. Reasoning is handed out whole and taken back as it comes, so there is nothing to sign.
 SIGNATURE: Final = "headrace"
 _RAW: Final = "_raw"  # in place of a call's input: arguments that are no JSON object, as the model wrote them
 
 
-class Text(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextBlock(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
     cache_control: Any = None  # of every block: prefixes are found without it
     citations: Any = None
 
 
-class ToolUse(Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
     id: str
     name: str
     input: dict[str, Any]
@@ -64,47 +64,56 @@ class ToolUse(Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=Tr
     caller: Any = None
 
 
-class Thinking(Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
+class ThinkingBlock(Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
     thinking: str
     signature: str = ""
 
 
-class RedactedThinking(Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
+class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
     data: str = ""  # another service's, and closed to us: nothing of it reaches the model
 
 
-class Image(Struct, tag_field="type", tag="image"):
+class ImageBlock(Struct, tag_field="type", tag="image"):
     pass
 
 
-class Document(Struct, tag_field="type", tag="document"):
+class DocumentBlock(Struct, tag_field="type", tag="document"):
     pass
 
 
-class SearchResult(Struct, tag_field="type", tag="search_result"):
+class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
     pass
 
 
-ResultBlock = Text | Image | Document | SearchResult
+ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
 
 
-class ToolResult(Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
+class ToolResultBlock(Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
     cache_control: Any = None
 
 
-Block = Text | ToolUse | ToolResult | Thinking | RedactedThinking | Image | Document | SearchResult
+ContentBlock = (
+    TextBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+)
 
 
-class Turn(Struct, forbid_unknown_fields=True):
+class AnthropicMessage(Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
-class ToolDefinition(Struct, forbid_unknown_fields=True):
-    name: Name
+class AnthropicTool(Struct, forbid_unknown_fields=True):
+    name: ToolName
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -116,37 +125,39 @@ class ToolDefinition(Struct, forbid_unknown_fields=True):
     input_examples: list[Any] | None = None
 
 
-class ChooseAuto(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True):
+class AnthropicToolChoiceAuto(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True):
     disable_parallel_tool_use: bool = False
 
 
-class ChooseAny(Struct, tag_field="type", tag="any", forbid_unknown_fields=True):
+class AnthropicToolChoiceAny(Struct, tag_field="type", tag="any", forbid_unknown_fields=True):
     disable_parallel_tool_use: bool = False
 
 
-class ChooseTool(Struct, tag_field="type", tag="tool", forbid_unknown_fields=True):
+class AnthropicToolChoiceTool(Struct, tag_field="type", tag="tool", forbid_unknown_fields=True):
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class ChooseNone(Struct, tag_field="type", tag="none", forbid_unknown_fields=True):
+class AnthropicToolChoiceNone(Struct, tag_field="type", tag="none", forbid_unknown_fields=True):
     pass
 
 
-ToolChoice = ChooseAuto | ChooseAny | ChooseTool | ChooseNone
-Display = Literal["summarized"]  # what there is to show is shown; leaving it out ("omitted") is not offered
+AnthropicToolChoice = (
+    AnthropicToolChoiceAuto | AnthropicToolChoiceAny | AnthropicToolChoiceTool | AnthropicToolChoiceNone
+)
+ThinkingDisplay = Literal["summarized"]  # what there is to show is shown; leaving it out ("omitted") is not offered
 
 
-class ThinkingOn(Struct, tag_field="type", tag="enabled", forbid_unknown_fields=True):
+class ThinkingEnabled(Struct, tag_field="type", tag="enabled", forbid_unknown_fields=True):
     budget_tokens: Annotated[int, Meta(ge=1)]
-    display: Display | None = None
+    display: ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(Struct, tag_field="type", tag="adaptive", forbid_unknown_fields=True):
-    display: Display | None = None
+    display: ThinkingDisplay | None = None
 
 
-class ThinkingOff(Struct, tag_field="type", tag="disabled", forbid_unknown_fields=True):
+class ThinkingDisabled(Struct, tag_field="type", tag="disabled", forbid_unknown_fields=True):
     pass
 
 
@@ -159,21 +170,23 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
-class Metadata(Struct, forbid_unknown_fields=True):
+class AnthropicMetadata(Struct, forbid_unknown_fields=True):
     user_id: Annotated[str, Meta(max_length=512)] | None = None
 
 
 # What a prompt follows from.
 _PROMPT: Final = {
     "model": Parameter("The model that answers; the configured one where none is named.", str),
-    "messages": Parameter("The conversation so far.", Annotated[list[Turn], Meta(min_length=1)], required=True),
-    "system": Parameter("What stands before the conversation.", str | list[Text]),
+    "messages": Parameter(
+        "The conversation so far.", Annotated[list[AnthropicMessage], Meta(min_length=1)], required=True
+    ),
+    "system": Parameter("What stands before the conversation.", str | list[TextBlock]),
     "tools": Parameter("Tools that the model may call: name, description and input_schema.", list[dict[str, Any]]),
-    "tool_choice": Parameter("auto, any, tool (with its name) or none.", ToolChoice),
+    "tool_choice": Parameter("auto, any, tool (with its name) or none.", AnthropicToolChoice),
     "thinking": Parameter(
         "enabled, disabled or adaptive, for models that can reason first; disabled where it is not given. The budget "
         "is not held apart: reasoning counts toward max_tokens.",
-        ThinkingOn | ThinkingAdaptive | ThinkingOff,
+        ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
     ),
     "output_config": Parameter(
         "format: holds the answer to a JSON schema. effort: goes to the chat template, as reasoning_effort.",
@@ -192,14 +205,14 @@ _PROMPT: Final = {
     "user_profile_id": Parameter("", refused="there are no user profiles; use metadata.user_id"),
 }
 
-TABLE: Final[Table] = {
+MESSAGE_PARAMETERS: Final[ParameterTable] = {
     **_PROMPT,
     "max_tokens": Parameter("Most tokens of the answer, thinking included.", Annotated[int, Meta(ge=1)], required=True),
     "stop_sequences": Parameter("Texts at which the answer ends, before them.", list[Stop]),
     "stream": STREAM["stream"],
     "temperature": SAMPLING["temperature"],
     "top_p": SAMPLING["top_p"],
-    "metadata": Parameter("user_id: whom the request is for; kept in the log.", Metadata),
+    "metadata": Parameter("user_id: whom the request is for; kept in the log.", AnthropicMetadata),
     "service_tier": Parameter("", refused="use `priority` and `surface`", harmless=("auto", "standard_only")),
     "inference_geo": Parameter("", refused="it is answered where the server runs"),
     "diagnostics": Parameter("", refused="there are none"),
@@ -212,31 +225,31 @@ TABLE: Final[Table] = {
     **{name: each for name, each in EXTRAS.items() if name not in ("user", "safety_identifier", "metadata")},
 }
 
-COUNT_TABLE: Final[Table] = _PROMPT
+COUNT_TOKENS_PARAMETERS: Final[ParameterTable] = _PROMPT
 
 
-def read_message(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    given = read(body, TABLE)
-    asked = message_of(given, headers, limits)
+def read_message_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+    given = parse_body(body, MESSAGE_PARAMETERS)
+    asked = build_message_request(given, headers, limits)
     assert asked.messages is not None
     if asked.messages[-1]["role"] == "assistant":
         message = "the last message is the assistant's; an answer that is begun already cannot be gone on with"
-        raise invalid(message, f"messages[{len(given['messages']) - 1}]")
+        raise invalid_request(message, f"messages[{len(given['messages']) - 1}]")
     return asked
 
 
-def read_count(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def read_count_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """For `/v1/messages/count_tokens`: what is asked is only a prompt."""
-    return message_of(read(body, COUNT_TABLE), headers, limits)
+    return build_message_request(parse_body(body, COUNT_TOKENS_PARAMETERS), headers, limits)
 
 
-def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def build_message_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """`given`: converted by one of the tables."""
     stops = check_count("stop_sequences", len(given.get("stop_sequences", ())), limits.stop, least=0)
     tools = _tools(given.get("tools", []), limits)
-    choice: ToolChoice | None = given.get("tool_choice")
+    choice: AnthropicToolChoice | None = given.get("tool_choice")
     choosing, only = _choosing(choice, tools)
-    metadata: Metadata | None = given.get("metadata")
+    metadata: AnthropicMetadata | None = given.get("metadata")
     config: OutputConfig = given.get("output_config") or OutputConfig()
     own = {**given, "metadata": None, "user": None if metadata is None else metadata.user_id}
     if given.get("speed") == "fast":
@@ -249,40 +262,46 @@ def message_of(given: dict[str, Any], headers: Mapping[str, str], limits: Reques
         tools=tools,
         choosing=choosing,
         only_tool=only,
-        parallel_calls=choice is None or isinstance(choice, ChooseNone) or not choice.disable_parallel_tool_use,
+        parallel_calls=choice is None
+        or isinstance(choice, AnthropicToolChoiceNone)
+        or not choice.disable_parallel_tool_use,
         grammar=_grammar(given, config),
         think=_think(given.get("thinking")),
-        sampling=sampling_of(given, logprobs=None),
+        sampling=build_sampling(given, logprobs=None),
         max_tokens=given.get("max_tokens"),
         stop=tuple(given["stop_sequences"]) if stops else (),
         stream=given.get("stream", False),
-        **asked_extras(own, headers),
+        **extra_fields(own, headers),
     )
 
 
-def _think(thinking: ThinkingOn | ThinkingAdaptive | ThinkingOff | None) -> bool | None:
+def _think(thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None) -> bool | None:
     if isinstance(thinking, ThinkingAdaptive):
         return None
-    return isinstance(thinking, ThinkingOn)
+    return isinstance(thinking, ThinkingEnabled)
 
 
 def _grammar(given: Mapping[str, Any], config: OutputConfig) -> Grammar | None:
-    other = guided(given)
+    other = guided_grammar(given)
     older: OutputFormat | None = given.get("output_format")
     if older is not None and config.format is not None:
-        raise invalid("'output_format' is the older name of output_config.format; send one of them", "output_format")
+        raise invalid_request(
+            "'output_format' is the older name of output_config.format; send one of them", "output_format"
+        )
     wanted = config.format or older
     if wanted is None:
         return other
     if other is not None:
-        raise invalid("an output format and a guided_* parameter cannot both hold an answer", "output_config.format")
+        raise invalid_request(
+            "an output format and a guided_* parameter cannot both hold an answer", "output_config.format"
+        )
     return Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
 
 
 def _tools(tools: Sequence[dict[str, Any]], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
-    check_names(found)
+    check_unique_names(found)
     return found
 
 
@@ -291,7 +310,7 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
     if kind is not None and kind != "custom":
         message = f"'{where}': there is no tool '{str(kind)[:100]}' here; a tool has a name and an input_schema"
         raise ApiError(message, parameter=f"{where}.type", code="unsupported_parameter")
-    tool = convert(given, ToolDefinition, where)
+    tool = convert_value(given, AnthropicTool, where)
     for name, asks in (
         ("defer_loading", tool.defer_loading),
         ("allowed_callers", tool.allowed_callers not in (None, ["direct"])),
@@ -303,27 +322,29 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
 
 
-def check_names(tools: Sequence[Tool]) -> None:
+def check_unique_names(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
     for place, name in enumerate(names):
         if name in names[:place]:
-            raise invalid(f"two tools are called '{name}'", f"tools[{place}].name")
+            raise invalid_request(f"two tools are called '{name}'", f"tools[{place}].name")
 
 
-def _choosing(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
-    if choice is None or isinstance(choice, ChooseAuto):
+def _choosing(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+    if choice is None or isinstance(choice, AnthropicToolChoiceAuto):
         return "auto", None
-    if isinstance(choice, ChooseNone):
+    if isinstance(choice, AnthropicToolChoiceNone):
         return "none", None
     if not tools:
-        raise invalid("'tool_choice' asks for a call, and there are no tools", "tool_choice")
-    return "required", check_named(choice.name, tools) if isinstance(choice, ChooseTool) else None
+        raise invalid_request("'tool_choice' asks for a call, and there are no tools", "tool_choice")
+    return "required", check_named_tool(choice.name, tools) if isinstance(choice, AnthropicToolChoiceTool) else None
 
 
 # Messages
 
 
-def _messages(system: str | list[Text] | None, messages: Sequence[Turn], limits: RequestLimits) -> list[dict[str, Any]]:
+def _messages(
+    system: str | list[TextBlock] | None, messages: Sequence[AnthropicMessage], limits: RequestLimits
+) -> list[dict[str, Any]]:
     check_count("messages", len(messages), limits.messages)
     plain: list[dict[str, Any]] = []
     if system:
@@ -332,7 +353,7 @@ def _messages(system: str | list[Text] | None, messages: Sequence[Turn], limits:
     before = ""
     for place, message in enumerate(messages):
         where = f"messages[{place}].content"
-        blocks = [Text(message.content)] if isinstance(message.content, str) else message.content
+        blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         match message.role:
             case "assistant":
                 turn = _assistant(blocks, where)
@@ -362,20 +383,20 @@ def _add(plain: list[dict[str, Any]], turn: dict[str, Any]) -> None:
         last["tool_calls"] = last.get("tool_calls", []) + turn["tool_calls"]
 
 
-def _user(blocks: Sequence[Block], where: str, calls: dict[str, str]) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[ContentBlock], where: str, calls: dict[str, str]) -> list[dict[str, Any]]:
     if not blocks:
-        raise invalid(f"'{where}': a message needs content", where)
+        raise invalid_request(f"'{where}': a message needs content", where)
     results: list[dict[str, Any]] = []
-    rest: list[Block] = []
+    rest: list[ContentBlock] = []
     for place, block in enumerate(blocks):
-        if not isinstance(block, ToolResult):
+        if not isinstance(block, ToolResultBlock):
             rest.append(block)
             continue
         at = f"{where}[{place}]"
         name = calls.pop(block.tool_use_id, None)
         if name is None:
             message = f"'{at}': no call of the turn before has the id '{block.tool_use_id[:100]}' and no result yet"
-            raise invalid(message, f"{at}.tool_use_id")
+            raise invalid_request(message, f"{at}.tool_use_id")
         content = block.content or ""
         text = content if isinstance(content, str) else _joined(content, f"{at}.content")
         if block.is_error:
@@ -384,17 +405,17 @@ def _user(blocks: Sequence[Block], where: str, calls: dict[str, str]) -> list[di
     return [*results, {"role": "user", "content": _joined(rest, where)}] if rest else results
 
 
-def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
-    rest: list[Block] = []
+def _assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
+    rest: list[ContentBlock] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         match block:
-            case Thinking():
+            case ThinkingBlock():
                 reasoning.append(block.thinking)
-            case RedactedThinking():
+            case RedactedThinkingBlock():
                 pass
-            case ToolUse():
+            case ToolUseBlock():
                 calls.append({"id": block.id, "type": "function", "function": _function(block)})
             case _:
                 rest.append(block)
@@ -406,19 +427,19 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     return turn
 
 
-def _function(block: ToolUse) -> dict[str, Any]:
+def _function(block: ToolUseBlock) -> dict[str, Any]:
     raw = block.input.get(_RAW)
     return {"name": block.name, "arguments": raw if isinstance(raw, str) and len(block.input) == 1 else block.input}
 
 
-def _joined(blocks: Sequence[Block], where: str) -> str:
+def _joined(blocks: Sequence[ContentBlock], where: str) -> str:
     texts: list[str] = []
     for block in blocks:
-        if not isinstance(block, Text):
+        if not isinstance(block, TextBlock):
             kind = type(block).__struct_config__.tag
-            if isinstance(block, (Image, Document, SearchResult)):
-                raise invalid(f"'{where}': blocks of the type '{kind}' cannot be read, only text", where)
-            raise invalid(f"'{where}': a block of the type '{kind}' does not belong here", where)
+            if isinstance(block, (ImageBlock, DocumentBlock, SearchResultBlock)):
+                raise invalid_request(f"'{where}': blocks of the type '{kind}' cannot be read, only text", where)
+            raise invalid_request(f"'{where}': a block of the type '{kind}' does not belong here", where)
         texts.append(block.text)
     return "\n".join(texts)
 
@@ -426,7 +447,7 @@ def _joined(blocks: Sequence[Block], where: str) -> str:
 # Answers
 
 
-def whole_message(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
+def message_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
     choice = choices[0]
     return {
         **_head(exchange),
@@ -449,13 +470,13 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     if choice.content:
         blocks.append({"type": "text", "text": choice.content})
     for call in choice.calls:
-        found = object_of(call.arguments)
+        found = decode_arguments(call.arguments)
         given = {_RAW: call.arguments} if found is None else found
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
 
 
-def object_of(arguments: str) -> dict[str, Any] | None:
+def decode_arguments(arguments: str) -> dict[str, Any] | None:
     """A call's arguments; None where they are no JSON object. None at all are an empty one."""
     try:
         found: object = msgspec.json.decode(arguments or "{}")
@@ -495,7 +516,7 @@ class MessageStream:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._encode = msgspec.json.Encoder().encode
-        self._runs = Runs()
+        self._runs = BlockSplitter()
         self._index = -1  # of the block that is open, or was last
         self._called = False
         self._last = ChoiceDelta(0, finish="stop")
@@ -536,7 +557,7 @@ class MessageStream:
     def error(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + self._encode(error.anthropic()) + b"\n\n"
 
-    def _step(self, step: Step) -> bytes:
+    def _step(self, step: BlockEvent) -> bytes:
         if step.does == "begin":
             self._index += 1
             return self._event("content_block_start", index=self._index, content_block=_empty(step))
@@ -552,7 +573,7 @@ class MessageStream:
         return b"event: %b\ndata: %b\n\n" % (name.encode(), self._encode({"type": name, **fields}))
 
 
-def _empty(step: Step) -> dict[str, Any]:
+def _empty(step: BlockEvent) -> dict[str, Any]:
     """A block as it begins."""
     match step.kind:
         case "reasoning":
@@ -564,7 +585,7 @@ def _empty(step: Step) -> dict[str, Any]:
             return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": {}}
 
 
-def _delta(step: Step) -> dict[str, Any]:
+def _delta(step: BlockEvent) -> dict[str, Any]:
     match step.kind:
         case "reasoning":
             return {"type": "thinking_delta", "thinking": step.text}

@@ -18,11 +18,11 @@ from headrace.gateway.ledger.budgets import BudgetRefusal
 from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
-from headrace.server.api.vectors import Prepared
+from headrace.server.api.vectors import PreparedCall
 
 
-async def measured(
-    parts: Parts, caller: Caller, prepared: Prepared, endpoint: str, *, model: str = ""
+async def run_metered(
+    parts: Parts, caller: Caller, prepared: PreparedCall, endpoint: str, *, model: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answer, and headers beside it. ApiError where it is refused or fails."""
     served = prepared.work.served

@@ -16,14 +16,14 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.serving.exchange import Exchange
-from headrace.server.api.listing import listing
+from headrace.server.api.list_query import parse_list_query
 from headrace.server.api.response_store import ResponseStore
 from headrace.server.api.responses import (
-    TABLE,
-    ResponsesAsked,
+    RESPONSE_PARAMETERS,
+    ResponseRequest,
     ResponseStream,
-    read_response,
-    whole_response,
+    read_response_request,
+    response_body,
     with_history,
 )
 from headrace.server.api.text_endpoint import Dialect
@@ -39,7 +39,7 @@ log = structlog.stdlib.get_logger("headrace.responses")
 class Answered:
     """One response: its dialect, and what is kept of it."""
 
-    def __init__(self, found: ResponsesAsked, store: ResponseStore, tenant: str) -> None:
+    def __init__(self, found: ResponseRequest, store: ResponseStore, tenant: str) -> None:
         self._found = found
         self._store = store
         self._tenant = tenant
@@ -47,13 +47,13 @@ class Answered:
         self._stream: ResponseStream | None = None
 
     def dialect(self) -> Dialect:
-        return Dialect("response", TABLE, self._read, self._whole, self._events, keep=self._keep)
+        return Dialect("response", RESPONSE_PARAMETERS, self._read, self._whole, self._events, keep=self._keep)
 
     def _read(self, *_: object) -> TextRequest:
         return self._found.asked
 
     def _whole(self, exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
-        self._body = whole_response(exchange, choices, self._found)
+        self._body = response_body(exchange, choices, self._found)
         return self._body
 
     def _events(self, exchange: Exchange) -> EventWriter:
@@ -74,9 +74,9 @@ class Answered:
 
 async def read(
     body: bytes, headers: Mapping[str, str], limits: RequestLimits, store: ResponseStore, tenant: str
-) -> ResponsesAsked:
+) -> ResponseRequest:
     """What is asked, after the conversation that it goes on from."""
-    found = read_response(body, headers, limits)
+    found = read_response_request(body, headers, limits)
     if found.previous is None:
         return found
     earlier = await store.get(found.previous, tenant)
@@ -106,12 +106,12 @@ def routes(app_of: Callable[[], App], store: ResponseStore) -> tuple[Route, ...]
         await app_of().reply(call, Response.json({"id": id, "object": "response", "deleted": True}))
 
     async def items(call: ApiCall) -> None:
-        asked = listing(call, ("after", "limit", "order"))
+        asked = parse_list_query(call, ("after", "limit", "order"))
         page = await store.items(call.params["response"], call.caller.tenant, **asked)
         await app_of().reply(call, Response.json(page.as_json(lambda item: item)))
 
     return (
-        Route("POST", "/v1/responses", create, "Answer, in items that can be gone on from.", TABLE),
+        Route("POST", "/v1/responses", create, "Answer, in items that can be gone on from.", RESPONSE_PARAMETERS),
         Route("GET", "/v1/responses/{response}", retrieve, "A stored response."),
         Route("DELETE", "/v1/responses/{response}", delete, "Remove it."),
         Route("GET", "/v1/responses/{response}/input_items", items, "The conversation up to it."),

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from headrace.config import RequestLimits
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.server.api.common_parameters import check_count
-from headrace.server.api.messages import object_of
-from headrace.server.http.body_parameters import convert
+from headrace.server.api.messages import decode_arguments
+from headrace.server.http.body_parameters import convert_value
 
 _TEXTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
@@ -29,7 +29,7 @@ class MessageItem(Struct, forbid_unknown_fields=True):
     phase: str | None = None
 
 
-class CallItem(Struct, forbid_unknown_fields=True):
+class FunctionCallItem(Struct, forbid_unknown_fields=True):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -39,7 +39,7 @@ class CallItem(Struct, forbid_unknown_fields=True):
     parsed_arguments: Any = None  # the client's own
 
 
-class ResultItem(Struct, forbid_unknown_fields=True):
+class FunctionOutputItem(Struct, forbid_unknown_fields=True):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[dict[str, Any]]
@@ -57,7 +57,7 @@ class ReasoningItem(Struct, forbid_unknown_fields=True):
     status: str | None = None
 
 
-class ItemPart(Struct, forbid_unknown_fields=True):
+class ItemContentPart(Struct, forbid_unknown_fields=True):
     """A part of an item's content, other than a refusal."""
 
     type: str
@@ -68,7 +68,7 @@ class ItemPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None  # common prefixes are found without it
 
 
-def items_of(given: str | list[dict[str, Any]], limits: RequestLimits, *, least: int) -> list[dict[str, Any]]:
+def parse_items(given: str | list[dict[str, Any]], limits: RequestLimits, *, least: int) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     check_count("input", len(given), limits.messages, least=least)
@@ -77,28 +77,28 @@ def items_of(given: str | list[dict[str, Any]], limits: RequestLimits, *, least:
 
 def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
     """An item as it is kept: checked, with its type and an id, its content as parts."""
-    given = without_nulls(given)
+    given = drop_nulls(given)
     kind = given.get("type", "message")
     match kind:
         case "message":
-            message: MessageItem = convert(given, MessageItem, where)
+            message: MessageItem = convert_value(given, MessageItem, where)
             own = "output_text" if message.role == "assistant" else "input_text"
             content = message.content
-            parts = [part_of(own, content)] if isinstance(content, str) else _parts(content, f"{where}.content")
+            parts = [content_part(own, content)] if isinstance(content, str) else _parts(content, f"{where}.content")
             found = {"id": message.id or new_id("msg"), "role": message.role, "content": parts}
             return {"type": kind, "status": message.status or "completed", **found}
         case "function_call":
-            call: CallItem = convert(given, CallItem, where)
+            call: FunctionCallItem = convert_value(given, FunctionCallItem, where)
             found = {"id": call.id or new_id("fc"), "call_id": call.call_id, "name": call.name}
             return {"type": kind, "status": call.status or "completed", **found, "arguments": call.arguments}
         case "function_call_output":
-            result: ResultItem = convert(given, ResultItem, where)
+            result: FunctionOutputItem = convert_value(given, FunctionOutputItem, where)
             output = result.output
             output = output if isinstance(output, str) else _parts(output, f"{where}.output")
             found = {"id": result.id or new_id("fco"), "call_id": result.call_id, "output": output}
             return {"type": kind, "status": result.status or "completed", **found}
         case "reasoning":
-            reasoning: ReasoningItem = convert(given, ReasoningItem, where)
+            reasoning: ReasoningItem = convert_value(given, ReasoningItem, where)
             parts = _parts(reasoning.content, f"{where}.content")
             summary = _parts(reasoning.summary, f"{where}.summary")
             return {"type": kind, "id": reasoning.id or new_id("rs"), "summary": summary, "content": parts}
@@ -114,22 +114,24 @@ def _parts(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for place, each in enumerate(given):
         at = f"{where}[{place}]"
-        part = without_nulls(each)
+        part = drop_nulls(each)
         kind = part.get("type")
         if kind == "refusal" and isinstance(part.get("refusal"), str):
-            parts.append(part_of("output_text", part["refusal"]))
+            parts.append(content_part("output_text", part["refusal"]))
             continue
         if kind not in _TEXTS:
-            raise invalid(f"'{at}': parts of the type '{str(kind)[:100]}' cannot be read, only text", f"{at}.type")
-        parts.append(part_of(kind, convert(part, ItemPart, at).text))
+            raise invalid_request(
+                f"'{at}': parts of the type '{str(kind)[:100]}' cannot be read, only text", f"{at}.type"
+            )
+        parts.append(content_part(kind, convert_value(part, ItemContentPart, at).text))
     return parts
 
 
-def part_of(kind: str, text: str) -> dict[str, Any]:
+def content_part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
 
 
-def without_nulls(given: Any) -> Any:
+def drop_nulls(given: Any) -> Any:
     """Clients' own dumps of items name every field that there is; a null is the same as an absent one."""
     if not isinstance(given, dict):
         return given
@@ -141,7 +143,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
 
 
-def messages_of(instructions: str | None, items: Sequence[Any], *, whole: bool) -> list[dict[str, Any]]:
+def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: bool) -> list[dict[str, Any]]:
     """`whole`: no earlier items are to come, so that every result is of a call among these."""
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -161,7 +163,7 @@ def messages_of(instructions: str | None, items: Sequence[Any], *, whole: bool) 
                 if text := _text_of(item["content"] or item["summary"]):
                     _append(_assistant(messages), "reasoning_content", text)
             case "function_call":
-                function = {"name": item["name"], "arguments": object_of(item["arguments"])}
+                function = {"name": item["name"], "arguments": decode_arguments(item["arguments"])}
                 if function["arguments"] is None:
                     function["arguments"] = item["arguments"]
                 calls[item["call_id"]] = item["name"]
@@ -175,7 +177,7 @@ def messages_of(instructions: str | None, items: Sequence[Any], *, whole: bool) 
 def _result(item: Mapping[str, Any], calls: Mapping[str, str], *, whole: bool) -> dict[str, Any]:
     id, output = item["call_id"], item["output"]
     if whole and id not in calls:
-        raise invalid(f"'input': there is no function call with the call_id '{id[:100]}'", "input")
+        raise invalid_request(f"'input': there is no function call with the call_id '{id[:100]}'", "input")
     content = output if isinstance(output, str) else _text_of(output)
     named = {"name": calls[id]} if id in calls else {}
     return {"role": "tool", "content": content, "tool_call_id": id, **named}
@@ -202,10 +204,10 @@ def reasoning_item(id: str, text: str) -> dict[str, Any]:
 
 
 def message_item(id: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    content = [{**part_of("output_text", text), "logprobs": logprobs}]
+    content = [{**content_part("output_text", text), "logprobs": logprobs}]
     return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": content}
 
 
-def call_item(id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def function_call_item(id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
     found = {"call_id": call_id, "name": name, "arguments": arguments}
     return {"id": id, "type": "function_call", "status": "completed", **found}

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import Database, ListPage, check_listing, rows_of
 
 _LIST_MOST: Final = 100
@@ -82,7 +82,7 @@ class ResponseStore:
         if after is not None:
             places = [place for place, item in enumerate(items) if isinstance(item, dict) and item.get("id") == after]  # pyright: ignore[reportUnknownMemberType]
             if not places:
-                raise invalid("there is nothing with this id to list from", "after")
+                raise invalid_request("there is nothing with this id to list from", "after")
             items = items[places[0] + 1 :]
         return ListPage(items[:limit], len(items) > limit)
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -33,31 +33,31 @@ from headrace.gateway.requests.text_request import (
     ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
-from headrace.server.api.chat_completions import Name, check_named
+from headrace.server.api.block_events import BlockEvent, BlockSplitter
+from headrace.server.api.chat_completions import ToolName, check_named_tool
 from headrace.server.api.common_parameters import (
     EXTRAS,
     HOSTED,
     SAMPLING,
     STREAM,
-    asked_extras,
+    build_sampling,
     check_count,
-    guided,
-    sampling_of,
-    stops_of,
+    extra_fields,
+    guided_grammar,
+    parse_stops,
 )
-from headrace.server.api.content_blocks import Runs, Step
-from headrace.server.api.messages import check_names
+from headrace.server.api.messages import check_unique_names
 from headrace.server.api.response_items import (
-    call_item,
-    items_of,
+    content_part,
+    drop_nulls,
+    function_call_item,
+    items_to_messages,
     message_item,
-    messages_of,
     new_id,
-    part_of,
+    parse_items,
     reasoning_item,
-    without_nulls,
 )
-from headrace.server.http.body_parameters import Parameter, Table, convert, read
+from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value, parse_body
 
 _HOSTED_TOOLS: Final = "the server runs no tools itself"
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -66,47 +66,47 @@ _REASONS: Final = {"length": "max_output_tokens", "deadline": "deadline"}  # the
 _FAILURES: Final = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 
-class FlatFunctionTool(Struct, forbid_unknown_fields=True):
+class ResponseTool(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ChooseFunction(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+class ResponseToolChoiceFunction(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     name: str
 
 
-class ChooseAllowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+class ResponseToolChoiceAllowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: list[ChooseFunction]
+    tools: list[ResponseToolChoiceFunction]
 
 
-ToolChoice = Literal["auto", "none", "required"] | ChooseFunction | ChooseAllowed
+ResponseToolChoice = Literal["auto", "none", "required"] | ResponseToolChoiceFunction | ResponseToolChoiceAllowed
 
 
-class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class PlainTextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     pass
 
 
-class ObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
     pass
 
 
-class FlatSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
 
 
-class TextConfig(Struct, forbid_unknown_fields=True):
-    format: TextFormat | ObjectFormat | FlatSchemaFormat | None = None
+class ResponseTextConfig(Struct, forbid_unknown_fields=True):
+    format: PlainTextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None  # the models served here have no such setting
 
 
-class Reasoning(Struct, forbid_unknown_fields=True):
+class ReasoningConfig(Struct, forbid_unknown_fields=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -118,7 +118,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-TABLE: Final[Table] = {
+RESPONSE_PARAMETERS: Final[ParameterTable] = {
     "model": Parameter("The model that answers; the configured one where none is named.", str),
     "input": Parameter(
         "A text, or items: message, function_call, function_call_output, reasoning.",
@@ -140,14 +140,15 @@ TABLE: Final[Table] = {
         "Functions that the model may call. Without strict: true none is held to its schema.", list[Any]
     ),
     "tool_choice": Parameter(
-        "auto, none, required, a function that must be called, or allowed_tools: those that are offered.", ToolChoice
+        "auto, none, required, a function that must be called, or allowed_tools: those that are offered.",
+        ResponseToolChoice,
     ),
     "parallel_tool_calls": Parameter("Whether several calls may be made in one answer.", bool),
-    "text": Parameter("format: text, a JSON object, or JSON of a schema.", TextConfig),
+    "text": Parameter("format: text, a JSON object, or JSON of a schema.", ResponseTextConfig),
     "reasoning": Parameter(
         "effort: `none` asks a model that can reason first not to; others go to the chat template, as "
         "reasoning_effort. summary is accepted: reasoning is told as it is, not summed up.",
-        Reasoning,
+        ReasoningConfig,
     ),
     "stream": STREAM["stream"],
     "stream_options": Parameter("include_obfuscation is accepted; nothing is padded.", ResponseStreamOptions),
@@ -171,7 +172,7 @@ TABLE: Final[Table] = {
 }
 
 
-class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`asked` has the messages of the new items alone until `with_history` puts the earlier ones before them."""
 
     asked: TextRequest
@@ -182,40 +183,40 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     most: int  # items
 
 
-def read_response(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> ResponsesAsked:
-    return response_of(read(body, TABLE), headers, limits)
+def read_response_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> ResponseRequest:
+    return build_response_request(parse_body(body, RESPONSE_PARAMETERS), headers, limits)
 
 
-def response_of(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> ResponsesAsked:
+def build_response_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> ResponseRequest:
     """`given`: converted by the table."""
     if "stream_options" in given and not given.get("stream"):
-        raise invalid("'stream_options' goes with stream: true", "stream_options")
+        raise invalid_request("'stream_options' goes with stream: true", "stream_options")
     tools = _tools(given.get("tools", []), limits)
-    choice: ToolChoice = given.get("tool_choice", "auto")
+    choice: ResponseToolChoice = given.get("tool_choice", "auto")
     choosing, only, offered = _choosing(choice, tools)
     previous: str | None = given.get("previous_response_id")
-    items = items_of(given["input"], limits, least=0 if previous is not None else 1)
-    reasoning: Reasoning = given.get("reasoning") or Reasoning()
-    text: TextConfig = given.get("text") or TextConfig()
+    items = parse_items(given["input"], limits, least=0 if previous is not None else 1)
+    reasoning: ReasoningConfig = given.get("reasoning") or ReasoningConfig()
+    text: ResponseTextConfig = given.get("text") or ResponseTextConfig()
     own = dict(given)
     if reasoning.effort not in (None, "none"):
         own["chat_template_kwargs"] = {"reasoning_effort": reasoning.effort, **given.get("chat_template_kwargs", {})}
     asked = TextRequest(
         model=given.get("model", ""),
-        messages=messages_of(given.get("instructions"), items, whole=previous is None),
+        messages=items_to_messages(given.get("instructions"), items, whole=previous is None),
         tools=offered,
         choosing=choosing,
         only_tool=only,
         parallel_calls=given.get("parallel_tool_calls", True),
         grammar=_grammar(given, text),
         think=None if reasoning.effort is None else reasoning.effort != "none",
-        sampling=sampling_of(given, logprobs=_logprobs_wanted(given, limits)),
+        sampling=build_sampling(given, logprobs=_logprobs_wanted(given, limits)),
         max_tokens=given.get("max_output_tokens"),
-        stop=stops_of(given.get("stop"), limits),
+        stop=parse_stops(given.get("stop"), limits),
         stream=given.get("stream", False),
-        **asked_extras(own, headers),
+        **extra_fields(own, headers),
     )
-    return ResponsesAsked(
+    return ResponseRequest(
         asked=asked,
         store=given.get("store", True),
         previous=previous,
@@ -225,11 +226,11 @@ def response_of(given: dict[str, Any], headers: Mapping[str, str], limits: Reque
     )
 
 
-def with_history(found: ResponsesAsked, earlier_items: Sequence[Any]) -> ResponsesAsked:
+def with_history(found: ResponseRequest, earlier_items: Sequence[Any]) -> ResponseRequest:
     """Going on from an earlier response: its items, then its output. Its instructions are not carried over."""
     items = [*earlier_items, *found.items]
     check_count("input", len(items), found.most)
-    messages = messages_of(found.told["instructions"], items, whole=True)
+    messages = items_to_messages(found.told["instructions"], items, whole=True)
     return replace(found, items=items, asked=found.asked.but(messages=messages))
 
 
@@ -240,13 +241,13 @@ def _logprobs_wanted(given: Mapping[str, Any], limits: RequestLimits) -> int | N
     return 0 if _LOGPROBS in given.get("include", ()) else None
 
 
-def _grammar(given: Mapping[str, Any], text: TextConfig) -> Grammar | None:
-    other = guided(given)
-    if text.format is None or isinstance(text.format, TextFormat):
+def _grammar(given: Mapping[str, Any], text: ResponseTextConfig) -> Grammar | None:
+    other = guided_grammar(given)
+    if text.format is None or isinstance(text.format, PlainTextFormat):
         return other
     if other is not None:
-        raise invalid("'text.format' and a guided_* parameter cannot both hold an answer", "text.format")
-    if isinstance(text.format, ObjectFormat):
+        raise invalid_request("'text.format' and a guided_* parameter cannot both hold an answer", "text.format")
+    if isinstance(text.format, JsonObjectFormat):
         return Grammar("json_object")
     return Grammar("json_schema", msgspec.json.encode(text.format.schema).decode())
 
@@ -254,31 +255,33 @@ def _grammar(given: Mapping[str, Any], text: TextConfig) -> Grammar | None:
 def _tools(tools: Sequence[Any], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
     found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
-    check_names(found)
+    check_unique_names(found)
     return found
 
 
 def _tool(given: Any, where: str) -> Tool:
-    given = without_nulls(given)
+    given = drop_nulls(given)
     kind = given.get("type", "function") if isinstance(given, dict) else "function"  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if kind != "function":
         message = f"'{where}': there is no tool '{str(kind)[:100]}' here, only functions"  # pyright: ignore[reportUnknownArgumentType]
         raise ApiError(message, parameter=f"{where}.type", code="unsupported_parameter")
-    tool = convert(given, FlatFunctionTool, where)
+    tool = convert_value(given, ResponseTool, where)
     return Tool(tool.name, tool.description, tool.parameters, bool(tool.strict))
 
 
-def _choosing(choice: ToolChoice, tools: tuple[Tool, ...]) -> tuple[ToolChoiceMode, str | None, tuple[Tool, ...]]:
+def _choosing(
+    choice: ResponseToolChoice, tools: tuple[Tool, ...]
+) -> tuple[ToolChoiceMode, str | None, tuple[Tool, ...]]:
     """How to choose, the one function where it must be one, and the tools that are offered."""
     if choice in ("auto", "none"):
         return "auto" if choice == "auto" else "none", None, tools
     if not tools:
-        raise invalid("'tool_choice' asks for a call, and there are no tools", "tool_choice")
-    if isinstance(choice, ChooseFunction):
-        return "required", check_named(choice.name, tools), tools
-    if isinstance(choice, ChooseAllowed):
+        raise invalid_request("'tool_choice' asks for a call, and there are no tools", "tool_choice")
+    if isinstance(choice, ResponseToolChoiceFunction):
+        return "required", check_named_tool(choice.name, tools), tools
+    if isinstance(choice, ResponseToolChoiceAllowed):
         check_count("tool_choice.tools", len(choice.tools), len(tools))
-        allowed = {check_named(each.name, tools) for each in choice.tools}
+        allowed = {check_named_tool(each.name, tools) for each in choice.tools}
         return choice.mode, None, tuple(tool for tool in tools if tool.name in allowed)
     return "required", None, tools
 
@@ -290,9 +293,9 @@ def _told(
     given: Mapping[str, Any],
     asked: TextRequest,
     tools: Sequence[Tool],
-    choice: ToolChoice,
-    reasoning: Reasoning,
-    text: TextConfig,
+    choice: ResponseToolChoice,
+    reasoning: ReasoningConfig,
+    text: ResponseTextConfig,
 ) -> dict[str, Any]:
     chosen = msgspec.to_builtins(choice)
     return {
@@ -309,7 +312,7 @@ def _told(
         "service_tier": "default",
         "store": given.get("store", True),
         "temperature": asked.sampling.temperature,
-        "text": {"format": msgspec.to_builtins(text.format or TextFormat()), "verbosity": "medium"},
+        "text": {"format": msgspec.to_builtins(text.format or PlainTextFormat()), "verbosity": "medium"},
         "tool_choice": chosen,
         "tools": [
             {
@@ -336,7 +339,7 @@ def output_items(choice: Choice) -> list[dict[str, Any]]:
         # The tokens of the reasoning came first.
         logprobs = (choice.logprobs or [])[choice.usage.reasoning_tokens :]
         items.append(message_item(new_id("msg"), choice.content, [_logprob(each) for each in logprobs]))
-    items += [call_item(new_id("fc"), call.id, call.name, call.arguments) for call in choice.calls]
+    items += [function_call_item(new_id("fc"), call.id, call.name, call.arguments) for call in choice.calls]
     if items and choice.finish in _CUT:
         items[-1]["status"] = "incomplete"
     return items
@@ -347,13 +350,13 @@ def _logprob(each: TokenLogprob) -> dict[str, Any]:
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes), "top_logprobs": top}
 
 
-def whole_response(exchange: Exchange, choices: Sequence[Choice], found: ResponsesAsked) -> dict[str, Any]:
+def response_body(exchange: Exchange, choices: Sequence[Choice], found: ResponseRequest) -> dict[str, Any]:
     choice = choices[0]
     return _ended(exchange, found, output_items(choice), choice.finish, choice.usage)
 
 
 def _ended(
-    exchange: Exchange, found: ResponsesAsked, output: list[dict[str, Any]], finish: FinishReason, usage: TokenUsage
+    exchange: Exchange, found: ResponseRequest, output: list[dict[str, Any]], finish: FinishReason, usage: TokenUsage
 ) -> dict[str, Any]:
     cut = finish in _CUT
     return {
@@ -365,7 +368,7 @@ def _ended(
     }
 
 
-def _response(exchange: Exchange, found: ResponsesAsked, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _response(exchange: Exchange, found: ResponseRequest, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": f"resp_{exchange.id}",
         "object": "response",
@@ -393,7 +396,7 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
 class ResponseStream:
     """The events of one exchange. After its end `response` is the final one and `items` its output."""
 
-    def __init__(self, exchange: Exchange, found: ResponsesAsked) -> None:
+    def __init__(self, exchange: Exchange, found: ResponseRequest) -> None:
         self.response: dict[str, Any] | None = None
         self.items: list[dict[str, Any]] = []  # those that are finished
         self._exchange = exchange
@@ -401,7 +404,7 @@ class ResponseStream:
         self._encode = msgspec.json.Encoder().encode
         self._number = 0  # of the next event
         self._begun = False
-        self._runs = Runs()
+        self._runs = BlockSplitter()
         self._open: dict[str, Any] = {}  # the item under way
         self._texts: list[str] = []  # its text, or its arguments
         self._logprobs: list[dict[str, Any]] = []  # of its text; those from `_unsent` on are not told yet
@@ -450,7 +453,7 @@ class ResponseStream:
         self.response = {**_response(self._exchange, self._found, "failed", self.items), "error": failure}
         return self._event("response.failed", response=self.response)
 
-    def _step(self, step: Step, *, status: str = "completed") -> bytes:
+    def _step(self, step: BlockEvent, *, status: str = "completed") -> bytes:
         match step.does:
             case "begin":
                 return self._begin(step)
@@ -460,26 +463,26 @@ class ResponseStream:
             case "end":
                 return self._end(step, status)
 
-    def _begin(self, step: Step) -> bytes:
+    def _begin(self, step: BlockEvent) -> bytes:
         self._texts.clear()
         part: dict[str, Any] | None = None
         match step.kind:
             case "reasoning":
                 self._open = {**reasoning_item(new_id("rs"), ""), "content": []}
-                part = part_of("reasoning_text", "")
+                part = content_part("reasoning_text", "")
             case "text":
                 self._open = {**message_item(new_id("msg"), "", []), "content": []}
-                part = part_of("output_text", "")
+                part = content_part("output_text", "")
             case "call":
                 assert step.call is not None
-                self._open = call_item(new_id("fc"), step.call.id or "", step.call.name or "", "")
+                self._open = function_call_item(new_id("fc"), step.call.id or "", step.call.name or "", "")
         added = {**self._open, "status": "in_progress"}
         found = self._event("response.output_item.added", output_index=len(self.items), item=added)
         if part is not None:
             found += self._in_item("response.content_part.added", content_index=0, part=part)
         return found
 
-    def _more(self, step: Step) -> bytes:
+    def _more(self, step: BlockEvent) -> bytes:
         match step.kind:
             case "reasoning":
                 return self._in_item("response.reasoning_text.delta", content_index=0, delta=step.text)
@@ -490,7 +493,7 @@ class ResponseStream:
             case "call":
                 return self._in_item("response.function_call_arguments.delta", delta=step.text)
 
-    def _end(self, step: Step, status: str) -> bytes:
+    def _end(self, step: BlockEvent, status: str) -> bytes:
         text = "".join(self._texts)
         id = self._open["id"]
         match step.kind:
@@ -503,7 +506,7 @@ class ResponseStream:
                 found = self._in_item("response.output_text.done", content_index=0, text=text, logprobs=told)
             case "call":
                 name = self._open["name"]
-                item = call_item(id, self._open["call_id"], name, text)
+                item = function_call_item(id, self._open["call_id"], name, text)
                 found = self._in_item("response.function_call_arguments.done", name=name, arguments=text)
         if step.kind != "call":
             found += self._in_item("response.content_part.done", content_index=0, part=item["content"][0])

@@ -21,7 +21,7 @@ from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartD
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.http.api_call import ApiCall, GoneError, Response
-from headrace.server.http.body_parameters import Table
+from headrace.server.http.body_parameters import ParameterTable
 
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Parts
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class Dialect(msgspec.Struct, frozen=True):
     name: str
-    table: Table
+    table: ParameterTable
     read: Callable[[bytes, Mapping[str, str], RequestLimits], TextRequest]
     whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
     events: Callable[[Exchange], EventWriter]
@@ -39,7 +39,7 @@ class Dialect(msgspec.Struct, frozen=True):
     relays: bool = False  # an upstream's own events are ours
 
 
-async def answer_whole(exchange: Exchange, dialect: Dialect, parts: Parts) -> dict[str, Any]:
+async def answer_in_full(exchange: Exchange, dialect: Dialect, parts: Parts) -> dict[str, Any]:
     """The body of an answer, for a caller that has no connection to watch, such as a batch."""
     way = Way(exchange, parts)
     with _settling(way):

@@ -12,24 +12,26 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from headrace.config import RequestLimits
-from headrace.gateway.api_errors import invalid
+from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
-from headrace.server.api.chat_completions import Message, messages_of
-from headrace.server.http.body_parameters import Parameter, Table
+from headrace.server.api.chat_completions import ChatMessage, template_messages
+from headrace.server.http.body_parameters import Parameter, ParameterTable
 
 _LIMITS: Final = RequestLimits()
 _MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
-TOKENIZE: Final[Table] = {
+TOKENIZE_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "prompt": Parameter("A text; or else `messages`.", str),
-    "messages": Parameter("A chat, put through the model's template.", Annotated[list[Message], Meta(min_length=1)]),
+    "messages": Parameter(
+        "A chat, put through the model's template.", Annotated[list[ChatMessage], Meta(min_length=1)]
+    ),
     "add_generation_prompt": Parameter("Whether the chat ends where the model is to speak.", bool),
     "add_special_tokens": Parameter("Whether a text gets the model's beginning and end.", bool),
     "return_token_strs": Parameter("Whether each token's text is reported too.", bool),
 }
-DETOKENIZE: Final[Table] = {
+DETOKENIZE_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "tokens": Parameter("Token ids.", list[Annotated[int, Meta(ge=0)]], required=True),
 }
@@ -37,13 +39,13 @@ DETOKENIZE: Final[Table] = {
 
 async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str, Any]:
     if ("prompt" in given) == ("messages" in given):
-        raise invalid("give either 'prompt' or 'messages'", "prompt")
+        raise invalid_request("give either 'prompt' or 'messages'", "prompt")
     tokenizer = served.own_tokenizer
     if tokenizer is None:
         raise no_tokens(served.name)
     if "messages" in given:
         ends = given.get("add_generation_prompt", True)
-        text = tokenizer.apply_template(messages_of(given["messages"], _LIMITS), add_generation_prompt=ends)
+        text = tokenizer.apply_template(template_messages(given["messages"], _LIMITS), add_generation_prompt=ends)
         tokens = await tokens_of(served, text, "messages", whole=True)
     else:
         whole = not given.get("add_special_tokens", True)
@@ -60,5 +62,5 @@ async def detokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[st
         raise no_tokens(served.name)
     for token in tokens:
         if token >= tokenizer.vocab_size:
-            raise invalid(f"there is no token {token}", "tokens")
+            raise invalid_request(f"there is no token {token}", "tokens")
     return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}

@@ -20,20 +20,20 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from headrace.config import RequestLimits
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.server.api.common_parameters import EXTRAS, check_count
-from headrace.server.api.completions import prompts_of
-from headrace.server.http.body_parameters import Parameter, Table
+from headrace.server.api.completions import parse_prompts
+from headrace.server.http.body_parameters import Parameter, ParameterTable
 
 _OWN: Final = {name: EXTRAS[name] for name in ("surface", "priority", "user")}
 _MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
-EMBEDDINGS: Final[Table] = {
+EMBEDDINGS_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "input": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
     "encoding_format": Parameter(
@@ -42,7 +42,7 @@ EMBEDDINGS: Final[Table] = {
     "dimensions": Parameter("Keeps the first so many numbers, scaled to the length of 1.", Annotated[int, Meta(ge=1)]),
     **_OWN,
 }
-RERANK: Final[Table] = {
+RERANK_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "query": Parameter("What is looked for.", str, required=True),
     "documents": Parameter(
@@ -54,7 +54,7 @@ RERANK: Final[Table] = {
     "rank_fields": Parameter("", refused="a document is its `text`", harmless=(["text"],)),
     **_OWN,
 }
-SCORE: Final[Table] = {
+SCORE_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "prompt": Parameter("The text before, or one for each of `continuations`.", str | list[str], required=True),
     "continuations": Parameter(
@@ -65,7 +65,7 @@ SCORE: Final[Table] = {
 }
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class PreparedCall(msgspec.Struct, frozen=True):
     """A call that was read and counted, and found to be right. Nothing of it runs before `run`."""
 
     work: TextEvaluation
@@ -105,16 +105,16 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
 # Embeddings
 
 
-async def prepared_embeddings(
+async def prepare_embeddings(
     served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
-) -> Prepared:
-    texts = prompts_of(given["input"], "input", limits.texts)
+) -> PreparedCall:
+    texts = parse_prompts(given["input"], "input", limits.texts)
     dimensions: int | None = given.get("dimensions")
     _check_dimensions(dimensions, served.width)
     work = TextEvaluation(served, caller, given)
     await work.take({f"input[{place}]": text for place, text in enumerate(texts)})
     plain = given.get("encoding_format", "float") == "float"
-    return Prepared(work, partial(_embeddings, work, dimensions, plain=plain))
+    return PreparedCall(work, partial(_embeddings, work, dimensions, plain=plain))
 
 
 async def _embeddings(work: TextEvaluation, dimensions: int | None, *, plain: bool) -> dict[str, Any]:
@@ -136,7 +136,7 @@ async def _embeddings(work: TextEvaluation, dimensions: int | None, *, plain: bo
 def _check_dimensions(dimensions: int | None, width: int) -> None:
     """`width`: 0 where it is not known yet."""
     if dimensions is not None and width and dimensions > width:
-        raise invalid(f"'dimensions' must be 1 to {width}, not {dimensions}", "dimensions")
+        raise invalid_request(f"'dimensions' must be 1 to {width}, not {dimensions}", "dimensions")
 
 
 def _base64(vector: NDArray[np.float32]) -> str:
@@ -146,16 +146,16 @@ def _base64(vector: NDArray[np.float32]) -> str:
 # Rerank
 
 
-async def prepared_rerank(
+async def prepare_rerank(
     served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
-) -> Prepared:
+) -> PreparedCall:
     """By the cosine between the embeddings of the query and of each document."""
     documents = [_document(each, place) for place, each in enumerate(given["documents"])]
     check_count("documents", len(documents), limits.texts)
     work = TextEvaluation(served, caller, given)
     named = {f"documents[{place}]": document for place, document in enumerate(documents)}
     await work.take({"query": given["query"], **named})
-    return Prepared(work, partial(_rerank, work, documents, given))
+    return PreparedCall(work, partial(_rerank, work, documents, given))
 
 
 async def _rerank(work: TextEvaluation, documents: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,16 +175,16 @@ def _document(document: str | dict[str, str], place: int) -> str:
     if isinstance(document, str):
         return document
     if set(document) != {"text"}:
-        raise invalid(f"'documents[{place}]' must be a text, or an object with a text", f"documents[{place}]")
+        raise invalid_request(f"'documents[{place}]' must be a text, or an object with a text", f"documents[{place}]")
     return document["text"]
 
 
 # Score
 
 
-async def prepared_score(
+async def prepare_score(
     served: ServedVariant, caller: Caller, given: Mapping[str, Any], limits: RequestLimits
-) -> Prepared:
+) -> PreparedCall:
     """The log-probability of each continuation after its prompt."""
     if served.upstream is not None:
         raise ApiError(
@@ -193,13 +193,13 @@ async def prepared_score(
             code="unsupported_parameter",
         )
     if served.kind != "decoder":
-        raise invalid(f"'{served.name}' makes embeddings; a score needs a model that writes", "model")
+        raise invalid_request(f"'{served.name}' makes embeddings; a score needs a model that writes", "model")
     continuations: list[str] = given["continuations"]
     check_count("continuations", len(continuations), limits.texts)
     prompts = given["prompt"]
     before = [prompts] * len(continuations) if isinstance(prompts, str) else prompts
     if len(before) != len(continuations):
-        raise invalid("'prompt' must be one text, or as many as there are continuations", "prompt")
+        raise invalid_request("'prompt' must be one text, or as many as there are continuations", "prompt")
     work = TextEvaluation(served, caller, given)
     for place, (prompt, text) in enumerate(zip(before, continuations, strict=True)):
         # Cut as one text: what comes before may change where the first token of the rest begins.
@@ -209,7 +209,7 @@ async def prepared_score(
             raise ApiError("a continuation has no tokens of its own", parameter=f"continuations[{place}]")
         work.add(whole, "score", score_from=len(start))
         await asyncio.sleep(0)
-    return Prepared(work, partial(_score, work, tokens=bool(given.get("return_tokens"))))
+    return PreparedCall(work, partial(_score, work, tokens=bool(given.get("return_tokens"))))
 
 
 async def _score(work: TextEvaluation, *, tokens: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.serving.exchange import Caller
 from headrace.server.http.request_cycle import BODY, GONE, PUSH
 
@@ -83,7 +83,7 @@ class ApiCall:
         try:
             pairs = parse_qsl(self.scope["query_string"].decode("ascii"), keep_blank_values=True, max_num_fields=32)
         except (UnicodeDecodeError, ValueError):
-            raise invalid("the query cannot be read") from None
+            raise invalid_request("the query cannot be read") from None
         return dict(pairs)
 
     async def body(self, most: int, seconds: float) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 # What msgspec says of an object's field, which it does not count as a part of the path.
@@ -27,30 +27,32 @@ class Parameter(msgspec.Struct, frozen=True):
     harmless: tuple[Any, ...] = ()  # values of a refused parameter that ask for nothing, and so pass
 
 
-Table = Mapping[str, Parameter]
+ParameterTable = Mapping[str, Parameter]
 
 
-def read(body: bytes, table: Table) -> dict[str, Any]:
+def parse_body(body: bytes, table: ParameterTable) -> dict[str, Any]:
     """The parameters that are there, converted. ApiError for a body that is no JSON object, and for the first parameter
     that is unknown, refused, missing or wrong."""
-    return converted(json_object(body), table)
+    return parse_parameters(parse_json_object(body), table)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes) -> dict[str, Any]:
     if not body:
-        raise invalid("the body is empty; it must be a JSON object")
+        raise invalid_request("the body is empty; it must be a JSON object")
     try:
         found: object = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise invalid_request(f"the body is not JSON: {error}", code="invalid_json") from None
     except (RecursionError, UnicodeDecodeError):
-        raise invalid("the body is not JSON: it is nested too deep, or not UTF-8", code="invalid_json") from None
+        raise invalid_request(
+            "the body is not JSON: it is nested too deep, or not UTF-8", code="invalid_json"
+        ) from None
     if not isinstance(found, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
+        raise invalid_request("the body must be a JSON object", code="invalid_json")
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
-def converted(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def parse_parameters(values: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in values.items():
         parameter = table.get(name)
@@ -64,14 +66,14 @@ def converted(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
                     f"'{name}' is not supported: {parameter.refused}", parameter=name, code="unsupported_parameter"
                 )
             continue
-        result[name] = convert(value, parameter.type, name)
+        result[name] = convert_value(value, parameter.type, name)
     for name, parameter in table.items():
         if parameter.required and name not in result:
             raise ApiError(f"'{name}' is missing", parameter=name, code="missing_required_parameter")
     return result
 
 
-def convert(value: Any, wanted: Any, name: str) -> Any:
+def convert_value(value: Any, wanted: Any, name: str) -> Any:
     """A value of a type; ApiError that says where in it the mistake is."""
     try:
         return msgspec.convert(value, wanted)
@@ -87,18 +89,18 @@ def _wrong(message: str, name: str) -> ApiError:
     reason = _PATH.sub("", message)
     field = _FIELD.match(reason)
     if field is None:
-        return ApiError(f"'{path}': {lower(reason)}", parameter=path, code="invalid_value")
+        return ApiError(f"'{path}': {lower_first(reason)}", parameter=path, code="invalid_value")
     path = f"{path}.{field['field'][:100]}"
     if field["what"] == "contains unknown":
         return ApiError(f"there is no parameter '{path}'", parameter=path, code="unknown_parameter")
     return ApiError(f"'{path}' is missing", parameter=path, code="missing_required_parameter")
 
 
-def lower(reason: str) -> str:
+def lower_first(reason: str) -> str:
     return reason[:1].lower() + reason[1:]
 
 
-def schema(table: Table, name: str, components: dict[str, Any]) -> dict[str, Any]:
+def body_schema(table: ParameterTable, name: str, components: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema of a body; the types that it refers to are added to `components`."""
     honoured = {key: parameter for key, parameter in table.items() if parameter.refused is None}
     schemas, found = msgspec.json.schema_components(

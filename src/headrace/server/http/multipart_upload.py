@@ -12,7 +12,7 @@ from typing import Final
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from headrace.gateway.api_errors import invalid
+from headrace.gateway.api_errors import invalid_request
 
 _FIELD_BYTES: Final = 4096
 _FIELDS: Final = 16
@@ -30,7 +30,7 @@ class Upload:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
-            raise invalid("an upload is multipart/form-data, with a boundary")
+            raise invalid_request("an upload is multipart/form-data, with a boundary")
         self.fields: dict[str, str] = {}
         self.filename = ""
         self._chunks = chunks
@@ -62,19 +62,19 @@ class Upload:
         """Reads to the beginning of the file."""
         while not self._seen_file:
             if not await self._feed():
-                raise invalid("the upload has no 'file'", "file")
+                raise invalid_request("the upload has no 'file'", "file")
 
     async def file(self) -> AsyncIterator[bytes]:
         while True:
             if self._late is not None:
-                raise invalid(f"'{self._late}' comes after the file; {FIRST_FIELDS}", self._late)
+                raise invalid_request(f"'{self._late}' comes after the file; {FIRST_FIELDS}", self._late)
             ready, self._ready = self._ready, []
             for piece in ready:
                 yield piece
             if not await self._feed() and not self._ready:
                 break
         if not self._ended:
-            raise invalid("the upload ends before its last boundary")
+            raise invalid_request("the upload ends before its last boundary")
 
     async def _feed(self) -> bool:
         """False at the body's end."""
@@ -84,7 +84,7 @@ class Upload:
         try:
             self._parser.write(chunk)
         except FormParserError:
-            raise invalid("the upload is not multipart/form-data as it says") from None
+            raise invalid_request("the upload is not multipart/form-data as it says") from None
         return True
 
     def _part_begins(self) -> None:
@@ -115,11 +115,11 @@ class Upload:
         elif self._seen_file:
             self._late = self._field[:100]
         elif self._field in self.fields:
-            raise invalid(f"'{self._field[:100]}' is there twice", self._field[:100])
+            raise invalid_request(f"'{self._field[:100]}' is there twice", self._field[:100])
         elif filename is not None:
-            raise invalid("the file's field must be called 'file'", "file")
+            raise invalid_request("the file's field must be called 'file'", "file")
         elif len(self.fields) >= _FIELDS:
-            raise invalid("the upload has too many fields")
+            raise invalid_request("the upload has too many fields")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._in_file:
@@ -129,7 +129,7 @@ class Upload:
             return
         self._data += data[start:end]
         if len(self._data) > _FIELD_BYTES:
-            raise invalid(f"'{self._field[:100]}' is longer than {_FIELD_BYTES} bytes", self._field[:100])
+            raise invalid_request(f"'{self._field[:100]}' is longer than {_FIELD_BYTES} bytes", self._field[:100])
 
     def _part_ends(self) -> None:
         if self._in_file:

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from headrace.server.http.api_call import ApiCall
-from headrace.server.http.body_parameters import Table
+from headrace.server.http.body_parameters import ParameterTable
 
 ANTHROPIC: Final = "anthropic"  # the shape of errors
 Handler = Callable[[ApiCall], Awaitable[None]]
@@ -19,7 +19,7 @@ class Route(msgspec.Struct, frozen=True):
     path: str  # a part in braces is a parameter
     handler: Handler
     about: str
-    table: Table | None = None  # of its body
+    table: ParameterTable | None = None  # of its body
     open: bool = False  # without a key
     errors: str = "openai"
     listed: bool = True  # in the OpenAPI document

@@ -16,9 +16,9 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant, served_by
-from headrace.server.api.tokenize import DETOKENIZE, TOKENIZE, detokenize, tokenize
-from headrace.server.api.vectors import Prepared, prepared_embeddings, prepared_rerank, prepared_score
-from headrace.server.http.body_parameters import Table, read
+from headrace.server.api.tokenize import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, detokenize, tokenize
+from headrace.server.api.vectors import PreparedCall, prepare_embeddings, prepare_rerank, prepare_score
+from headrace.server.http.body_parameters import ParameterTable, parse_body
 from tests.support.fake_upstream import Fake, Handler, Line, faking, refuses, soon, tokenizer, upstream_of
 from tests.support.running_server import asynchronous
 
@@ -27,7 +27,7 @@ EMBEDS = UpstreamFeatures(embeddings=True)
 ROWS = {"Hello": [3.0, 4.0, 0.0], "world": [0.0, 2.0, 0.0], "Hello there": [3.0, 3.9, 0.0]}
 
 
-def whole(prepare: Callable[..., Awaitable[Prepared]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+def whole(prepare: Callable[..., Awaitable[PreparedCall]]) -> Callable[..., Awaitable[dict[str, Any]]]:
     """Prepared and run at once."""
 
     async def it(*arguments: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def whole(prepare: Callable[..., Awaitable[Prepared]]) -> Callable[..., Awaitabl
     return it
 
 
-embeddings, rerank, score = map(whole, (prepared_embeddings, prepared_rerank, prepared_score))
+embeddings, rerank, score = map(whole, (prepare_embeddings, prepare_rerank, prepare_score))
 
 
 async def embeds(line: Line) -> None:
@@ -78,7 +78,7 @@ async def test_embeddings_are_the_upstreams_scaled_as_ours_are() -> None:
 @asynchronous
 async def test_embeddings_are_counted_before_the_upstream_hears_of_them() -> None:
     async with far(tokenizer=tokenizer()) as (served, fake):
-        prepared = await prepared_embeddings(served, CALLER, {"input": ["Hello", "world"]}, RequestLimits())
+        prepared = await prepare_embeddings(served, CALLER, {"input": ["Hello", "world"]}, RequestLimits())
         assert prepared.input_tokens == sum(len(tokenizer().encode(text)) for text in ("Hello", "world"))
         assert (prepared.usage.prompt_tokens, prepared.surface, fake.heard) == (0, "batch", [])
         await soon(prepared.run())
@@ -129,8 +129,8 @@ async def test_the_semantic_cache_may_have_its_vectors_from_an_upstream() -> Non
         assert vector == pytest.approx(np.array([0.6, 0.8, 0.0]))
 
 
-def given(table: Table, **fields: Any) -> Any:
-    return read(json.dumps(fields).encode(), table)
+def given(table: ParameterTable, **fields: Any) -> Any:
+    return parse_body(json.dumps(fields).encode(), table)
 
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -140,23 +140,25 @@ STRINGS = {"add_special_tokens": False, "return_token_strs": True}
 @asynchronous
 async def test_tokens_are_known_where_the_configuration_names_a_tokenizer() -> None:
     async with far(tokenizer=tokenizer()) as (served, fake):
-        found = await tokenize(served, given(TOKENIZE, prompt="Hello there", **STRINGS))
+        found = await tokenize(served, given(TOKENIZE_PARAMETERS, prompt="Hello there", **STRINGS))
         assert found["tokens"] == tokenizer().encode("Hello there", False)
         assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), None)
         assert "".join(found["token_strs"]) == "Hello there"
-        assert await detokenize(served, given(DETOKENIZE, tokens=found["tokens"])) == {"prompt": "Hello there"}
-        chat = await tokenize(served, given(TOKENIZE, messages=CHAT))
+        assert await detokenize(served, given(DETOKENIZE_PARAMETERS, tokens=found["tokens"])) == {
+            "prompt": "Hello there"
+        }
+        chat = await tokenize(served, given(TOKENIZE_PARAMETERS, messages=CHAT))
         assert chat["count"] > found["count"]
         assert fake.heard == []
     async with far(tokenizer=tokenizer(), context=64) as (served, _):
-        assert (await tokenize(served, given(TOKENIZE, prompt="Hello")))["max_model_len"] == 64
+        assert (await tokenize(served, given(TOKENIZE_PARAMETERS, prompt="Hello")))["max_model_len"] == 64
 
 
 @asynchronous
 async def test_tokens_are_refused_where_it_names_none() -> None:
     async with far() as (served, fake):
         for fields in ({"prompt": "Hello"}, {"prompt": ""}, {"messages": CHAT}):
-            error = await refused(tokenize(served, given(TOKENIZE, **fields)), "model")
+            error = await refused(tokenize(served, given(TOKENIZE_PARAMETERS, **fields)), "model")
             assert "names no tokenizer" in error.message
-        await refused(detokenize(served, given(DETOKENIZE, tokens=[])), "model")
+        await refused(detokenize(served, given(DETOKENIZE_PARAMETERS, tokens=[])), "model")
         assert fake.heard == []

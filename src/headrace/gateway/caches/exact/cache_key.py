@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from headrace.engine.interface.sampling import SamplingParams
-from headrace.gateway.api_errors import invalid
+from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.requests.text_request import TextRequest
 
 if TYPE_CHECKING:
@@ -151,10 +151,10 @@ def cache_tags(asked: TextRequest) -> tuple[str, ...]:
     tags = sorted({tag.strip() for tag in text.split(",")})
     parameter = f"metadata.{TAGS}"
     if len(tags) > MOST_TAGS:
-        raise invalid(f"'{parameter}' may have {MOST_TAGS} tags at most, not {len(tags)}", parameter)
+        raise invalid_request(f"'{parameter}' may have {MOST_TAGS} tags at most, not {len(tags)}", parameter)
     for tag in tags:
         if not is_valid_tag(tag):
-            raise invalid(
+            raise invalid_request(
                 f"'{parameter}': '{tag[:64]}' is no tag: 1 to 64 letters, digits and any of _ . : -", parameter
             )
     return tuple(tags)

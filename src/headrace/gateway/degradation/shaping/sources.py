@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.shaping_section import ShapingConfig
-from headrace.gateway.api_errors import invalid
+from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.conversation import ChatMessage, find_turn_problem
 from headrace.gateway.degradation.shaping.near_duplicates import find_repeats
@@ -73,15 +73,15 @@ class Citation(msgspec.Struct, frozen=True):
 def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "sources") -> tuple[SourceText, ...]:
     """Return the sources of a request's field. ApiError for too many, a repeated id or a score that is not finite."""
     if len(given) > most:
-        raise invalid(f"'{parameter}' has {len(given)} sources. Expected at most {most}.", parameter)
+        raise invalid_request(f"'{parameter}' has {len(given)} sources. Expected at most {most}.", parameter)
     seen: set[str] = set()
     for place, each in enumerate(given):
         if each.id in seen:
-            raise invalid(
+            raise invalid_request(
                 f"'{parameter}' repeats the id '{each.id[:100]}'. Expected unique ids.", f"{parameter}[{place}].id"
             )
         if each.score is not None and not math.isfinite(each.score):
-            raise invalid(f"'{parameter}' has a score that is not a finite number.", f"{parameter}[{place}].score")
+            raise invalid_request(f"'{parameter}' has a score that is not a finite number.", f"{parameter}[{place}].score")
         seen.add(each.id)
     return tuple(SourceText(each.id, each.text, each.score) for each in given)
 

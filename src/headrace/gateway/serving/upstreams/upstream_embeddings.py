@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
@@ -48,7 +48,7 @@ async def count_embedding_tokens(upstream: Upstream, texts: Mapping[str, str | S
     found, context = 0, upstream.config.context
     for name, text in texts.items():
         if not isinstance(text, str) and not upstream.takes.token_prompts:
-            raise invalid(f"'{name}': the server behind this model takes texts only, no token ids", name)
+            raise invalid_request(f"'{name}': the server behind this model takes texts only, no token ids", name)
         count = await _count(upstream, text, name)
         if upstream.tokenizer is not None and context is not None and count > context:
             raise ApiError(
@@ -71,9 +71,9 @@ async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> in
         long = len(text) > usage.LONG_TEXT
         return len(await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text))
     except UnicodeEncodeError:
-        raise invalid(f"'{name}' holds half of a surrogate pair, which is no character", name) from None
+        raise invalid_request(f"'{name}' holds half of a surrogate pair, which is no character", name) from None
     except HeadraceError as error:
-        raise invalid(f"'{name}': {error}", name) from None
+        raise invalid_request(f"'{name}': {error}", name) from None
 
 
 async def embed_texts(

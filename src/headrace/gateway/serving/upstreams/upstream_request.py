@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.gateway.api_errors import ApiError, invalid
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.serving.exchange import Exchange
 
@@ -149,7 +149,7 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:
-        raise invalid("the text holds half of a surrogate pair, which is no character") from None
+        raise invalid_request("the text holds half of a surrogate pair, which is no character") from None
 
 
 def _refused(parameter: str, why: str) -> ApiError:
@@ -294,7 +294,7 @@ def _check_json(grammar: Grammar, parameter: str) -> object:
     try:
         return msgspec.json.decode(grammar.text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        raise invalid(f"'{parameter}' is not JSON", parameter) from None
+        raise invalid_request(f"'{parameter}' is not JSON", parameter) from None
 
 
 # How it is drawn, and how long it is

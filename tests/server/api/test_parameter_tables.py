@@ -18,19 +18,26 @@ from headrace.server import durable_state as state
 from headrace.server.api import chat_completions as chat
 from headrace.server.api import completions, messages, responses, vectors
 from headrace.server.api import tokenize as tokens
-from headrace.server.api.common_parameters import asked_extras
-from headrace.server.http.body_parameters import Parameter, Table, convert, converted, read, schema
+from headrace.server.api.common_parameters import extra_fields
+from headrace.server.http.body_parameters import (
+    Parameter,
+    ParameterTable,
+    body_schema,
+    convert_value,
+    parse_body,
+    parse_parameters,
+)
 
-TABLES: Mapping[str, Table] = {
-    "chat": chat.TABLE,
-    "completions": completions.TABLE,
-    "responses": responses.TABLE,
-    "messages": messages.TABLE,
-    "embeddings": vectors.EMBEDDINGS,
-    "rerank": vectors.RERANK,
-    "score": vectors.SCORE,
-    "tokenize": tokens.TOKENIZE,
-    "detokenize": tokens.DETOKENIZE,
+TABLES: Mapping[str, ParameterTable] = {
+    "chat": chat.CHAT_PARAMETERS,
+    "completions": completions.COMPLETION_PARAMETERS,
+    "responses": responses.RESPONSE_PARAMETERS,
+    "messages": messages.MESSAGE_PARAMETERS,
+    "embeddings": vectors.EMBEDDINGS_PARAMETERS,
+    "rerank": vectors.RERANK_PARAMETERS,
+    "score": vectors.SCORE_PARAMETERS,
+    "tokenize": tokens.TOKENIZE_PARAMETERS,
+    "detokenize": tokens.DETOKENIZE_PARAMETERS,
     "batches": state.BATCHES,
 }
 EACH = [pytest.param(table, name, id=f"{where}-{name}") for where, table in TABLES.items() for name in table]
@@ -40,15 +47,15 @@ class Nothing:
     """A value of no type that JSON has."""
 
 
-def error_of(values: Mapping[str, Any], table: Table) -> ApiError:
+def error_of(values: Mapping[str, Any], table: ParameterTable) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        converted(values, table)
+        parse_parameters(values, table)
     assert raised.value.status == 400
     return raised.value
 
 
 @pytest.mark.parametrize(("table", "name"), EACH)
-def test_every_parameter_is_honoured_or_refused_with_a_reason(table: Table, name: str) -> None:
+def test_every_parameter_is_honoured_or_refused_with_a_reason(table: ParameterTable, name: str) -> None:
     parameter = table[name]
     if parameter.refused is None:
         assert parameter.about
@@ -60,7 +67,7 @@ def test_every_parameter_is_honoured_or_refused_with_a_reason(table: Table, name
 
 
 @pytest.mark.parametrize(("table", "name"), EACH)
-def test_a_refused_parameter_is_named_with_the_reason(table: Table, name: str) -> None:
+def test_a_refused_parameter_is_named_with_the_reason(table: ParameterTable, name: str) -> None:
     parameter = table[name]
     if parameter.refused is None:
         return
@@ -69,7 +76,7 @@ def test_a_refused_parameter_is_named_with_the_reason(table: Table, name: str) -
     assert parameter.refused in error.message
     alone = {name: parameter}
     for value in (None, *parameter.harmless):
-        assert converted({name: value}, alone) == {}  # it asks for nothing
+        assert parse_parameters({name: value}, alone) == {}  # it asks for nothing
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -90,12 +97,12 @@ def test_a_parameter_that_is_missing_is_named(where: str) -> None:
 @pytest.mark.parametrize(
     ("table", "documented"),
     [
-        (chat.TABLE, chat_create_params.CompletionCreateParamsStreaming),
-        (completions.TABLE, completion_create_params.CompletionCreateParamsStreaming),
-        (vectors.EMBEDDINGS, embedding_create_params.EmbeddingCreateParams),
+        (chat.CHAT_PARAMETERS, chat_create_params.CompletionCreateParamsStreaming),
+        (completions.COMPLETION_PARAMETERS, completion_create_params.CompletionCreateParamsStreaming),
+        (vectors.EMBEDDINGS_PARAMETERS, embedding_create_params.EmbeddingCreateParams),
     ],
 )
-def test_every_parameter_that_openai_documents_is_in_the_table(table: Table, documented: type) -> None:
+def test_every_parameter_that_openai_documents_is_in_the_table(table: ParameterTable, documented: type) -> None:
     names = set(typing.get_type_hints(documented, localns=vars(chat_create_params)))
     assert names - set(table) == set()
 
@@ -121,7 +128,7 @@ class Inner(Struct, forbid_unknown_fields=True):
 )
 def test_what_is_wrong_is_named_by_its_path(value: Any, wanted: Any, path: str, code: str) -> None:
     with pytest.raises(ApiError) as raised:
-        convert(value, wanted, "name")
+        convert_value(value, wanted, "name")
     assert (raised.value.parameter, raised.value.code) == (path, code)
     assert path in raised.value.message
     assert "$" not in raised.value.message
@@ -132,14 +139,14 @@ def test_what_is_wrong_is_named_by_its_path(value: Any, wanted: Any, path: str, 
 )
 def test_a_body_that_is_no_object_is_a_bad_request(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:
-        read(body, {})
+        parse_body(body, {})
     assert raised.value.status == 400
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    assert converted({"a": None}, {"a": Parameter("", int)}) == {}
+    assert parse_parameters({"a": None}, {"a": Parameter("", int)}) == {}
     with pytest.raises(ApiError):
-        converted({"a": None}, {"a": Parameter("", int, required=True)})
+        parse_parameters({"a": None}, {"a": Parameter("", int, required=True)})
 
 
 def test_a_long_name_is_cut_in_the_error() -> None:
@@ -149,7 +156,7 @@ def test_a_long_name_is_cut_in_the_error() -> None:
 @pytest.mark.parametrize("where", TABLES)
 def test_the_schema_has_what_is_honoured_and_no_more(where: str) -> None:
     components: dict[str, Any] = {}
-    schema(TABLES[where], "Body", components)
+    body_schema(TABLES[where], "Body", components)
     body = components["Body"]
     assert set(body["properties"]) == {name for name, each in TABLES[where].items() if each.refused is None}
     assert body["additionalProperties"] is False
@@ -158,7 +165,7 @@ def test_the_schema_has_what_is_honoured_and_no_more(where: str) -> None:
 
 def test_headers_are_read_where_the_body_says_nothing() -> None:
     headers = {"x-headrace-deadline-ms": "250", "x-headrace-priority": "-2", "x-headrace-cache": "off", "host": "x"}
-    found = asked_extras({"priority": 4}, headers)
+    found = extra_fields({"priority": 4}, headers)
     assert (found["deadline_s"], found["priority"], found["cache"]) == (0.25, 4, "off")
     assert "deadline_ms" not in found
 
@@ -168,7 +175,7 @@ def test_headers_are_read_where_the_body_says_nothing() -> None:
 )
 def test_a_header_that_is_wrong_is_named_even_where_the_body_has_the_last_word(name: str, value: str) -> None:
     with pytest.raises(ApiError) as raised:
-        asked_extras({"deadline_ms": 5.0, "cache": "on"}, {f"x-headrace-{name}": value})
+        extra_fields({"deadline_ms": 5.0, "cache": "on"}, {f"x-headrace-{name}": value})
     assert (raised.value.status, raised.value.parameter) == (400, f"x-headrace-{name}")
 
 
@@ -183,5 +190,5 @@ def test_the_limits_of_the_configuration_hold() -> None:
     ):
         body = msgspec.json.encode({"messages": [say], **wishes})
         with pytest.raises(ApiError) as raised:
-            chat.read_chat(body, {}, limits)
+            chat.read_chat_request(body, {}, limits)
         assert raised.value.parameter == parameter
