@@ -81,7 +81,9 @@ def parse_sources(given: Sequence[SourceField], *, most: int, parameter: str = "
                 f"'{parameter}' repeats the id '{each.id[:100]}'. Expected unique ids.", f"{parameter}[{place}].id"
             )
         if each.score is not None and not math.isfinite(each.score):
-            raise invalid_request(f"'{parameter}' has a score that is not a finite number.", f"{parameter}[{place}].score")
+            raise invalid_request(
+                f"'{parameter}' has a score that is not a finite number.", f"{parameter}[{place}].score"
+            )
         seen.add(each.id)
     return tuple(SourceText(each.id, each.text, each.score) for each in given)
 
