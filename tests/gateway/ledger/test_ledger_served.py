@@ -216,9 +216,9 @@ async def test_a_hit_is_charged_its_share_and_so_is_who_joins(tmp_path: Path) ->
     options = priced(prices=prices, cache=CacheConfig(exact=ExactConfig(mode="on")))
     async with served(tmp_path, **options) as running:
         asked: dict[str, Any] = {"temperature": 0, "max_tokens": 20}
+        joined = count(metrics.caches, "exact", "joined")
         asking = [asyncio.create_task(running.counted("acme", **asked)) for _ in range(3)]
-        await until(lambda: bool(running.engine.open))
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(running.engine.open) and count(metrics.caches, "exact", "joined") == joined + 2)
         for number in range(5):
             token(running.engine.open[0], end=number == 4)
         found = await asyncio.gather(*asking)
