@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Config, ModelConfig
+from headrace.config import Config, ModelConfig, names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, KeyConfig, TenantConfig
+from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.account_store import AccountChange, AccountChanges, CommitResult, SqliteAccountStore
 from headrace.gateway.accounts.admin_operations import Actor
 from headrace.gateway.accounts.audit_log import AuditEntry
 from headrace.gateway.database import Database, storage_unavailable
-from headrace.server.admin.administration import Administration
 from tests.support.clock import Clock
 
 WHO = Actor("ops", "req_1")
@@ -51,7 +51,7 @@ class Gateways:
         self.database = Database(folder)
         self.clock = Clock()
         self.monotonic = Clock(1000.0)
-        self.made: list[Administration] = []
+        self.made: list[AccountServices] = []
 
     def store(self, **options: Any) -> Faulty:
         return Faulty(self.database, clock=self.clock, **options)
@@ -65,11 +65,11 @@ class Gateways:
         fast: FastConfig | None = None,
         store: Faulty | None = None,
         **options: Any,
-    ) -> Administration:
-        made = Administration(
-            CONFIG,
+    ) -> AccountServices:
+        made = AccountServices(
             store or self.store(),
             {},
+            served=names_of(CONFIG),
             keys=keys,
             tenants=tenants,
             admin=admin or AdminConfig(poll_s=3600.0),  # tests look for themselves

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from headrace.config import Config, KeyConfig, ModelConfig, names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
+from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.output.tool_formats import detect_tool_format
-from headrace.server.admin.administration import Administration
 from headrace.server.server import Server
 from tests.support.accounts import bearer, declared
 from tests.support.clock import Clock
@@ -31,8 +31,8 @@ MODELS = {"mini": ModelConfig(variants={"int4": {}}), "draft": ModelConfig()}
 @dataclass
 class Administered(Running):
     @property
-    def administration(self) -> Administration:
-        return self.server.parts.administration
+    def administration(self) -> AccountServices:
+        return self.server.services.accounts
 
     @property
     def url(self) -> str:
@@ -96,9 +96,9 @@ async def administered(
     tools = detect_tool_format(None if template is None else template.source, tokenizer())
     fleet.served = {name: replace(fleet.served["mini"], name=name, tools=tools) for name in names_of(config)}
     server = Server(config, fleet=fleet)
-    administration = server.parts.administration
+    administration = server.services.accounts
     if usage is not None:
-        administration._routes._usage = usage
+        server.administration._routes._usage = usage
     if caches is not None:
         administration.invalidations._caches = caches
     async with living(server, lambda task: Administered(server, engine, fleet, task)) as running:

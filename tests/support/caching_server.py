@@ -58,8 +58,10 @@ class Caching(Running):
 
     async def quiet(self) -> None:
         """Nothing generates, and what was to be kept is kept."""
-        parts = self.server.parts
-        await until(lambda: not (parts.exact is not None and parts.exact.flights) and not parts._work)
+        services = self.server.services
+        await until(
+            lambda: not (services.exact is not None and services.exact.flights) and not services.background._tasks
+        )
 
     async def begun(self, text: str = "Hello", /, *, key: Mapping[str, str] | None = None, **changes: Any) -> Any:
         """A client whose streamed request is under way, and the engine's new stream; None where the request joined

@@ -65,7 +65,7 @@ class Serving(Running):
 
     @property
     def ledger(self) -> Any:
-        return self.server.parts.ledger
+        return self.server.services.ledger
 
     def says(self, count: int, variant: str = "mini", *, at_once: int = 1) -> None:
         """Every choice of a variant's answers is of so many tokens, which come in turns of the event loop."""
@@ -182,9 +182,9 @@ async def served(
     clock = Clock()
     server = Server(config, fleet=fleet)
     if config.limiting.redis_env is None:
-        parts = server.parts
-        parts.limiter = RateLimiter(
-            local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.sleep, note=parts.limiter.note
+        services = server.services
+        services.limiter = RateLimiter(
+            local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.sleep, note=services.limiter.note
         )
     prepare(server)
     async with living(

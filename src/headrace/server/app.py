@@ -22,11 +22,12 @@ from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.gateway.accounts.access import find_model, visible_models
 from headrace.gateway.api_errors import ApiError, as_api_error
-from headrace.gateway.flow.services import Parts
+from headrace.gateway.caches.cache_maintenance import measure
+from headrace.gateway.flow.services import Services
 from headrace.gateway.requests.text_request import TextRequest
-from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.prompt_length import prompt_tokens
 from headrace.observe import metrics
 from headrace.server import openapi
 from headrace.server.api.chat_completions import CHAT_PARAMETERS as CHAT
@@ -84,15 +85,15 @@ class _MethodError(ApiError):
 
 
 class App:
-    def __init__(self, config: Config, fleet: Fleet, parts: Parts, *, routes: tuple[Route, ...] = ()) -> None:
+    def __init__(self, config: Config, services: Services, *, routes: tuple[Route, ...] = ()) -> None:
         """`routes`: further ones, of parts of the server that have a state of their own."""
         self.config = config
-        self.fleet = fleet
-        self.parts = parts
+        self.fleet = services.fleet
+        self.services = services
         self.ready = False  # every engine is up
         self.draining = False  # nothing new is taken
         self.running = 0  # requests under way that an engine works for
-        self.routes = (*self._own_routes(), *parts.administration.routes(), *routes)
+        self.routes = (*self._own_routes(), *routes)
         if config.server.docs:
             self.routes += self._pages()
         self._fixed = {(route.method, route.path): route for route in self.routes if "{" not in route.path}
@@ -164,7 +165,7 @@ class App:
         )
 
     def _pages(self) -> tuple[Route, ...]:
-        described = msgspec.json.encode(openapi.document(self.routes, keys=self.parts.directory.needed))
+        described = msgspec.json.encode(openapi.document(self.routes, keys=self.services.accounts.directory.needed))
         shown = openapi.page(self.routes)
 
         async def document(call: ApiCall) -> None:
@@ -184,14 +185,14 @@ class App:
         began = time.monotonic()
         call = ApiCall(scope, receive, send, "")
         asked_id = call.headers.get("x-request-id", "")
-        own = _REQUEST_ID.fullmatch(asked_id) and not self.parts.directory.is_secret(asked_id)
+        own = _REQUEST_ID.fullmatch(asked_id) and not self.services.accounts.directory.is_secret(asked_id)
         call.id = asked_id if own else f"req_{secrets.token_hex(12)}"
         route: Route | None = None
         error: ApiError | None = None
         try:
             route = self._route(call)
             if not route.open:
-                call.caller = self.parts.directory.identify(call.headers)
+                call.caller = self.services.accounts.directory.identify(call.headers)
             await route.handler(call)
         except GoneError:
             pass
@@ -231,7 +232,7 @@ class App:
             known |= call.log_fields
         for name in ("parameter", "user"):  # a client's own words
             if known.get(name):
-                known[name] = self.parts.directory.hidden(known[name])
+                known[name] = self.services.accounts.directory.hidden(known[name])
         log.info("request", **known)
 
     def _route(self, call: ApiCall) -> Route:
@@ -252,8 +253,8 @@ class App:
         if allowed and method == "OPTIONS":
             return replace(allowed[0], handler=self._preflight, open=True)
         if allowed:
-            raise _MethodError(self.parts.directory.hidden(path), {each.method for each in allowed})
-        shown = self.parts.directory.hidden(path)[:200]
+            raise _MethodError(self.services.accounts.directory.hidden(path), {each.method for each in allowed})
+        shown = self.services.accounts.directory.hidden(path)[:200]
         raise ApiError(f"there is no {shown}", kind="not_found_error", code="unknown_url")
 
     def cors(self, call: ApiCall) -> dict[str, str]:
@@ -296,7 +297,7 @@ class App:
         self.running += 1
         metrics.running.set(self.running)
         try:
-            await deliver(call, exchange, dialect, self.cors(call), self.parts)
+            await deliver(call, exchange, dialect, self.cors(call), self.services)
         finally:
             self.running -= 1
             metrics.running.set(self.running)
@@ -318,11 +319,7 @@ class App:
     async def _count(self, call: ApiCall) -> None:
         asked = read_count_request(await self.body(call), call.headers, self.config.limits)
         exchange = self.exchange(call.caller, asked, "/v1/messages/count_tokens")
-        if exchange.served.upstream is not None:
-            count = await self.parts.prompt_tokens(exchange)
-        else:
-            count = sum(len(prompt.tokens) for prompt in await prompts_of(exchange))
-        await self.reply(call, Response.json({"input_tokens": count}))
+        await self.reply(call, Response.json({"input_tokens": await prompt_tokens(exchange)}))
 
     def _vectors(self, table: ParameterTable, prepare: Callable[..., Coroutine[Any, Any, PreparedCall]]) -> Handler:
         async def handler(call: ApiCall) -> None:
@@ -332,7 +329,9 @@ class App:
             self.running += 1
             try:
                 prepared = await prepare(served, call.caller, given, self.config.limits)
-                work = run_metered(self.parts, call.caller, prepared, call.scope["path"], model=given.get("model", ""))
+                work = run_metered(
+                    self.services, call.caller, prepared, call.scope["path"], model=given.get("model", "")
+                )
                 result, headers = await call.unless_gone(work)
             finally:
                 self.running -= 1
@@ -381,7 +380,7 @@ class App:
                 async with asyncio.timeout(_STATISTICS_SECONDS):
                     for replica, statistics in enumerate(await served.engine.stats()):
                         metrics.engine(name, replica, statistics)
-        await self.parts.measure()
+        await measure(self.services.caches)
         await self.reply(call, Response(metrics.exposition(), type=metrics.CONTENT_TYPE.encode()))
 
 

@@ -216,7 +216,7 @@ class State:
                 given = parse_parameters(body, EMBEDDINGS_PARAMETERS)
                 served = find_model(caller, app.fleet, given.get("model", ""))
                 prepared = await prepare_embeddings(served, caller, given, self._config.limits)
-                found, _ = await run_metered(app.parts, caller, prepared, url, model=given.get("model", ""))
+                found, _ = await run_metered(app.services, caller, prepared, url, model=given.get("model", ""))
                 return 200, found
             encoded = json.dumps(body).encode()
             if url == "/v1/responses":
@@ -227,7 +227,7 @@ class State:
                 dialect = BATCHED[url]
                 asked = dialect.read(encoded, {}, self._config.limits)
             asked = asked.but(surface=asked.surface or "batch")
-            return 200, await answer_in_full(app.exchange(caller, asked, url), dialect, app.parts)
+            return 200, await answer_in_full(app.exchange(caller, asked, url), dialect, app.services)
         except Exception as error:
             told = as_api_error(error)
             if told.status in (429, 503):

@@ -86,17 +86,21 @@ class Server:
     def _make(self) -> None:
         """All but the engines, which load meanwhile: therefore these are imported only now."""
         from headrace.gateway.database import Database
-        from headrace.gateway.flow.services import Parts
+        from headrace.server.admin.administration import Administration
+        from headrace.server.admin.usage_query import LedgerUsage
         from headrace.server.app import App
+        from headrace.server.assemble import assemble
         from headrace.server.durable_state import State
         from headrace.server.http.edge import ConnectionBounds, Edge
 
         config = self.config
         self.database = Database(config.storage.path)
-        self.parts = Parts(config, self.fleet, self.database, os.environ)
+        self.services = services = assemble(config, self.fleet, self.database, os.environ)
+        usage = None if services.ledger is None else LedgerUsage(services.ledger)
+        self.administration = Administration(config, services.accounts, usage)
         self.url = url_of(config, self.listening)
-        self.state = State(config, self.database, self.parts.directory)
-        self.app = App(config, self.fleet, self.parts, routes=self.state.routes())
+        self.state = State(config, self.database, services.accounts.directory)
+        self.app = App(config, services, routes=(*self.administration.routes(), *self.state.routes()))
         self.state.attach(self.app)
         self.edge = Edge(self.app, ConnectionBounds.of(config.server))
         self._ending = asyncio.Event()
@@ -135,7 +139,8 @@ class Server:
 
     async def _start(self) -> None:
         await self.fleet.start(lambda name: log.info("loading", model=name))
-        await self.parts.start(self.app)
+        await self.services.start()
+        await self.administration.start(self.app)
         self.app.ready = True
         log.info("ready", models=sorted(self.fleet.served))
         try:
@@ -146,7 +151,8 @@ class Server:
     async def _close(self) -> None:
         async def both() -> None:
             await self.state.close()
-            await self.parts.close()
+            await self.administration.close()
+            await self.services.close()
             await self.fleet.close()
             await self.database.close()
 

@@ -11,11 +11,11 @@ import pytest
 from headrace.config import ConfigError
 from headrace.config.tenant_section import AdminConfig, CachesConfig, KeyConfig, TenantConfig
 from headrace.gateway.accounts.account_records import KeyScope
+from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.admin_operations import NewKey
 from headrace.gateway.accounts.directory import ANONYMOUS, AccountDirectory
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.limits.limit_scopes import LimitSet
-from headrace.server.admin.administration import Administration
 from tests.support.accounts import WHO, bearer, declared, gateways
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous, refused
@@ -27,7 +27,7 @@ def denied(directory: AccountDirectory, headers: dict[str, str]) -> tuple[int, s
     return raised.value.status, raised.value.code
 
 
-async def made(gateway: Administration, tenant: str = "red", **fields: object) -> dict[str, str]:
+async def made(gateway: AccountServices, tenant: str = "red", **fields: object) -> dict[str, str]:
     new = NewKey(**{"name": "app", "tenant": tenant, "scope": KeyScope(), **fields})  # type: ignore[arg-type]
     return await gateway.operations.create_key(WHO, new)
 
@@ -147,7 +147,7 @@ def test_a_key_lives_from_its_making_to_its_end(tmp_path: Path) -> None:
     asynchronous(test)
 
 
-async def _keys(gateway: Administration) -> list[dict[str, str]]:
+async def _keys(gateway: AccountServices) -> list[dict[str, str]]:
     return (await gateway.operations.keys(tenant=None, after=None, limit=1000)).data
 
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from headrace.config import names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
 from headrace.gateway.accounts import postgres as module
 from headrace.gateway.accounts.account_records import KeyScope, MarkRecord, TenantRecord
+from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.account_store import AccountChange, AuditRetention, RecordWrite, VersionConflictError
 from headrace.gateway.accounts.admin_operations import NewKey
 from headrace.gateway.accounts.audit_log import ChainVerifier
 from headrace.gateway.accounts.postgres import PostgresAccountStore
 from headrace.gateway.api_errors import ApiError
-from headrace.server.admin.administration import Administration
 from tests.support.accounts import CONFIG, WHO, bearer, declared, entry
 from tests.support.file_storage import asynchronous, refused
 from tests.support.postgres_server import Server, serving, why_not
@@ -31,6 +32,9 @@ if (reason := why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 Stores = Callable[..., PostgresAccountStore]
+
+
+SERVED = names_of(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +139,7 @@ def test_two_gateways_share_tenants_keys_and_fast_mode(stores: Stores) -> None:
         admin = AdminConfig(poll_s=0.05)
         fast = FastConfig(max_tokens=64)
         one, other = [
-            Administration(CONFIG, stores(), {}, keys=(declared(),), admin=admin, fast=fast) for _ in range(2)
+            AccountServices(stores(), {}, served=SERVED, keys=(declared(),), admin=admin, fast=fast) for _ in range(2)
         ]
         for each in (one, other):
             await each.shared.start()
@@ -180,7 +184,9 @@ def test_a_database_that_is_not_there_is_an_error_of_the_storage() -> None:
 
 def test_a_database_that_is_frozen_costs_a_bounded_wait_and_is_back_afterwards(stores: Stores, server: Server) -> None:
     async def test() -> None:
-        gateway = Administration(CONFIG, stores(answer_s=0.2), {}, keys=(declared(),), admin=AdminConfig(poll_s=3600.0))
+        gateway = AccountServices(
+            stores(answer_s=0.2), {}, served=SERVED, keys=(declared(),), admin=AdminConfig(poll_s=3600.0)
+        )
         await gateway.shared.start()
         await gateway.operations.create_tenant(WHO, "red", TenantConfig())
         key = await gateway.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=KeyScope()))

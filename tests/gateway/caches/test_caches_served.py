@@ -201,8 +201,8 @@ async def test_tenants_are_walls(tmp_path: Path) -> None:
 async def test_tags_say_how_long_an_answer_lives(tmp_path: Path) -> None:
     async with caching(tmp_path, exact=ExactConfig(mode="on", ttl="1h", tags={"pricing": "5m"})) as running:
         clock = Clock()
-        assert running.server.parts.exact is not None
-        running.server.parts.exact._clock = clock
+        assert running.server.services.exact is not None
+        running.server.services.exact._clock = clock
         running.engine.answer = words("ok")
         tagged: dict[str, Any] = {"metadata": {"cache_tags": "pricing, small"}}
         await running.chat(key=RED)

@@ -337,7 +337,7 @@ async def test_no_secret_is_compared_with_another() -> None:
 
     keys = tuple(KeyConfig(name=str(n), key=Watched(f"secret-{n}")) for n in range(5))
     async with serving(keys=keys) as running:
-        directory = running.server.parts.directory
+        directory = running.server.services.accounts.directory
         Watched.compared = 0
         for number in range(5):
             assert directory.identify({"x-api-key": Watched(f"secret-{number}")}).key == str(number)

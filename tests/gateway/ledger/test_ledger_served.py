@@ -351,7 +351,7 @@ async def test_a_budget_that_ends_while_an_answer_runs_ends_the_answer(tmp_path:
     limit = SUM(PROMPT, 0, 60)
     async with served(tmp_path, **priced(budget(limit))) as running:
         for _ in range(30):
-            running.server.parts.limiter.estimates.learn("acme", "chat", 8, 1_000_000)
+            running.server.services.limiter.estimates.learn("acme", "chat", 8, 1_000_000)
         running.says(500)
         found = await running.counted("acme", max_tokens=1000)
         assert (found.finish, found.last["headrace"]["cut"]) == ("length", "budget")

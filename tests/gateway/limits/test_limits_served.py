@@ -50,7 +50,7 @@ async def test_a_thousand_streams_get_no_token_more_than_the_limit(tmp_path: Pat
     chance = random.Random(1)
     async with served(tmp_path, **limited(output_tokens_per_min=limit)) as running:
         for _ in range(30):  # answers were short so far, so all are let in; these are longer
-            running.server.parts.limiter.estimates.learn("acme", "chat", 8, 1_000_000)
+            running.server.services.limiter.estimates.learn("acme", "chat", 8, 1_000_000)
         asking = [asyncio.create_task(running.counted("acme")) for _ in range(MANY)]
         await until(lambda: len(running.engine.streams) == MANY)
         running.clock.is_frozen = True
@@ -233,7 +233,7 @@ async def test_a_stream_that_meets_a_limit_a_second_waits_and_goes_on(tmp_path: 
         asking = asyncio.create_task(running.counted("acme"))
         for seconds in range(1, 3):
             await until(lambda: running.clock.sleeping == 1 and not running.talks)
-            assert running.server.parts.limiter._local._rooms["tenant", "acme"].windows[0][1].used == 20
+            assert running.server.services.limiter._local._rooms["tenant", "acme"].windows[0][1].used == 20
             running.clock.millis += 1000 if seconds == 1 else 1001
         found = await asking
         assert (found.tokens, found.finish) == (50, "stop")
@@ -323,7 +323,7 @@ async def test_what_an_engine_refuses_counts_for_nothing(tmp_path: Path) -> None
 @asynchronous
 async def test_the_openai_client_waits_as_long_as_it_is_told_and_is_let_in(tmp_path: Path) -> None:
     def real_time(server: Server) -> None:
-        server.parts.limiter = RateLimiter(note=server.parts.limiter.note)
+        server.services.limiter = RateLimiter(note=server.services.limiter.note)
 
     async with served(tmp_path, prepare=real_time, **limited(requests_per_s=1)) as running:
         running.says(1)

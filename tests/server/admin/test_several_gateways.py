@@ -110,7 +110,7 @@ async def test_budgets_that_are_set_at_one_hold_at_the_other(tmp_path: Path, adm
         key = await one.new_key("blue")
         await followed(one, two)
         assert (await two.chat(key["secret"])).status == 200
-        ledger = two.server.parts.ledger
+        ledger = two.server.services.ledger
         assert ledger is not None
         assert [standing.budget.limit_micros for standing in ledger.standings("blue")] == [7]
 

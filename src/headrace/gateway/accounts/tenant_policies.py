@@ -6,12 +6,13 @@ directory: a change through the admin API holds for the next request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from headrace.config import Config, LimitSet
 from headrace.config.tenant_section import TenantConfig
 from headrace.gateway.accounts.account_store import AccountChanges
-from headrace.gateway.accounts.directory import UNLIMITED, AccountDirectory, IdentifiedCaller
+from headrace.gateway.accounts.directory import STANDARD, UNLIMITED, AccountDirectory, IdentifiedCaller
 from headrace.gateway.caches.cache_modes import CacheMode
 from headrace.gateway.ledger.budgets import TenantBudgets
 from headrace.gateway.limits.limit_scopes import LimitScope
@@ -34,6 +35,35 @@ def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[LimitScope, 
     if surface in settings.surface_limits:
         found.append(LimitScope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
     return tuple(found)
+
+
+class LimitScopes:
+    """The limits that a request comes under: its tenant's and key's, and those of the model and the surface."""
+
+    def __init__(self, models: Mapping[str, LimitSet], surfaces: Mapping[str, LimitSet]) -> None:
+        self._models = {name: LimitScope("model", name, each) for name, each in models.items() if each != UNLIMITED}
+        self._surfaces = {
+            name: LimitScope("surface", name, each) for name, each in surfaces.items() if each != UNLIMITED
+        }
+
+    @classmethod
+    def from_config(cls, config: Config) -> LimitScopes:
+        return cls(
+            {name: model.limits for name, model in config.models.items()},
+            {name: surface.limits for name, surface in config.surfaces.items()},
+        )
+
+    def scopes(self, caller: Caller, variant: str, surface: str) -> Sequence[LimitScope]:
+        own = limit_scopes(caller, variant, surface)
+        if not (self._models or self._surfaces):
+            return own
+        server = (self._models.get(variant.partition("@")[0]), self._surfaces.get(surface))
+        return (*own, *(scope for scope in server if scope is not None))
+
+
+def settings_of(caller: Caller) -> TenantConfig:
+    """Return the settings of the caller's tenant; the defaults for a caller without one."""
+    return caller.settings if isinstance(caller, IdentifiedCaller) else STANDARD
 
 
 def budget_updater(

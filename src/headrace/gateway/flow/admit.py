@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.prepare import measure
@@ -16,31 +17,31 @@ from headrace.gateway.routing.router import RoutePlan
 
 async def admit(course: Course) -> None:
     """Limits first: a budget is not held for what is refused anyway."""
-    exchange, parts = course.exchange, course.parts
+    exchange, services = course.exchange, course.services
     caller = exchange.caller
-    scopes = parts.scopes(caller, exchange.served.name, exchange.surface)
-    if not scopes and parts.ledger is None:
+    scopes = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
+    if not scopes and services.ledger is None:
         return
     most = await _limit(course, scopes)
-    if parts.ledger is not None:
+    if services.ledger is not None:
         await _budget(course, most, scopes)
 
 
 async def _limit(course: Course, scopes: Sequence[LimitScope]) -> int:
     """How many tokens all answers together may have, once the limits have let it in."""
-    exchange, parts = course.exchange, course.parts
+    exchange, services = course.exchange, course.services
     caller = exchange.caller
     count = choice_count(exchange.asked)
     most = _most_tokens(course) * count
     if not scopes:
         return most
-    course.reservation = await parts.limiter.reserve(
+    course.reservation = await services.limiter.reserve(
         scopes,
         input_tokens=exchange.prompt_tokens,
         most_output=most,
         tenant=caller.tenant,
         surface=exchange.surface,
-        closed=parts.settings_of(caller).fail == "closed",
+        closed=settings_of(caller).fail == "closed",
     )
     exchange.headers |= course.reservation.headers()
     if course.reservation.most_output < most:
@@ -62,18 +63,18 @@ def _most_tokens(course: Course) -> int:
 
 async def _budget(course: Course, most: int, scopes: Sequence[LimitScope]) -> None:
     """`scopes`: of the limits that have let it in."""
-    exchange, parts = course.exchange, course.parts
-    assert parts.ledger is not None
+    exchange, services = course.exchange, course.services
+    assert services.ledger is not None
     caller = exchange.caller
-    likely = parts.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
-    verdict = await parts.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
+    likely = services.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
+    verdict = await services.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
     if isinstance(verdict, FallbackVariant):
         course.shaped.append(ShapingChange("budget", exchange.served.name, verdict.variant))
-        exchange.served = parts.fleet.served[verdict.variant]
+        exchange.served = services.fleet.served[verdict.variant]
         course.plan = RoutePlan(verdict.variant, decisions=course.plan.decisions)
         course.looked = course.recall = None  # they were of the other variant
         await measure(course)
-        others = parts.scopes(caller, exchange.served.name, exchange.surface)
+        others = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
         if others != scopes:  # the other variant has limits of its own
             if course.reservation is not None:
                 course.reservation.release_soon()
@@ -82,7 +83,7 @@ async def _budget(course: Course, most: int, scopes: Sequence[LimitScope]) -> No
         else:
             most = min(most, _most_tokens(course) * choice_count(exchange.asked))
         entry = entry_of(course)
-        verdict = await parts.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
+        verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
     if isinstance(verdict, BudgetRefusal):
         raise verdict.error()
     course.charged = True

@@ -25,14 +25,14 @@ from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 if TYPE_CHECKING:
-    from headrace.gateway.flow.services import Parts
+    from headrace.gateway.flow.services import Services
 
 
 class Course(msgspec.Struct):
     """All of it belongs to one event loop."""
 
     exchange: Exchange
-    parts: Parts
+    services: Services
     plan: RoutePlan
     named: str  # the variant that would answer, had nothing been routed
     gone: bool = False  # the client has left

@@ -44,17 +44,17 @@ async def run(course: Course, take: Take) -> bool:
 async def _follow_in_time(course: Course, take: Take) -> bool:
     """As _follow. How long a request waits is foreseen when it comes, and may be foreseen badly: one that has waited
     for as long as its surface has patience, on a ladder of which steps are taken, waits no more."""
-    exchange, parts = course.exchange, course.parts
+    exchange, services = course.exchange, course.services
     loop = asyncio.get_running_loop()
-    left = parts.patience(exchange.surface) - (time.monotonic() - exchange.arrival)
-    level = parts.ladder.bottom(exchange.surface)
+    left = services.ladder.patience_s(exchange.surface) - (time.monotonic() - exchange.arrival)
+    level = services.ladder.bottom(exchange.surface)
     timer = None
     try:
         async with asyncio.timeout(None) as bound:
             course.bound = bound
 
             def weary() -> None:
-                if course.wait is not None and parts.ladder.number(exchange.surface, course.standing):
+                if course.wait is not None and services.ladder.number(exchange.surface, course.standing):
                     bound.reschedule(loop.time())
 
             if level.name == "refuse" and left < math.inf:
@@ -65,7 +65,7 @@ async def _follow_in_time(course: Course, take: Take) -> bool:
             raise
         if course.gone:
             return True
-        course.signals = parts.pressure.signals(exchange.served.name, exchange.caller.tenant)
+        course.signals = services.pressure.signals(exchange.served.name, exchange.caller.tenant)
     finally:
         course.bound = None
         if timer is not None:
@@ -149,8 +149,8 @@ def _may(course: Course, count: int) -> bool:
     if course.reservation is not None and not course.reservation.allow(count):
         return False
     if course.charged:
-        assert course.parts.ledger is not None
-        if not course.parts.ledger.progress(course.exchange.id, count):
+        assert course.services.ledger is not None
+        if not course.services.ledger.progress(course.exchange.id, count):
             course.exchange.cut_by = "budget"
             return False
     return True

@@ -10,24 +10,25 @@ from headrace.gateway.routing.composite_answerer import derive_exchange
 
 
 async def generate(course: Course) -> None:
-    exchange, parts = course.exchange, course.parts
+    exchange, services = course.exchange, course.services
     looked = course.looked
-    if parts.exact is not None and looked is not None and looked.uses.looks:
+    if services.exact is not None and looked is not None and looked.uses.looks:
         shared, plan = derive_exchange(exchange, exchange.served, exchange.asked), course.plan
         # What may begin anew, unheard, is not for those who hear it as it comes.
         whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
         terms = JoinTerms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
-        course.answer = parts.exact.generate(looked, terms, lambda: Shared(parts.answers(shared, plan), plan))
+        generation = services.dispatcher.generation
+        course.answer = services.exact.generate(looked, terms, lambda: Shared(generation(shared, plan), plan))
         course.follows = True
         if course.answer.role == "joiner":
             exchange.answered_by = "shared"
             exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "shared"
     else:
-        course.own = parts.answers(exchange, course.plan)
+        course.own = services.dispatcher.generation(exchange, course.plan)
         await course.own.begin()
         course.answer = UncachedAnswer(course.own)
-    if parts.degrades(exchange.surface):
-        course.wait = parts.pressure.wait(exchange.served.name, exchange.caller.tenant)
+    if services.ladder.has_steps(exchange.surface):
+        course.wait = services.pressure.wait(exchange.served.name, exchange.caller.tenant)
 
 
 def _deadline(course: Course) -> float | None:

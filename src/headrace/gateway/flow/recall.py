@@ -1,18 +1,23 @@
-"""Recall: an answer that is there already, exact, semantic or from the request's own sources; or the ladder's end."""
+"""SemanticLookup: an answer that is there already, exact, semantic or from the request's own sources; or the ladder's end."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
+from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import cache_key_for
 from headrace.gateway.caches.exact.exact_cache import CacheHit
+from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
+from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.degradation.ladder import ladder_steps as ladder
 from headrace.gateway.degradation.ladder.extractive_answer import extract_answer, question_and_sources
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
 from headrace.gateway.flow.course import Course
+from headrace.gateway.flow.services import Services
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
+from headrace.gateway.routing.composite_answerer import derive_exchange
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
@@ -35,22 +40,22 @@ _REFUSED = frozenset(  # by who was to answer, for want of room or time
 
 async def recalled(course: Course) -> bool:
     """Whether there is an answer that nobody needs to generate."""
-    exchange, parts, degraded = course.exchange, course.parts, course.degraded
+    exchange, services, degraded = course.exchange, course.services, course.degraded
     stale = degraded is not None and degraded.stale_s is not None
     if course.recall is None and (hit := await exact(course, stale=stale)) is not None:
         _hit(course, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
         if hit.stale:
             course.telling.add("stale", ShapingChange("age_s", None, round(hit.age_s)))
         return True
-    if parts.semantic is not None and course.recall is None:
-        recall = course.recall = await parts.recall(exchange, course.plan)
-        served = recall.outcome == "hit" and parts.semantic.options.serve == "answer"
+    if services.semantic is not None and course.recall is None:
+        recall = course.recall = await look_up_similar(course)
+        served = recall.outcome == "hit" and services.semantic.options.serve == "answer"
         if served and recall.entry is not None:
             answer = recall.entry.answer
             pieces = answer.pieces(prompt_tokens=exchange.prompt_tokens)
             _hit(course, CacheHit(pieces, n=1, machine_s=answer.machine_s), "semantic", "")
             if recall.check:
-                parts.check_later(exchange, recall)
+                services.background.run(_check(course.services, exchange, recall))
             return True
     if degraded is None:
         return False
@@ -62,9 +67,30 @@ async def recalled(course: Course) -> bool:
     return False
 
 
+async def look_up_similar(course: Course) -> SemanticLookup:
+    exchange, semantic = course.exchange, course.services.semantic
+    assert semantic is not None
+    return await semantic.recall(
+        exchange.caller.tenant,
+        exchange.asked,
+        semantic.embedder_for(exchange.caller, exchange.surface),
+        variant="\n".join((exchange.served.name, exchange.served.fingerprint, course.plan.small or "")),
+        surface=exchange.surface,
+    )
+
+
+async def _check(services: Services, exchange: Exchange, recall: SemanticLookup) -> None:
+    """Compare a semantic hit with a fresh answer, generated on the batch surface. Not charged."""
+    assert services.semantic is not None
+    asked = exchange.asked.but(surface="batch", deadline_s=None, stream=False)
+    with suppress(ApiError):
+        fresh = storable_answer(await services.dispatcher.generate(derive_exchange(exchange, exchange.served, asked)))
+        await services.semantic.check(recall, fresh, services.semantic.embedder_for(exchange.caller, "batch"))
+
+
 async def exact(course: Course, *, stale: bool) -> CacheHit | None:
     """The exact cache's, which is asked once."""
-    exchange, exact = course.exchange, course.parts.exact
+    exchange, exact = course.exchange, course.services.exact
     if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
         return None
     return await _hit_of(course, stale=stale) if course.looked is None else course.looked.hit
@@ -77,8 +103,8 @@ async def _hit_of(course: Course, *, stale: bool) -> CacheHit | None:
         if whole.asked is not course.exchange.asked or whole.served is not course.exchange.served:
             whole.prompts = {}
             with suppress(ApiError):  # what was too long before it was trimmed was never kept
-                whole.asked = number_sources(whole.asked, whole.served, course.parts.shaping)[0]
-                whole.asked = (await fit_request(whole.asked, whole.served, course.parts.shaping, None, None)).asked
+                whole.asked = number_sources(whole.asked, whole.served, course.services.shaping)[0]
+                whole.asked = (await fit_request(whole.asked, whole.served, course.services.shaping, None, None)).asked
                 await prompts_of(whole)
                 if (hit := await _look(course, whole, stale=stale)) is not None:
                     course.exchange.served = whole.served
@@ -88,8 +114,8 @@ async def _hit_of(course: Course, *, stale: bool) -> CacheHit | None:
 
 
 async def _look(course: Course, exchange: Exchange, *, stale: bool) -> CacheHit | None:
-    parts, plan = course.parts, course.plan
-    assert parts.exact is not None
+    services, plan = course.services, course.plan
+    assert services.exact is not None
     prompts = exchange.prompts.get(exchange.served.name)
     wanted = cache_key_for(
         tenant=exchange.caller.tenant,
@@ -97,12 +123,12 @@ async def _look(course: Course, exchange: Exchange, *, stale: bool) -> CacheHit 
         asked=exchange.asked,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.asked.seeded,
-        policy=f"{parts.config.cache.exact.policy}\n{plan.small or ''}",
+        policy=f"{services.exact.options.policy}\n{plan.small or ''}",
     )
-    course.looked = looked = await parts.exact.look(wanted, wish=exchange.asked.cache, stale=stale)
+    course.looked = looked = await services.exact.look(wanted, wish=exchange.asked.cache, stale=stale)
     hit, degraded = looked.hit, course.degraded
     if hit is not None and hit.stale and wanted is not None and degraded is not None:
-        expired = hit.age_s - parts.exact.ttl(wanted.tags)
+        expired = hit.age_s - services.exact.ttl(wanted.tags)
         return hit if expired <= (degraded.stale_s or 0.0) else None
     return hit
 
@@ -141,14 +167,12 @@ def _extracted(course: Course) -> bool:
 def instead(course: Course, error: ApiError) -> bool:
     """Where who answers refuses, or is not there: what the end of the surface's ladder has, before the client hears
     of it."""
-    exchange, parts = course.exchange, course.parts
-    if error.code not in _REFUSED or not parts.degrades(exchange.surface):
+    exchange, services = course.exchange, course.services
+    if error.code not in _REFUSED or not services.ladder.has_steps(exchange.surface):
         return False
     before = course.answer
-    allowed = ladder.AllowedSteps.of(
-        exchange.asked.degrade, None if parts.settings_of(exchange.caller).ladder else "off"
-    )
-    degraded = ladder.plan_degradation(parts.ladder.bottom(exchange.surface), exchange.asked, allowed)
+    allowed = ladder.AllowedSteps.of(exchange.asked.degrade, None if settings_of(exchange.caller).ladder else "off")
+    degraded = ladder.plan_degradation(services.ladder.bottom(exchange.surface), exchange.asked, allowed)
     if not (degraded.extract and _extracted(course)):
         return False
     if before is not None:

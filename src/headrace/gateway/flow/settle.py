@@ -12,6 +12,7 @@ from headrace.gateway.flow.admit import entry_of
 from headrace.gateway.flow.course import Course
 from headrace.gateway.flow.request_metrics import count_ended
 from headrace.gateway.flow.shared_generation import by_plan
+from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
 from headrace.observe import metrics
@@ -69,7 +70,7 @@ def settle(course: Course, error: ApiError | None = None) -> None:
 
 
 def _count(course: Course, whole: bool) -> None:
-    exchange, parts = course.exchange, course.parts
+    exchange, services = course.exchange, course.services
     used = exchange.usage
     if course.reservation is not None:
         if course.refused:
@@ -82,15 +83,15 @@ def _count(course: Course, whole: bool) -> None:
             course.reservation.settle_soon(
                 used.prompt_tokens or exchange.prompt_tokens, used.output_tokens, whole=whole and not exchange.cut_by
             )
-    elif whole and not course.free and parts.ledger is not None and used.output_tokens:
-        parts.limiter.estimates.learn(
+    elif whole and not course.free and services.ledger is not None and used.output_tokens:
+        services.limiter.estimates.learn(
             exchange.caller.tenant,
             exchange.surface,
             used.output_tokens,
             round((exchange.last_at - exchange.arrival) * 1e6),
         )
-    if parts.degrades(exchange.surface) and whole and not exchange.answered_by and exchange.first_at:
-        parts.pressure.record_answer(
+    if services.ladder.has_steps(exchange.surface) and whole and not exchange.answered_by and exchange.first_at:
+        services.pressure.record_answer(
             exchange.served.name,
             exchange.surface,
             tokens=used.output_tokens,
@@ -99,20 +100,20 @@ def _count(course: Course, whole: bool) -> None:
 
 
 def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
-    exchange, parts = course.exchange, course.parts
-    assert parts.ledger is not None
+    exchange, services = course.exchange, course.services
+    assert services.ledger is not None
     if course.refused:
-        parts.ledger.release(exchange.id)
+        services.ledger.release(exchange.id)
         return
     made = course.made
     instead = course.named if exchange.served.name != course.named else ""
     if exchange.answered_by == "extract":
-        parts.charge(exchange.id, TokenUsage(), ended=ended, hit="extract")
+        services.ledger.charge(exchange.id, TokenUsage(), ended=ended, hit="extract")
     elif course.free and exchange.cut_by:  # others have it, and one of them pays
-        parts.charge(exchange.id, exchange.usage, ended=ended, hit="shared")
+        services.ledger.charge(exchange.id, exchange.usage, ended=ended, hit="shared")
     elif course.free:
         saved = facts.saved if facts is not None and exchange.answered_by else TokenUsage()
-        parts.charge(
+        services.ledger.charge(
             exchange.id, saved, ended=ended, hit="exact" if exchange.answered_by == "stale" else exchange.answered_by
         )
     elif isinstance(made, CompositeAnswerer):
@@ -121,17 +122,24 @@ def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
             tried = course.tried()
             answer = _without(exchange.usage, sum_usage(charge.usage for charge in tried))
             charges = [*tried, VariantCharge(exchange.served.name, answer, "answer")]
-        _charge_each(course, charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")], ended, instead)
+        _charge_each(
+            course,
+            services.ledger,
+            charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")],
+            ended,
+            instead,
+        )
     else:
-        parts.charge(exchange.id, exchange.usage, ended=ended, variant=exchange.served.name, instead_of=instead)
+        variant = exchange.served.name
+        services.ledger.charge(exchange.id, exchange.usage, ended=ended, variant=variant, instead_of=instead)
 
 
-def _charge_each(course: Course, charges: list[VariantCharge], ended: str, instead: str) -> None:
+def _charge_each(course: Course, ledger: Ledger, charges: list[VariantCharge], ended: str, instead: str) -> None:
     """The last is the answer; what was computed before it (a cascade's first try) is a part of the same request."""
     for place, charge in enumerate(charges):
         last = place == len(charges) - 1
         id = course.exchange.id if last else f"{course.exchange.id}.{place}"
-        course.parts.charge(
+        ledger.charge(
             id,
             charge.usage,
             ended=ended,
@@ -150,7 +158,10 @@ def _keep(course: Course, whole: bool) -> None:
         for piece in course.said:
             choice.add(piece)
         if (answer := storable_answer([choice])) is not None:
-            course.parts.keep_later(course.exchange, recall, answer)
+            semantic = course.services.semantic
+            assert semantic is not None
+            embedder = semantic.embedder_for(course.exchange.caller, "batch")
+            course.services.background.run(semantic.settle(recall, answer, embedder))
 
 
 def _without(usage: TokenUsage, other: TokenUsage) -> TokenUsage:

@@ -11,7 +11,7 @@
     settle     always, once: what was used is counted, charged and kept
 
 Owns the order of the stages. What a stage does is in gateway/stages, how is its own package's, and which of them there
-are is Parts'. Dialects and the network are the callers': to them a Way is begun, run, cancelled and settled.
+are is Services'. Dialects and the network are the callers': to them a Way is begun, run, cancelled and settled.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 
 if TYPE_CHECKING:
-    from headrace.gateway.flow.services import Parts
+    from headrace.gateway.flow.services import Services
 
 
 class Way:
     """One exchange on its way. All of it belongs to one event loop."""
 
-    def __init__(self, exchange: Exchange, parts: Parts) -> None:
+    def __init__(self, exchange: Exchange, services: Services) -> None:
         self.exchange = exchange
         name = exchange.served.name
-        self._course = Course(exchange, parts, RoutePlan(name), name)
+        self._course = Course(exchange, services, RoutePlan(name), name)
 
     @property
     def gone(self) -> bool:

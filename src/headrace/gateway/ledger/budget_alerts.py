@@ -19,6 +19,8 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
+from headrace.config.environment import required_secret
+from headrace.config.ledger_section import LedgerConfig
 from headrace.gateway.ledger.ledger_store import BudgetAlert
 
 log: Final = logging.getLogger(__name__)
@@ -45,6 +47,16 @@ class AlertWebhook(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 5
     first_pause_s: float = 1.0  # and twice as long after each further try
     longest_pause_s: float = 60.0
+
+    @classmethod
+    def from_config(cls, config: LedgerConfig, environ: Mapping[str, str]) -> AlertWebhook | None:
+        """Return None where no webhook is configured. ConfigError where the environment lacks its URL or header."""
+        if config.webhook_url_env is None:
+            return None
+        headers: dict[str, str] = {}
+        if config.webhook_header_env is not None:
+            headers["authorization"] = required_secret(environ, config.webhook_header_env, "ledger.webhook_header_env")
+        return cls(url=required_secret(environ, config.webhook_url_env, "ledger.webhook_url_env"), headers=headers)
 
 
 class AlertSender:

@@ -20,14 +20,17 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from headrace.config import Config
+from headrace.config.environment import required_secret
 from headrace.errors import HeadraceError
-from headrace.gateway.ledger.budget_alerts import AlertSender
+from headrace.gateway.database import Database
+from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
 from headrace.gateway.ledger.budgets import (
     FULL,
     UNAVAILABLE,
@@ -49,7 +52,9 @@ from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, Res
 from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, LedgerStore, SharedLedgerStore
 from headrace.gateway.ledger.periods import Calendar
 from headrace.gateway.ledger.prices import PriceBook
+from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
+from headrace.observe import metrics
 
 log: Final = logging.getLogger(__name__)
 
@@ -151,6 +156,39 @@ class Ledger:
                 monotonic=monotonic,
                 ended=self._budget_ended,
             )
+
+    @classmethod
+    def from_config(cls, config: Config, database: Database, environ: Mapping[str, str]) -> Ledger | None:
+        """Return None where nothing is charged. ConfigError where the environment lacks a secret."""
+        ledger = config.ledger
+        is_needed = bool(config.prices or config.tenants or config.keys)
+        if ledger.keeps == "off" or (ledger.keeps == "auto" and not is_needed):
+            return None
+        wait_s = ledger.wait_ms / 1e3
+        store: Any
+        if ledger.store == "postgres":
+            from headrace.gateway.ledger.postgres import PostgresLedgerStore
+
+            dsn = required_secret(environ, ledger.dsn_env, "ledger.dsn_env")
+            store = PostgresLedgerStore(dsn, schema=ledger.schema, wait_s=wait_s)
+        else:
+            store = SqliteLedgerStore(database)
+        webhook = AlertWebhook.from_config(ledger, environ)
+        return cls(
+            store,
+            prices=PriceBook.from_config(config.prices),
+            calendar=Calendar(offset_minutes=ledger.utc_offset_minutes),
+            journal=config.storage.path / "ledger.journal",
+            bounds=LedgerBounds(
+                exchanges=ledger.exchanges,
+                wait_s=wait_s,
+                gather_s=ledger.gather_ms / 1e3,
+                sync_s=ledger.sync_s,
+                keep_days=ledger.keep_days,
+            ),
+            courier=AlertSender(store, webhook, count=lambda outcome: metrics.of(metrics.alerts, outcome).inc()),
+            count=lambda event, number: metrics.of(metrics.ledger, event).inc(number),
+        )
 
     async def open(self) -> None:
         """Finds what an earlier run left, and charges it. JournalError where the journal is another's."""
@@ -293,6 +331,23 @@ class Ledger:
         self._count("settled", 1)
         return receipt
 
+    def charge(
+        self,
+        id: str,
+        usage: TokenUsage,
+        *,
+        ended: str,
+        variant: str = "",
+        hit: str = "",
+        instead_of: str = "",
+        entry: LedgerEntry | None = None,
+    ) -> None:
+        """Settle an exchange whose caller cannot handle a failure: a LedgerError is logged."""
+        try:
+            self.settle(id, usage, ended=ended, variant=variant, hit=hit, instead_of=instead_of, entry=entry)
+        except LedgerError as error:
+            log.error("an exchange was not charged: %s", error)
+
     def release(self, id: str) -> None:
         """It was admitted, and is not served after all: nothing is charged, and nothing was."""
         open = self._open.get(id)
@@ -354,6 +409,15 @@ class Ledger:
         if isinstance(self._holds, LocalBudgetHolds):
             return self._holds.standings(tenant, self._calendar.day(self._clock()))
         return []
+
+    def budget_left(self, tenant: str, endpoint: str) -> float | None:
+        """Return the share (0 to 1) left of the tenant's tightest budget for the endpoint; None without budgets."""
+        shares = [
+            max(0.0, 1.0 - (standing.spent + standing.held) / max(1, standing.budget.limit_micros))
+            for standing in self.standings(tenant)
+            if standing.budget.endpoint in ("", endpoint)
+        ]
+        return min(shares, default=None)
 
     def statistics(self) -> LedgerStatistics:
         waiting = len(self._writer.waiting)

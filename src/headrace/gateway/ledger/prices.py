@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.config.ledger_section import PriceConfig
 from headrace.errors import HeadraceError
 
 MICROS: Final = 1_000_000  # of one unit of the currency
@@ -65,6 +66,21 @@ class PriceBook:
 
     def __init__(self, prices: Mapping[str, Price] | None = None) -> None:
         self._prices = dict(prices or {})
+
+    @classmethod
+    def from_config(cls, prices: Mapping[str, PriceConfig]) -> PriceBook:
+        return cls(
+            {
+                name: make_price(
+                    input=each.input,
+                    cached=each.cached,
+                    output=each.output,
+                    second=each.second,
+                    hit_percent=each.hit_percent,
+                )
+                for name, each in prices.items()
+            }
+        )
 
     def of(self, variant: str) -> Price:
         found = self._prices.get(variant)

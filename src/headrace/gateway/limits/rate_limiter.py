@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from headrace.config.environment import required_secret
+from headrace.config.limit_section import LimitingConfig
 from headrace.gateway.limits.limit_errors import (
     LimitError,
     check_context,
@@ -35,11 +37,13 @@ from headrace.gateway.limits.limit_scopes import (
     smallest_limit,
 )
 from headrace.gateway.limits.local_limits import UNLIMITED, LocalLimitStore
+from headrace.gateway.limits.lua_script import script
 from headrace.gateway.limits.output_estimates import OutputEstimates
 from headrace.gateway.limits.rate_windows import SteadyClock
 from headrace.gateway.limits.ratelimit_headers import rate_headers
-from headrace.gateway.limits.redis_calls import RedisUnavailableError
+from headrace.gateway.limits.redis_calls import RedisCallBatcher, RedisUnavailableError
 from headrace.gateway.limits.redis_limits import RedisLimitStore
+from headrace.observe import metrics
 
 # Of a limit a second, what a stream holds at a time: a small part, so that many streams can run under it.
 _PART_OF_A_SECOND: Final = 32
@@ -88,6 +92,20 @@ class RateLimiter:
         self._local = LocalLimitStore(clock=clock) if local is None else local
         self._shared = shared
         self._closed = closed
+
+    @classmethod
+    def from_config(cls, config: LimitingConfig, environ: Mapping[str, str]) -> RateLimiter:
+        """ConfigError where the environment lacks Redis's URL."""
+        shared = None
+        if config.redis_env is not None:
+            url = required_secret(environ, config.redis_env, "limiting.redis_env")
+            calls = RedisCallBatcher(url, script(), bound_s=config.wait_ms / 1e3)
+            shared = RedisLimitStore(calls, prefix=config.namespace)
+        return cls(
+            shared=shared,
+            patience_s=config.patience_s,
+            note=lambda event, what: metrics.of(metrics.limits, event, what).inc(),
+        )
 
     async def reserve(
         self,

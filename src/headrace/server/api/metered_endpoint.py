@@ -12,8 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.gateway.accounts.access import choose_surface
+from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import as_api_error
-from headrace.gateway.flow.services import Parts
+from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.budgets import BudgetRefusal
 from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.requests.text_request import TokenUsage
@@ -22,25 +23,25 @@ from headrace.server.api.vectors import PreparedCall
 
 
 async def run_metered(
-    parts: Parts, caller: Caller, prepared: PreparedCall, endpoint: str, *, model: str = ""
+    services: Services, caller: Caller, prepared: PreparedCall, endpoint: str, *, model: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answer, and headers beside it. ApiError where it is refused or fails."""
     served = prepared.work.served
     surface = choose_surface(caller, prepared.work.wished, "batch")
     prepared.work.on(surface)
-    reservation = await parts.limiter.reserve(
-        parts.scopes(caller, served.name, surface),
+    reservation = await services.limiter.reserve(
+        services.limit_scopes.scopes(caller, served.name, surface),
         input_tokens=prepared.input_tokens,
         most_output=0,
         tenant=caller.tenant,
         surface=surface,
-        closed=parts.settings_of(caller).fail == "closed",
+        closed=settings_of(caller).fail == "closed",
     )
     headers = reservation.headers()
     id = secrets.token_urlsafe(18)
     ended, charged = "finished", False
     try:
-        if parts.ledger is not None:
+        if services.ledger is not None:
             entry = LedgerEntry(
                 id=id,
                 tenant=caller.tenant,
@@ -52,7 +53,7 @@ async def run_metered(
                 prompt_tokens=prepared.input_tokens,
             )
             # Another variant's vectors are of another kind, so none stands in for this one.
-            verdict = await parts.ledger.reserve(entry, output_tokens=0, most_tokens=0, falls=False)
+            verdict = await services.ledger.reserve(entry, output_tokens=0, most_tokens=0, falls=False)
             if isinstance(verdict, BudgetRefusal):
                 raise verdict.error()
             charged = True
@@ -63,11 +64,11 @@ async def run_metered(
     finally:
         used = replace(prepared.usage)
         refused = ended != "finished" and used == TokenUsage()  # before anything was computed
-        if charged and parts.ledger is not None:
+        if charged and services.ledger is not None:
             if refused:
-                parts.ledger.release(id)
+                services.ledger.release(id)
             else:
-                parts.charge(id, used, ended=ended)
+                services.ledger.charge(id, used, ended=ended)
         if refused:
             reservation.release_soon()
         else:

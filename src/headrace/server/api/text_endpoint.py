@@ -24,7 +24,7 @@ from headrace.server.http.api_call import ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import ParameterTable
 
 if TYPE_CHECKING:
-    from headrace.gateway.flow.services import Parts
+    from headrace.gateway.flow.services import Services
     from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 
 
@@ -39,9 +39,9 @@ class Dialect(msgspec.Struct, frozen=True):
     relays: bool = False  # an upstream's own events are ours
 
 
-async def answer_in_full(exchange: Exchange, dialect: Dialect, parts: Parts) -> dict[str, Any]:
+async def answer_in_full(exchange: Exchange, dialect: Dialect, services: Services) -> dict[str, Any]:
     """The body of an answer, for a caller that has no connection to watch, such as a batch."""
-    way = Way(exchange, parts)
+    way = Way(exchange, services)
     with _settling(way):
         await way.begin()
         body = dialect.whole(exchange, await collect_choices(way))
@@ -51,10 +51,10 @@ async def answer_in_full(exchange: Exchange, dialect: Dialect, parts: Parts) -> 
 
 
 async def deliver(
-    call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], parts: Parts
+    call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], services: Services
 ) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
-    way = Way(exchange, parts)
+    way = Way(exchange, services)
     with _settling(way, call.watch(way.cancel)):
         await way.begin()
         if way.gone:

@@ -57,7 +57,7 @@ def test_gateways_share_entries_in_redis(tmp_path: Path, monkeypatch: pytest.Mon
 @asynchronous
 async def test_a_store_that_is_gone_costs_a_bounded_wait_and_then_nothing(tmp_path: Path) -> None:
     async with caching(tmp_path, exact=ExactConfig(mode="on", store="sqlite", wait_ms=20.0)) as running:
-        cache = running.server.parts.exact
+        cache = running.server.services.exact
         assert cache is not None
         running.engine.answer = words("ok")
         cache._store.store = Broken(hanging=("get", "size"))

@@ -51,13 +51,15 @@ async def test_the_bundled_model_is_spared_a_question_that_it_has_answered(tmp_p
             asked = {"temperature": 0, "stop": ["."], "messages": [{"role": "user", "content": text}], **changes}
             answer = await client.ask("POST", "/v1/chat/completions", {"model": "mini", **asked})
             assert answer.status == 200, answer.body
-            parts = server.parts
-            await until(lambda: not parts._work and not (parts.exact is not None and parts.exact.flights))
+            services = server.services
+            await until(
+                lambda: not services.background._tasks and not (services.exact is not None and services.exact.flights)
+            )
             return answer
 
-        assert server.parts.semantic is not None
+        assert server.services.semantic is not None
         await ask("Hello")  # what the disk has of the tenant is read by then
-        await until(lambda: server.parts.semantic is not None and not server.parts.semantic._loading)
+        await until(lambda: server.services.semantic is not None and not server.services.semantic._loading)
         fresh = await ask("How do I turn on two-factor authentication?")
         assert "x-headrace-cache" not in fresh.headers
         assert fresh.json["choices"][0]["finish_reason"] == "stop"

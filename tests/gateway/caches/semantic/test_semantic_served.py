@@ -47,10 +47,10 @@ async def remembering(
 
 async def ready(running: Caching, *tenants: str) -> None:
     """What the tenants have on disk is there; a request does not wait for that."""
-    cache, parts = running.server.parts.semantic, running.server.parts
+    cache = running.server.services.semantic
     assert cache is not None
     for tenant in tenants or ("red", "blue"):
-        await cache.load(tenant, parts._embedder(Caller(tenant=tenant), "batch"))
+        await cache.load(tenant, cache.embedder_for(Caller(tenant=tenant), "batch"))
 
 
 def answered(answer: Any) -> tuple[str | None, str]:
@@ -175,8 +175,8 @@ async def test_identical_questions_under_way_share_one_generation_and_one_entry(
         for client in (first, second):
             assert (await client.answer()).text == "ok"
         await running.quiet()
-        assert running.server.parts.semantic is not None
-        assert running.server.parts.semantic.about("red")["entries"] == 1
+        assert running.server.services.semantic is not None
+        assert running.server.services.semantic.about("red")["entries"] == 1
 
 
 # What is kept
@@ -188,7 +188,7 @@ async def test_only_answers_that_ended_by_themselves_are_kept(tmp_path: Path) ->
         await ready(running)
         mini = running.fleet.served["mini"]
         mini.tools = tool_format_by_name("hermes", tokenizer())
-        cache = running.server.parts.semantic
+        cache = running.server.services.semantic
         assert cache is not None
 
         def cut(stream: OutputStream) -> None:

@@ -206,16 +206,18 @@ class Pressed:
     def __init__(self, running: Caching) -> None:
         self.queue: dict[str, float] = {}  # seconds, by tenant
         self.clock = Clock()
-        parts = running.server.parts
+        services = running.server.services
         surfaces = running.server.config.surfaces
-        parts.ladder = Ladder({name: resolve_ladder(name, each) for name, each in surfaces.items()}, clock=self.clock)
-        plain = parts.pressure.signals
+        services.ladder = Ladder(
+            {name: resolve_ladder(name, each) for name, each in surfaces.items()}, clock=self.clock
+        )
+        plain = services.pressure.signals
 
         def signals(variant: str, tenant: str = "", **more: Any) -> Any:
             found = plain(variant, tenant, **more)
             return type(found)(queue_ms=1e3 * self.queue.get(tenant, 0.0), budget_left=found.budget_left)
 
-        parts.pressure.signals = signals  # pyright: ignore[reportAttributeAccessIssue]
+        services.pressure.signals = signals  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def ladder(*steps: str, **changes: Any) -> dict[str, SurfaceConfig]:
@@ -343,7 +345,7 @@ async def test_what_cannot_mean_anything_is_left_out(tmp_path: Path) -> None:
 async def test_a_stale_answer_is_given_as_it_was_before_it_was_made_less(tmp_path: Path) -> None:
     exact = ExactConfig(mode="on", ttl="1m", stale="1h")
     async with pressed(tmp_path, "max_tokens", "stale", "refuse", exact=exact) as (running, pressure):
-        cache = running.server.parts.exact
+        cache = running.server.services.exact
         assert cache is not None
         running.engine.answer = words("A long ", "answer.")
         clock = Clock()

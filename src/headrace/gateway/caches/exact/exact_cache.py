@@ -23,11 +23,19 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
+from headrace.config import Config, ExactConfig
+from headrace.config.environment import required_secret
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import NO_ACCESS, CacheAccess, CachePolicy
 from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
 from headrace.gateway.caches.exact.cache_key import CacheKey
-from headrace.gateway.caches.exact.entry_store import CacheSize, GuardedStore, InvalidationLog, InvalidationScope
+from headrace.gateway.caches.exact.entry_store import (
+    CacheSize,
+    EntryStore,
+    GuardedStore,
+    InvalidationLog,
+    InvalidationScope,
+)
 from headrace.gateway.caches.exact.in_flight import (
     AnswerFacts,
     Flight,
@@ -39,8 +47,13 @@ from headrace.gateway.caches.exact.in_flight import (
     Take,
     total_usage,
 )
+from headrace.gateway.caches.exact.memory import MemoryStore
+from headrace.gateway.caches.exact.redis import RedisStore, connect
+from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
+from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
+from headrace.observe import metrics
 
 # What is counted, each with the tenant that it is about.
 ExactOutcome = Literal[
@@ -179,6 +192,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     joins: bool = True  # identical requests under way share one generation
     entry_bytes: int = 1024**2  # 1 MiB
     stale_s: float = 0.0  # that an entry stays beyond its time, for who takes a stale answer rather than none
+    policy: str = ""  # a part of every key: raise it to leave all older answers behind
     secret: bytes = b""  # entries that others wrote, who can reach the store but have no secret, are none
 
 
@@ -215,6 +229,39 @@ class ExactCache:
         self._removals = InvalidationLog()
         self._note = note
         self._clock = clock
+
+    @classmethod
+    def from_config(cls, config: Config, database: Database, environ: Mapping[str, str]) -> ExactCache | None:
+        """Return None only where the store is Redis, no tenant uses it and the environment has no URL for it: a
+        tenant's mode can be changed while the server runs. ConfigError where the environment lacks a secret."""
+        exact = config.cache.exact
+        modes = [exact.mode, *(tenant.caches.exact for tenant in config.tenants.values())]
+        is_used = any(mode not in (None, "off") for mode in modes)
+        if exact.store == "redis" and not (is_used or environ.get(exact.redis_env)):
+            return None
+        secret = ""
+        if exact.secret_env is not None:
+            secret = required_secret(environ, exact.secret_env, "cache.exact.secret_env")
+        return cls(
+            GuardedStore(
+                _store(exact, database, environ),
+                get_s=None if exact.store == "memory" else exact.wait_ms / 1e3,
+                failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
+            ),
+            CachePolicy(mode=exact.mode, share=exact.share, salt="exact"),
+            options=Options(
+                ttl_s=seconds_of(exact.ttl),
+                tag_ttls={tag: seconds_of(span) for tag, span in exact.tags.items()},
+                events=exact.events,
+                repeatable_only=exact.repeatable_only,
+                joins=exact.joins,
+                entry_bytes=exact.entry_bytes,
+                stale_s=0.0 if exact.stale is None else seconds_of(exact.stale),
+                secret=secret.encode(),
+                policy=exact.policy,
+            ),
+            note=lambda outcome, tenant: metrics.of(metrics.caches, "exact", outcome).inc(),
+        )
 
     async def look(self, wanted: CacheKey | None, *, wish: str = "on", stale: bool = False) -> ExactLookup:
         """Never an error, and never longer than the store's bound. `wish`: the request's `cache`. `stale`: an entry
@@ -342,3 +389,13 @@ class ExactCache:
     async def close(self) -> None:
         await self.flights.close(ApiError("the server has ended", kind="overloaded_error", code="draining"))
         await self._store.close()
+
+
+def _store(config: ExactConfig, database: Database, environ: Mapping[str, str]) -> EntryStore:
+    wait_s = config.wait_ms / 1e3
+    if config.store == "redis":
+        url = required_secret(environ, config.redis_env, "cache.exact.redis_env")
+        return RedisStore(connect(url, seconds=wait_s), entry_bytes=config.entry_bytes, bound_s=wait_s)
+    if config.store == "sqlite":
+        return SqliteStore(database, most_bytes=config.bytes, tenant_bytes=config.tenant_bytes, bound_s=wait_s)
+    return MemoryStore(most_bytes=config.bytes, tenant_bytes=config.tenant_bytes)

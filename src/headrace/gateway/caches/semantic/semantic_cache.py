@@ -26,20 +26,25 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from headrace.config import ConfigError, SemanticConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import cache_tags
 from headrace.gateway.caches.exact.entry_store import CacheSize
 from headrace.gateway.caches.semantic.agreement import answers_agree
-from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder
+from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder, ServedEmbedder
 from headrace.gateway.caches.semantic.namespace import Bounds, CacheCandidate, Namespace
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
 from headrace.gateway.caches.semantic.thresholds import ServeDecision, Thresholds
 from headrace.gateway.caches.semantic.verifier import Judge
+from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.serving.exchange import Caller
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.observe import metrics
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +119,7 @@ class SemanticCache:
         store: SemanticStore | None = None,
         judge: Judge | None = None,
         counted: Callable[[str, str], None] | None = None,  # table and name, for metrics
+        encoder: ServedVariant | None = None,  # needed by `embedder_for` only
         clock: Callable[[], float] = time.time,  # of what is kept
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,12 +128,34 @@ class SemanticCache:
         self._store = store
         self._judge = judge
         self._counted = counted
+        self._encoder = encoder
         self._clock = clock
         self._embedding = BoundedEmbedding(wait_s=options.embed_wait_s, clock=monotonic)
         self.modes = CachePolicy(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
         self._removals = Removals()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
         self._loading: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    def from_config(cls, config: SemanticConfig, database: Database, fleet: Fleet) -> SemanticCache | None:
+        """Return None where no encoder is configured; otherwise even with mode "off", because a tenant's mode can be
+        changed while the server runs. ConfigError where the embedder is not a served encoder."""
+        if not config.embedder:
+            return None
+        encoder = fleet.served.get(config.embedder)
+        if encoder is None or encoder.kind != "encoder":
+            raise ConfigError(f"cache.semantic.embedder: expected a served encoder, found '{config.embedder}'")
+        return cls(
+            SemanticOptions.from_config(config),
+            store=SemanticStore(database),
+            counted=lambda table, name: metrics.of(metrics.semantic, table, name).inc(),
+            encoder=encoder,
+        )
+
+    def embedder_for(self, caller: Caller, surface: str) -> ServedEmbedder:
+        """Return an embedder that runs as the caller's work on the surface."""
+        assert self._encoder is not None
+        return ServedEmbedder(self._encoder, caller, surface=surface)
 
     # The way of a request
 

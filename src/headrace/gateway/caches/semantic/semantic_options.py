@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from headrace.config.cache_section import SemanticConfig
 from headrace.gateway.caches.cache_modes import CacheMode
+from headrace.gateway.caches.exact.exact_cache import seconds_of
 from headrace.gateway.caches.semantic.agreement import AgreementMethod
 from headrace.gateway.caches.semantic.vector_index import EXACT, VectorFormat
 
@@ -50,3 +52,29 @@ class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     embed_wait_s: float = 0.05
     judge_wait_s: float = 0.2
     seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: SemanticConfig) -> SemanticOptions:
+        return cls(
+            mode=config.mode,
+            share=config.share,
+            serve=config.serve,
+            delta=config.delta,
+            per=config.per,
+            threshold=config.threshold,
+            floor=config.floor,
+            nearest=config.nearest,
+            guards=config.guards,
+            check_share=config.check_share,
+            sampled=config.sampled,
+            tools=config.tools,
+            surfaces=config.surfaces,
+            policy=config.policy,
+            entries=config.entries,
+            tenant_bytes=config.tenant_bytes,
+            total_bytes=config.total_bytes,
+            ttl_s=seconds_of(config.ttl),
+            tag_ttl_s={tag: seconds_of(span) for tag, span in config.tags.items()},
+            vectors=config.vectors,
+            embed_wait_s=config.wait_ms / 1e3,
+        )

@@ -16,8 +16,10 @@ from typing import Final
 
 import msgspec
 
+from headrace.config import SurfaceConfig
 from headrace.config.shaping_section import LadderConfig, LadderStepConfig, StepName
-from headrace.gateway.degradation.ladder.ladder_config import WORSE_SIGN, Signal, threshold
+from headrace.gateway.degradation.ladder.ladder_config import WORSE_SIGN, Signal, resolve_ladder, threshold
+from headrace.surfaces import SURFACES
 
 # Many requests see the same value of a shared signal, so these have state. `slack_ms` belongs to one request.
 _SHARED: Final[tuple[Signal, ...]] = ("queue_ms", "memory_free", "budget_left")
@@ -111,11 +113,34 @@ class Ladder:
         *,
         clock: Callable[[], float] = time.monotonic,
         max_states: int = 4096,  # the least recently used state is dropped first
+        patience_s: Mapping[str, float] | None = None,  # by surface, where the configuration sets it
     ) -> None:
         self._ladders = dict(ladders)
         self._clock = clock
         self._max_states = max_states
+        self._patience_s = dict(patience_s or {})
         self._states: OrderedDict[tuple[str, str], LadderState] = OrderedDict()
+
+    @classmethod
+    def from_config(cls, surfaces: Mapping[str, SurfaceConfig]) -> Ladder:
+        ladders = {name: resolve_ladder(name, surfaces.get(name) or SurfaceConfig()) for name in SURFACES}
+        return cls(
+            {name: ladder for name, ladder in ladders.items() if ladder.steps},
+            patience_s={name: each.patience_s for name, each in surfaces.items() if each.patience_s is not None},
+        )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any surface has a ladder."""
+        return bool(self._ladders)
+
+    def has_steps(self, surface: str) -> bool:
+        ladder = self._ladders.get(surface)
+        return ladder is not None and bool(ladder.steps)
+
+    def patience_s(self, surface: str) -> float:
+        """Return how long a request of the surface may wait for its first token."""
+        return self._patience_s.get(surface, SURFACES[surface].patience)
 
     def decide(
         self,

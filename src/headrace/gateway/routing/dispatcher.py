@@ -1,0 +1,87 @@
+"""Dispatcher: the variants that are to answer an exchange, and what generates the answer.
+
+Connects the router, the breakers and the hedges with the fleet. Does not admit, cache or charge.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Final
+
+from headrace.config import RoutingConfig
+from headrace.gateway.requests.text_request import Choice, TextRequest
+from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
+from headrace.gateway.routing.health import VariantHealth
+from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
+from headrace.gateway.routing.router import RoutePlan, Router
+from headrace.gateway.serving.engine_answering import EngineAnswering
+from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.fleet import Engine, Fleet
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.observe import metrics
+
+log: Final = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """All of it belongs to one event loop."""
+
+    def __init__(self, config: RoutingConfig, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
+        self.router = Router(config, self._why_unavailable)
+        self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
+        upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
+        self._composer = PlanComposer(self._part, self.health, self._hedgings, own_breakers=upstreams)
+
+    def route(self, exchange: Exchange) -> RoutePlan:
+        return RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
+
+    def generation(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
+        """Return what carries out the plan. Nothing of it runs yet."""
+        is_plain = not plan.steps and plan.cascade is None and plan.variant not in self._hedgings
+        if is_plain and self.router.idle:
+            return self._plain(exchange)
+        for decision in plan.decisions:
+            metrics.of(metrics.routes, decision.stage, decision.chosen).inc()
+        return self._composer.answering(exchange, plan)
+
+    async def generate(self, exchange: Exchange) -> list[Choice]:
+        """Generate a complete answer by the exchange's own variant, without routing or any stage of the flow."""
+        generation = self._plain(exchange)
+        try:
+            await generation.begin()
+            return await collect_choices(generation)
+        finally:
+            generation.settle()
+
+    async def watch_health(self) -> None:
+        """Probe the engines until cancelled. Upstreams watch themselves."""
+        engines = {name: served.engine for name, served in self._fleet.served.items() if served.upstream is None}
+        await self.health.watch({name: partial(_probe, engine) for name, engine in engines.items()})
+
+    def _part(self, variant: str, exchange: Exchange, asked: TextRequest, alone: bool) -> Answerer:
+        return self._plain(derive_exchange(exchange, self._fleet.served[variant], asked), alone=alone)
+
+    def _plain(self, exchange: Exchange, *, alone: bool = True) -> Answerer:
+        """`alone`: no other variant takes part in the answer, so it may be retried until the client has heard of it."""
+        upstream = exchange.served.upstream
+        if upstream is None:
+            return EngineAnswering(exchange)
+        return UpstreamGeneration(exchange, upstream, anew=alone and not exchange.asked.stream)
+
+    def _why_unavailable(self, variant: str) -> str | None:
+        upstream = self._fleet.served[variant].upstream
+        if upstream is not None:
+            return None if upstream.ready else "it does not answer"
+        return self.health.why_not(variant)
+
+
+async def _probe(engine: Engine) -> None:
+    await engine.stats()
+
+
+def _breaker_changed(variant: str, state: str) -> None:
+    log.warning("the circuit breaker of %s is now %s", variant, state)
+    metrics.of(metrics.breakers, variant, state).inc()

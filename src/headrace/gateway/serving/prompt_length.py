@@ -1,0 +1,15 @@
+"""The length of an exchange's prompts in tokens, whether an engine or an upstream counts them."""
+
+from __future__ import annotations
+
+from headrace.gateway.serving.engine_answering import prompts_of
+from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.upstreams import upstream_generation
+
+
+async def prompt_tokens(exchange: Exchange) -> int:
+    """ApiError where the prompt is invalid or does not fit."""
+    upstream = exchange.served.upstream
+    if upstream is not None:
+        return sum(await upstream_generation.count_prompt_tokens(exchange, upstream))
+    return sum(len(prompt.tokens) for prompt in await prompts_of(exchange))
