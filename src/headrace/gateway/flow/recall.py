@@ -1,4 +1,4 @@
-"""SemanticLookup: an answer that is there already, exact, semantic or from the request's own sources; or the ladder's end."""
+"""Recall: an existing answer (exact, semantic, extracted from the request's own sources), or the ladder's refusal."""
 
 from __future__ import annotations
 
