@@ -144,7 +144,7 @@ def test_a_database_without_an_address_is_said_at_the_start(
     path = tmp_path / "headrace.toml"
     path.write_text(f'[admin]\nstore = "postgres"\n[storage]\nfolder = "{tmp_path}"\n[server]\nport = 0\n')
     assert main(["serve", "--config", str(path)]) == 2
-    assert "admin.dsn_env: the environment variable HEADRACE_ADMIN_DSN is not set" in capsys.readouterr().err
+    assert "admin.dsn_env: The environment variable HEADRACE_ADMIN_DSN is not set" in capsys.readouterr().err
     path.write_text('[admin]\nschema = "a; DROP"\n')
     assert main(["config", "check", str(path)]) == 2
     assert "admin.schema" in capsys.readouterr().out
