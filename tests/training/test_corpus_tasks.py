@@ -15,11 +15,11 @@ import pytest
 
 from training.corpus import arithmetic, extraction, reading, tools, triage
 from training.corpus.conversation import JSON, Conversation, Turn, rendered
-from training.corpus.declarations import TOOLS
 from training.corpus.instances import BETWEEN_KEYS, DETAIL, is_held_out
+from training.corpus.reading import DOMAINS
 from training.corpus.scoring import calls_of, is_right
+from training.corpus.tools import TOOLS
 from training.corpus.values import NUMBER_WORDS
-from training.corpus.words.subjects import DOMAINS
 
 MODULES = (reading, extraction, tools, triage, arithmetic)
 SOME = 3000

@@ -24,28 +24,10 @@ from training.corpus.instances import (
     training_conversations,
 )
 from training.corpus.wording import as_typed
+from training.corpus.words import PHRASES
 
 TASK = "arithmetic"
-SYSTEM = (
-    "You calculate.",
-    "You are a careful calculator.",
-    "Answer with a short working.",
-    "You help with numbers and durations.",
-)
-STAGES = (
-    "the queue",
-    "prefill",
-    "decode",
-    "retrieval",
-    "reranking",
-    "the network",
-    "tokenisation",
-    "routing",
-    "the tool call",
-    "the cache lookup",
-    "the database",
-    "rendering",
-)
+SYSTEM, STAGES = PHRASES.arithmetic["system"], PHRASES.arithmetic["stages"]
 SECONDS_IN = {"second": 1, "minute": 60, "hour": 3600}
 
 
@@ -415,29 +397,11 @@ def priced(random: Random) -> Problem:
     )
 
 
-TOLD_SUMS = (
-    ("{a} requests came in the morning and {b} in the afternoon. How many in total?", "requests in total"),
-    ("One shard has {a} rows, the other {b} rows. How many rows together?", "rows together"),
-    ("We sold {a} tickets on Monday and {b} on Tuesday. How many tickets together?", "tickets together"),
-    ("The prompt has {a} tokens and the answer {b} tokens. How many tokens in total?", "tokens in total"),
-    ("There are {a} people upstairs and {b} downstairs. How many people in total?", "people in total"),
-    ("I walked {a} steps, then {b} more. How many steps in total?", "steps in total"),
-)
-TOLD_DIFFERENCES = (
-    ("{a} requests came in and {b} of them failed. How many succeeded?", "requests succeeded"),
-    ("The store had {a} lamps and sold {b}. How many are left?", "lamps are left"),
-    ("A cache of {a} blocks has {b} in use. How many are free?", "blocks are free"),
-    ("The hall has {a} seats and {b} are taken. How many are free?", "seats are free"),
-    ("The context holds {a} tokens and {b} are used. How many are left?", "tokens are left"),
-    ("Of {a} tests, {b} passed. How many did not pass?", "tests did not pass"),
-)
-
-
 def told_sum(random: Random) -> Problem:
     a, b = random.randint(11, 99), random.randint(11, 99)
     if random.random() < 0.4:
         a, b = random.randint(100, 899), random.randint(100, 899)
-    told, ending = random.choice(TOLD_SUMS)
+    told, ending = random.choice(PHRASES.arithmetic["sums"])
     answer = f"{worked_sum(a, b)}. That is {a + b} {ending}."
     return Problem(told.format(a=a, b=b), answer, pair_key("sum", a, b))
 
@@ -449,7 +413,7 @@ def told_difference(random: Random) -> Problem:
     if abs(a - b) < 2:
         a += 5
     a, b = max(a, b), min(a, b)
-    told, ending = random.choice(TOLD_DIFFERENCES)
+    told, ending = random.choice(PHRASES.arithmetic["differences"])
     answer = f"{worked_difference(a, b)}. {a - b} {ending}."
     return Problem(told.format(a=a, b=b), answer, f"difference {a} {b}")
 

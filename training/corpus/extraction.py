@@ -1,8 +1,8 @@
 """Structured extraction: a message in, a JSON record out, by the schema that the prompt gives.
 
 The schema is a short list of keys with types or a JSON schema; its keys, their names and order change from prompt to
-prompt. What the message does not say is null. Owns how a message and a schema are put together; the sentences are in
-words/messages.py, the fields in records.py.
+prompt. What the message does not say is null. Owns how a message and a schema are put together; the sentences and the
+fields are in words/messages.toml.
 """
 
 from __future__ import annotations
@@ -13,21 +13,58 @@ from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
 
+import msgspec
+
 from training.corpus import values
 from training.corpus.conversation import JSON, Conversation, Question, Turn
 from training.corpus.instances import DETAIL, Instance, held_out_questions, training_conversations
-from training.corpus.records import FIELDS
 from training.corpus.wording import slots
-from training.corpus.words.messages import FIRST_ASIDES, KINDS, LATER_ASIDES, OPENINGS, Kind, Sentence
-from training.corpus.words.places import CITIES
+from training.corpus.words import lists, read
 
 TASK = "extraction"
-INSTRUCTIONS = (
-    "Extract the fields as JSON. Use null for what is missing.",
-    "Read the message and answer with JSON. Missing values are null.",
-    "Turn the message into JSON; null where it says nothing.",
-    "Extract the data from the message as JSON, null if not given.",
-)
+
+
+class Field(msgspec.Struct, frozen=True):
+    type: str  # of JSON schema: "string", "integer", "number", "boolean" or "array" (of strings)
+    names: tuple[str, ...]
+    draw: tuple[str | int, ...] = ()  # empty: a sentence settles it
+
+
+class Sentence(msgspec.Struct, frozen=True):
+    text: str
+    settles: tuple[tuple[str, bool], ...] = ()  # fields that it decides without a slot
+
+
+class Group(msgspec.Struct, frozen=True):
+    must: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
+    field: str = ""
+    yes: tuple[str, ...] = ()
+    no: tuple[str, ...] = ()
+
+    @property
+    def optional(self) -> bool:
+        return not self.must
+
+    @property
+    def sentences(self) -> list[Sentence]:
+        settled = [Sentence(text, ((self.field, text in self.yes),)) for text in (*self.yes, *self.no)]
+        return [Sentence(text) for text in (*self.must, *self.may)] + settled
+
+
+class Kind(msgspec.Struct, frozen=True):
+    name: str
+    groups: tuple[Group, ...]
+
+
+class MessagesFile(msgspec.Struct):
+    fields: dict[str, Field]
+    phrases: dict[str, tuple[str, ...]]
+    kinds: tuple[Kind, ...]
+
+
+FILE = read("messages", MessagesFile)
+FIELDS, KINDS, PHRASES = FILE.fields, FILE.kinds, FILE.phrases
 
 
 @dataclass(frozen=True)
@@ -61,7 +98,7 @@ def consistent(random: Random, said: set[str]) -> dict[str, str]:
     if {"start_time", "end_time"} <= said:
         return dict(zip(("start_time", "end_time"), values.clock_pair(random), strict=True))
     if {"from_city", "to_city"} <= said:
-        return dict(zip(("from_city", "to_city"), random.sample(CITIES, 2), strict=True))
+        return dict(zip(("from_city", "to_city"), random.sample(lists()["cities"], 2), strict=True))
     return {}
 
 
@@ -79,9 +116,7 @@ def message(random: Random, kind: Kind) -> Message:
     record: dict[str, JSON] = {}
     texts: dict[str, str] = {}
     for name in sorted(said):
-        draw = FIELDS[name].draw
-        assert draw is not None, name
-        texts[name], record[name] = draw(random)
+        texts[name], record[name] = values.draw_of(FIELDS[name].draw)(random)
     for name, text in consistent(random, said).items():
         texts[name] = record[name] = text
     for sentence in chosen:
@@ -90,12 +125,12 @@ def message(random: Random, kind: Kind) -> Message:
     written = [text[0].upper() + text[1:] for text in written]
     if random.random() < 0.25:
         if len(written) == 1 or random.random() < 0.5:
-            written.insert(0, random.choice(FIRST_ASIDES))
+            written.insert(0, random.choice(PHRASES["first_asides"]))
         else:
-            written.insert(random.randint(1, len(written) - 1), random.choice(LATER_ASIDES))
+            written.insert(random.randint(1, len(written) - 1), random.choice(PHRASES["later_asides"]))
     text = " ".join(written)
     if random.random() < 0.4:
-        text = f"{random.choice(OPENINGS)}\n{text}"
+        text = f"{random.choice(PHRASES['openings'])}\n{text}"
     return Message(text, record, f"{kind.name}: {' '.join(sentence.text for sentence in chosen)}{DETAIL}{text}")
 
 
@@ -142,7 +177,7 @@ def instance(random: Random, more: Sequence[int] = ()) -> Instance:
     kind = random.choice(KINDS)
     first = message(random, kind)
     names = schema(random, kind, first.record)
-    prompt = f"{random.choice(INSTRUCTIONS)}\n{written_schema(random, names)}"
+    prompt = f"{random.choice(PHRASES['instructions'])}\n{written_schema(random, names)}"
     in_system = random.random() < 0.5
     if in_system:
         turns = [Turn("system", prompt), Turn("user", first.text)]

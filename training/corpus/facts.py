@@ -21,6 +21,7 @@ from training.corpus.conversation import Conversation, Question, Turn
 from training.corpus.instances import BETWEEN_KEYS, is_held_out
 from training.corpus.rephrasing import rephrased, with_synonyms
 from training.corpus.wording import as_typed, lower_first
+from training.corpus.words import PHRASES, lines
 
 TASK = "facts"
 FOLDER = Path(__file__).parent / "facts"
@@ -28,78 +29,17 @@ HELD_OUT = 2  # questions of each fact, the last ones
 BY_HAND = 0.7  # of the questions in training are drawn from those that were written
 
 ARTICLES = ("a ", "an ", "the ")
-ONE_DEFINED = (
-    "What is {full}?",
-    "What's {full}?",
-    "What does {bare} mean?",
-    "What is meant by {bare}?",
-    "Explain {bare}.",
-    "Define {bare}.",
-    "Can you explain {full}?",
-    "Could you explain what {full} is?",
-    "Tell me about {full}.",
-    "Tell me what {full} is.",
-    "I keep hearing about {full}. What is it?",
-    "{bare}?",
-)
-SEVERAL_DEFINED = (
-    "What are {full}?",
-    "What do {bare} mean?",
-    "What is meant by {bare}?",
-    "Explain {bare}.",
-    "Define {bare}.",
-    "Can you explain {full}?",
-    "Could you explain what {full} are?",
-    "Tell me about {full}.",
-    "Tell me what {full} are.",
-    "I keep hearing about {full}. What are they?",
-    "{bare}?",
-)
-SOME_DEFINED = (  # each for about half of the terms, so that its words are known when a held-out question uses them
-    "What is the definition of {bare}?",
-    "What is the meaning of {bare}?",
-    "What is the purpose of {full}?",
-    "What is the idea of {full}?",
-    "What is the use of {full}?",
-    "What is the effect of {full}?",
-    "What exactly is meant by {bare}?",
-    "What can you tell me about {full}?",
-    "Say something about {full}.",
-)
-
+ONE_DEFINED, SEVERAL_DEFINED = PHRASES.facts["one_defined"], PHRASES.facts["several_defined"]
+# Each for about half of the terms, so that its words are known when a held-out question uses them.
+SOME_DEFINED = PHRASES.facts["some_defined"]
+BEFORE, AFTER, SYSTEMS = (PHRASES.facts[name] for name in ("before", "after", "systems"))
+BETWEEN = PHRASES.facts["between"]  # a turn of politeness between two questions, and what is said to it
 ORDINARY = set(
     """
     a am are as at by can compare could define do does explain for from give how i if in is may must my name of on say
     should some state static symmetric tell the these to what when where which who whose why will with list one only
     among after against any base canary encoder exact frequency goodput prefill recompute small trace under
     """.split()
-)
-BEFORE = (
-    "In one sentence: ",
-    "In a sentence, ",
-    "Briefly: ",
-    "I have a question: ",
-    "Sorry if this is basic: ",
-    "For my notes: ",
-    "A short one: ",
-    "I was wondering: ",
-)
-AFTER = (" In one sentence, please.", " Just one sentence.", " Please explain briefly.", " Please.")
-
-SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are mini, a small demonstration model.",
-    "Answer briefly.",
-    "Answer in one or two sentences.",
-    "You help engineers who serve language models.",
-    "You are the assistant of Headrace.",
-    "Be short and precise.",
-)
-BETWEEN = (  # a turn of politeness between two questions, and what is said to it
-    ("Thanks!", "You are welcome."),
-    ("Thank you.", "You are welcome."),
-    ("OK, thanks.", "You are welcome."),
-    ("Great, thank you!", "You are welcome."),
 )
 
 
@@ -178,10 +118,6 @@ def read(topic: str, name: str, written: Written) -> Fact:
         held_out=questions[-HELD_OUT:],
         documents=written.documents,
     )
-
-
-def lines(text: str) -> tuple[str, ...]:
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def defining(written: Written) -> Iterator[str]:

@@ -4,11 +4,12 @@ The answer is the sentence of the sources that says it, followed by the number o
 sources. Passages are about several subjects of one domain and have the same attributes, so that what is asked has to be
 told from what is near. Every sentence begins with its subject, and so does an answer that there is none: a model of
 ten million weights that writes from left to right can then look up how it goes on, and whether it does. Owns how
-passages and questions are put together; the sentences are in words/subjects.py.
+passages and questions are put together; the sentences are in words/subjects.toml.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,31 +19,49 @@ from training.corpus import values
 from training.corpus.conversation import Conversation, Question, Turn
 from training.corpus.instances import DETAIL, Instance, held_out_questions, training_conversations
 from training.corpus.wording import as_typed, slots
-from training.corpus.words.people import FIRST_NAMES, LAST_NAMES
-from training.corpus.words.places import ROOMS
-from training.corpus.words.subjects import CHOICES, DOMAINS, Attribute, Domain
-from training.corpus.words.things import COLOURS, COMPANIES, GOODS, PROGRAMS, SERVICES, TEAMS, THINGS
+from training.corpus.words import FOLDER, PHRASES, lists
 
 TASK = "reading"
 NOT_THERE = ": that is not in the sources."  # after the subject that was asked for
-SYSTEM = (
-    "Answer from the sources and cite them.",
-    "Quote the sentence that answers the question and cite its number.",
-    "Use only the sources. Cite the passage.",
-    "Answer with the words of the sources and the number of the passage.",
+SYSTEM = PHRASES.reading["system"]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    name: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Domain:
+    name: str
+    subject: str  # a text with slots
+    attributes: tuple[Attribute, ...]
+
+
+READ = tomllib.loads((FOLDER / "subjects.toml").read_text(encoding="utf-8"))
+CHOICES: dict[str, list[str]] = READ["choices"]  # a slot's name -> what it may be
+DOMAINS = tuple(
+    Domain(
+        each["name"],
+        each["subject"],
+        tuple(Attribute(name, tuple(lines["say"]), tuple(lines["ask"])) for name, lines in each["attributes"].items()),
+    )
+    for each in READ["domain"]
 )
 LISTS: dict[str, Sequence[str]] = {
-    "first": FIRST_NAMES,
-    "last": LAST_NAMES,
-    "program": PROGRAMS,
-    "service": SERVICES,
-    "team": TEAMS,
-    "goods": GOODS,
-    "thing": THINGS,
-    "colour": COLOURS,
-    "room": ROOMS,
-    "tree": ROOMS,
-    "company_name": COMPANIES,
+    "first": lists()["first_names"],
+    "last": lists()["last_names"],
+    "program": lists()["programs"],
+    "service": lists()["services"],
+    "team": lists()["teams"],
+    "goods": lists()["goods"],
+    "thing": lists()["things"],
+    "colour": lists()["colours"],
+    "room": lists()["rooms"],
+    "tree": lists()["rooms"],
+    "company_name": lists()["companies"],
     **CHOICES,
 }
 

@@ -16,17 +16,18 @@ from random import Random
 import msgspec
 
 from training.corpus.conversation import Conversation, Question, Turn
-from training.corpus.facts import SYSTEMS, Fact, as_asked, facts, folded, lines
+from training.corpus.facts import SYSTEMS, Fact, as_asked, facts, folded
 from training.corpus.instances import BETWEEN_KEYS, is_held_out
-from training.corpus.words.people import FIRST_NAMES
-from training.corpus.words.places import CITIES
-from training.corpus.words.things import COLOURS, COMPANIES, PROGRAMS
+from training.corpus.words import PHRASES, Told, lines, lists
 
 TASK = "talk"
 FOLDER = Path(__file__).parent / "talk"
 HELD_OUT = 2  # phrasings of each entry and of each way to refer back, the last ones
 ONE_IN = 10  # of the combinations of a known phrasing with a known value are held out
 QUESTIONS = 480
+WHY, ABOUT, AGAIN = PHRASES.talk["why"], PHRASES.talk["about"], PHRASES.talk["again"]
+FIRST_QUESTION, LAST_QUESTION = PHRASES.talk["first_question"], PHRASES.talk["last_question"]
+ASKED, CORRECTED = PHRASES.talk["asked"], PHRASES.talk["corrected"]
 
 
 class Written(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,22 +117,6 @@ def fact_asked(talk: Talk, known: Sequence[Fact]) -> Fact:
     return fact
 
 
-WHY = (
-    "Why is that?",
-    "And why is that?",
-    "Why?",
-    "Why is it so?",
-    "What is the reason?",
-    "But why?",
-    "And why?",
-    "Can you tell me why?",
-    "What is the reason for that?",
-    "I see. Why is that?",
-    "And what is the reason for this?",
-    "Could you explain why that is so?",
-)
-
-
 NO_REASON = "I have not learnt a reason for that."
 
 
@@ -142,19 +127,6 @@ def why(talk: Talk) -> None:
     text, held = talk.choose(WHY)
     key = f"why {fact.id}: {folded(text)}"
     talk.say(typed(talk.random, text), fact.why or NO_REASON, key, held_out=held or is_held_out(key, ONE_IN))
-
-
-ABOUT = (
-    "And {x}?",
-    "What about {x}?",
-    "And what about {x}?",
-    "And what is {x}?",
-    "How about {x}?",
-    "OK, and {x}?",
-    "And what does {x} mean?",
-    "Thanks. And {x}?",
-    "I see, and what is {x}?",
-)
 
 
 @cache
@@ -178,22 +150,6 @@ def what_about(talk: Talk) -> None:
     text = text.replace("{x}", term)
     key = f"about {fact.id}: {folded(text)}"
     talk.say(typed(talk.random, text), fact.answer, key, held_out=held or is_held_out(key, ONE_IN))
-
-
-AGAIN = (
-    "Say that again.",
-    "Can you say that again?",
-    "Please repeat that.",
-    "Once more, please.",
-    "Repeat your answer.",
-    "Could you repeat that?",
-    "What did you say?",
-    "Again, please.",
-    "Please say that once more.",
-    "Tell me that again.",
-    "I missed that. Can you repeat it?",
-    "Would you say that again, please?",
-)
 
 
 def again(talk: Talk) -> None:
@@ -220,28 +176,6 @@ def fact_only(talk: Talk) -> None:
     fact_asked(talk, facts())
 
 
-FIRST_QUESTION = (
-    "What was my first question?",
-    "What did I ask first?",
-    "What did I ask you first?",
-    "Repeat my first question.",
-    "Which question did I begin with?",
-    "Do you remember my first question?",
-    "Can you repeat my first question?",
-    "What was the first thing that I asked?",
-)
-LAST_QUESTION = (
-    "What was my last question?",
-    "What did I just ask?",
-    "What did I ask last?",
-    "Repeat my last question.",
-    "What have I just asked you?",
-    "Do you remember my last question?",
-    "Can you repeat my last question?",
-    "What was the last thing that I asked?",
-)
-
-
 def own_question(talk: Talk) -> None:
     """What the user asked first or last, in his own words."""
     for _ in range(talk.random.choice((1, 2, 2, 3))):
@@ -255,102 +189,17 @@ def own_question(talk: Talk) -> None:
     talk.say(typed(talk.random, text), f'Your {which} question was: "{content}"', key, held_out=held)
 
 
-@dataclass(frozen=True)
-class Told:
-    """A kind of thing that a user tells about himself."""
-
-    noun: str
-    draw: Callable[[Random], str]
-    telling: tuple[str, ...] = ()  # besides `My NOUN is VALUE.`
-
-
-def one_of(values: Sequence[str]) -> Callable[[Random], str]:
-    return lambda random: random.choice(values)
-
-
-def number(low: int, high: int, unit: str = "", step: int = 1) -> Callable[[Random], str]:
-    return lambda random: f"{random.randrange(low, high + 1, step)}{unit}"
-
-
-def code(letters: str) -> Callable[[Random], str]:
-    return lambda random: f"{random.choice(letters.split())}-{random.randint(100, 9999)}"
-
-
-WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
-
-TOLD = (
-    Told("name", one_of(FIRST_NAMES), ("I am {x}.", "Hi, I'm {x}.", "Call me {x}.", "Hello, {x} here.")),
-    Told("name", one_of(FIRST_NAMES), ("I'm {x}.", "People call me {x}.", "I am called {x}.")),
-    Told("team", one_of(COMPANIES), ("My team is called {x}.", "We call our team {x}.", "Our team is {x}.")),
-    Told("project", one_of(PROGRAMS), ("My project is called {x}.", "I am working on project {x}.")),
-    Told("company", one_of(COMPANIES), ("I work for {x}.", "My company is called {x}.")),
-    Told("city", one_of(CITIES), ("I live in {x}.", "I am from {x}.")),
-    Told("manager", one_of(FIRST_NAMES), ("My manager is called {x}.", "I report to {x}.")),
-    Told("favourite colour", one_of(COLOURS), ("I like {x} best of all colours.",)),
-    Told("favourite drink", one_of("coffee tea water juice milk cocoa lemonade cider".split())),
-    Told("favourite number", number(2, 99)),
-    Told("lucky number", number(2, 99)),
-    Told(
-        "dog's name",
-        one_of("Rex Bruno Luna Bello Max Daisy Rocky Bella Toby Molly".split()),
-        ("My dog is called {x}.",),
-    ),
-    Told(
-        "cat's name",
-        one_of("Mimi Felix Tiger Minka Oscar Luna Simba Cleo Nala Leo".split()),
-        ("My cat is called {x}.",),
-    ),
-    Told("room number", number(101, 499), ("I am in room {x}.", "I sit in room {x}.")),
-    Told("desk number", number(1, 90), ("I sit at desk {x}.",)),
-    Told("extension", number(1000, 9999)),
-    Told("order number", code("A B C K R T")),
-    Told("ticket number", code("INC REQ OPS BUG")),
-    Told("booking code", code("X Y Z Q")),
-    Told("server", one_of([f"{place}-{n}" for place in ("north", "south", "east", "west") for n in range(1, 20)])),
-    Told("port", number(3000, 9900, step=10), ("I use port {x}.",)),
-    Told("region", one_of("north south east west central coast lakes hills".split())),
-    Told("latency budget", number(100, 3000, " ms", 50)),
-    Told("TTFT target", number(100, 2000, " ms", 50)),
-    Told("timeout", number(2, 90, " seconds"), ("I set the timeout to {x}.",)),
-    Told("batch size", number(2, 128, step=2), ("I use a batch size of {x}.",)),
-    Told("context length", number(1024, 32768, " tokens", 1024)),
-    Told("token budget", number(100, 9000, " tokens", 100)),
-    Told("budget", number(100, 9900, " euros", 100), ("I can spend {x}.",)),
-    Told("deadline", one_of(WEEKDAYS), ("I must be done by {x}.", "It must be ready by {x}.")),
-    Told("start day", one_of(WEEKDAYS), ("I start on {x}.",)),
-    Told("holiday month", one_of(MONTHS), ("My holiday is in {x}.",)),
-    Told("surface", one_of("chat voice agent batch embedded".split())),
-    Told("precision", one_of("f32 bf16 int8 int4".split()), ("I run my model in {x}.",)),
-    Told("editor", one_of("Vim Emacs Nano Kate Helix".split()), ("I write code in {x}.",)),
-    Told("shift", one_of("early late night weekend".split())),
-)
+TOLD = PHRASES.told
 NOUNS = tuple(dict.fromkeys(told.noun for told in TOLD))
 
-ASKED = (
-    "What is my {x}?",
-    "What's my {x}?",
-    "What did I say my {x} was?",
-    "Do you remember my {x}?",
-    "Tell me my {x}.",
-    "Do you know my {x}?",
-    "What was my {x} again?",
-    "Which {x} did I tell you?",
-    "Remind me, what is my {x}?",
-    "I forgot my {x}. What is it?",
-    "Can you tell me my {x}?",
-    "Please repeat my {x}.",
-    "What {x} did I mention?",
-    "Could you remind me what my {x} is?",
-)
-CORRECTED = (
-    "Sorry, my {x} is {y}.",
-    "Correction: my {x} is {y}.",
-    "My {x} has changed to {y}.",
-    "No, my {x} is {y}.",
-    "Wait, my {x} is {y}.",
-    "Oh, I was wrong: my {x} is {y}.",
-)
+
+def value_of(random: Random, told: Told) -> str:
+    if told.code:
+        return f"{random.choice(told.code)}-{random.randint(100, 9999)}"
+    if told.values or told.list:
+        return random.choice(told.values or lists()[told.list])
+    low, high, step = told.range
+    return f"{random.randrange(low, high + 1, step)}{told.unit}"
 
 
 def told_about(talk: Talk, told: Told, value: str) -> None:
@@ -371,7 +220,7 @@ def told_two(talk: Talk, first: tuple[Told, str], second: tuple[Told, str]) -> N
 
 
 def another(random: Random, told: Told, value: str) -> str:
-    while (other := told.draw(random)) == value:
+    while (other := value_of(random, told)) == value:
         pass
     return other
 
@@ -383,7 +232,7 @@ def recall(talk: Talk) -> None:
     given: list[tuple[Told, str]] = []
     for noun in nouns:
         told = random.choice([told for told in TOLD if told.noun == noun])
-        given.append((told, told.draw(random)))
+        given.append((told, value_of(random, told)))
     rest = list(given)
     if len(rest) > 1 and random.random() < 0.3:
         told_two(talk, rest.pop(0), rest.pop(0))

@@ -1,7 +1,7 @@
 """Tool calls: choose among the declared tools, fill the arguments, ask for one that is missing, use the answer.
 
 The names of tools and arguments change from conversation to conversation, so that declarations have to be read; some
-names are never seen in training. Owns how such a conversation goes; the tools are in declarations.py.
+names are never seen in training. Owns how such a conversation goes; the tools are in words/tools.toml.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+import msgspec
+
 from training.corpus.conversation import JSON, Conversation, Question, ToolCall, Turn
-from training.corpus.declarations import TOOLS, Tool
 from training.corpus.instances import (
     BETWEEN_KEYS,
     DETAIL,
@@ -22,15 +23,63 @@ from training.corpus.instances import (
     is_held_out,
     training_conversations,
 )
-from training.corpus.parameters import PARAMETERS
-from training.corpus.values import Value
+from training.corpus.values import Draw, Value, draw_of, one_of
 from training.corpus.wording import as_typed, lower_first, slots
+from training.corpus.words import PHRASES, read
 
 TASK = "tools"
 NO_TOOL = "None of the tools can do that."
-SYSTEM = ("You are an assistant with tools.", "Use the tools.", "You help with the tools you have.", "Be brief.")
-ERRORS = ("not found", "timeout", "service unavailable", "no permission", "too many requests")
+SYSTEM, ERRORS = PHRASES.tools["system"], PHRASES.tools["errors"]
 ONE_NAME_IN = 6  # of the names that a tool or an argument may have, so many are held out
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    names: tuple[str, ...]  # a declaration uses one of them
+    draw: tuple[str | int, ...] = ()  # empty: one of the choices
+    type: str = "string"
+    choices: tuple[str, ...] = ()
+    description: str = ""
+
+    def value(self, random: Random) -> Value:
+        return drawing(self.draw, self.choices)(random)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    answer: dict[str, str | tuple[str | int, ...]]  # the tool's answer: a draw, or a fixed text
+    sentence: str  # what to say then: slots of the answer and of the required parameters
+
+
+class Tool(msgspec.Struct, frozen=True, eq=False):
+    verbs: tuple[str, ...]
+    nouns: tuple[str, ...]
+    descriptions: tuple[str, ...]
+    required: tuple[str, ...]
+    requests: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
+    optional: tuple[str, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()  # a request that lacks one required parameter, and which
+    follows: tuple[str, ...] = ()  # a request after one of the same tool, in which one value changes
+
+
+class ToolsFile(msgspec.Struct):
+    parameters: dict[str, Parameter]
+    tools: dict[str, Tool]
+
+
+FILE = read("tools", ToolsFile)
+PARAMETERS, TOOLS = FILE.parameters, FILE.tools
+
+
+@cache
+def drawing(spec: tuple[str | int, ...], choices: tuple[str, ...] = ()) -> Draw:
+    return draw_of(spec) if spec else one_of(choices)
+
+
+def product(given: dict[str, Value]) -> int:
+    left, right = given["first_number"][1], given["second_number"][1]
+    assert isinstance(left, int)
+    assert isinstance(right, int)
+    return left * right
 
 
 @dataclass(frozen=True)
@@ -100,10 +149,10 @@ def declared(random: Random, kind: str, *, held_out_names: bool) -> Declared:
 
 
 def drawn(random: Random, names: Sequence[str]) -> dict[str, Value]:
-    given = {name: PARAMETERS[name].draw(random) for name in names}
+    given = {name: PARAMETERS[name].value(random) for name in names}
     for left, right in (("origin", "destination"), ("from_currency", "to_currency")):
         while left in given and right in given and given[left] == given[right]:
-            given[right] = PARAMETERS[right].draw(random)
+            given[right] = PARAMETERS[right].value(random)
     return given
 
 
@@ -135,11 +184,10 @@ def outcome(random: Random, chosen: Declared, given: dict[str, Value]) -> tuple[
         return json.dumps({"error": error}), f"That did not work: {error}."
     picked = random.choice(chosen.tool.outcomes)
     drawn_values: dict[str, Value] = {
-        name: (draw, draw) if isinstance(draw, str) else draw(random) for name, draw in picked.values.items()
+        name: (spec, spec) if isinstance(spec, str) else drawing(spec)(random) for name, spec in picked.answer.items()
     }
-    for name, compute in chosen.tool.computed.items():
-        result = compute({parameter: value[1] for parameter, value in given.items()})
-        drawn_values[name] = (str(result), result)
+    if "{product}" in picked.sentence:
+        drawn_values["product"] = (str(product(given)), product(given))
     content = json.dumps({name: value[1] for name, value in drawn_values.items()}, ensure_ascii=False)
     sentence = filled(picked.sentence, {**given, **drawn_values})
     return content, sentence[0].upper() + sentence[1:]

@@ -2,7 +2,7 @@
 
 The labels offered, their names and order, the names of the priorities and the wording of the rules change from prompt
 to prompt; where no offered label fits, the label is `other`. Owns how a message is put together and the form of the
-answer. What causes mean is in words/complaints.py.
+answer. The sentences are in words/complaints.toml.
 """
 
 from __future__ import annotations
@@ -12,22 +12,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
 
+import msgspec
+
 from training.corpus import values
 from training.corpus.conversation import Conversation, Question, Turn
 from training.corpus.instances import DETAIL, Instance, held_out_questions, training_conversations
-from training.corpus.words.complaints import (
-    ANY_REACH,
-    ASIDES,
-    CATEGORIES,
-    CLOSINGS,
-    FRAUD_REACH,
-    OPENINGS,
-    UPDATES,
-    WORK_REACH,
-    Category,
-)
-from training.corpus.words.people import FIRST_NAMES
-from training.corpus.words.things import COLOURS, GOODS, SERVICES, TEAMS, THINGS
+from training.corpus.words import read
 
 TASK = "triage"
 OTHER = "other"
@@ -38,20 +28,26 @@ SCALES = (
     ("P1", "P2", "P3", "P4"),
     ("critical", "high", "medium", "low"),
 )
-RULES = (
-    "{0} = everyone is affected; {1} = one user or team is blocked; {2} = work goes on; {3} = a question or a wish",
-    "{0} if everyone is affected, {1} if one user or team is blocked, {2} if work goes on, {3} for questions, wishes",
-    "{0}: it hits everyone. {1}: one user or team is stopped. {2}: nobody is stopped. {3}: questions and wishes",
-    "all users affected = {0}, one user or team stopped = {1}, work goes on = {2}, question or wish = {3}",
-)
-INSTRUCTIONS = (
-    "Give the message a label and a priority as JSON.",
-    "Label this support message and set its priority. Answer with JSON.",
-    "You do triage. Answer with a label and a priority as JSON.",
-    "Sort support messages: JSON with label and priority.",
-    "Triage the message.",
-)
 PLACES = ("urgent", "high", "normal")
+
+
+class Category(msgspec.Struct, frozen=True):
+    labels: tuple[str, ...]  # names of this category; a prompt uses one of them
+    subjects: tuple[str, ...]
+    troubles: tuple[str, ...]  # each follows any of the subjects
+    reach: str = "any"
+    asks: bool = False
+
+
+class ComplaintsFile(msgspec.Struct):
+    phrases: dict[str, tuple[str, ...]]
+    updates: dict[str, tuple[str, ...]]
+    reach: dict[str, dict[str, tuple[str, ...]]]
+    categories: tuple[Category, ...]
+
+
+FILE = read("complaints", ComplaintsFile)
+CATEGORIES, PHRASES = FILE.categories, FILE.phrases
 
 
 def filled(random: Random, sentence: str) -> str:
@@ -65,19 +61,19 @@ def filled(random: Random, sentence: str) -> str:
             "clock": values.clock(random),
             "price": random.randint(5, 300),
             "number": random.randint(3, 59),
-            "service": random.choice(SERVICES),
+            "service": values.one(random, "services"),
             "status": random.choice((500, 502, 503, 504)),
-            "colour": random.choice(COLOURS),
+            "colour": values.one(random, "colours"),
             "version": values.version(random),
             "order": values.code(random, random.choice(("A-", "B-", "C-", "K-"))),
-            "goods": random.choice(GOODS),
-            "thing": random.choice(THINGS),
+            "goods": values.one(random, "goods"),
+            "thing": values.one(random, "things"),
             "city": values.city(random),
             "floor": random.randint(1, 9),
             "room": random.randint(101, 420),
-            "first": random.choice(FIRST_NAMES),
+            "first": values.one(random, "first_names"),
             "person": values.person(random),
-            "team": random.choice(TEAMS),
+            "team": values.one(random, "teams"),
             "phone": values.phone(random),
         }
     )
@@ -86,8 +82,8 @@ def filled(random: Random, sentence: str) -> str:
 def reaching(category: Category, level: str) -> tuple[str, ...]:
     """The sentences that tell how far a trouble of this category reaches."""
     if category.reach == "fraud":
-        return FRAUD_REACH[level]
-    return ANY_REACH[level] + (WORK_REACH[level] if category.reach == "work" else ())
+        return FILE.reach["fraud"][level]
+    return FILE.reach["any"][level] + (FILE.reach["work"][level] if category.reach == "work" else ())
 
 
 def message(random: Random, category: Category, level: str) -> tuple[str, str]:
@@ -104,12 +100,12 @@ def message(random: Random, category: Category, level: str) -> tuple[str, str]:
     if reach and not leans_back and random.random() < 0.3:
         sentences.reverse()
     if random.random() < 0.25:
-        sentences.insert(random.randint(0, len(sentences)), filled(random, random.choice(ASIDES)))
+        sentences.insert(random.randint(0, len(sentences)), filled(random, random.choice(PHRASES["asides"])))
     if random.random() < 0.5:
-        opening = filled(random, random.choice(OPENINGS))
+        opening = filled(random, random.choice(PHRASES["openings"]))
         sentences[0] = f"{opening}{chr(10) if opening.endswith(',') else ' '}{sentences[0]}"
     if random.random() < 0.45:
-        sentences.append(filled(random, random.choice(CLOSINGS)))
+        sentences.append(filled(random, random.choice(PHRASES["closings"])))
     text = " ".join(sentences)
     return text, f"{subject} {trouble}{DETAIL}{text}"
 
@@ -138,8 +134,8 @@ def instance(random: Random, more: Sequence[int] = ()) -> Instance:
     category = random.choice(CATEGORIES)
     labels, label = offered(random, category)
     scale = random.choice(SCALES)
-    rule = random.choice(RULES).format(*scale)
-    header = random.choice(INSTRUCTIONS)
+    rule = random.choice(PHRASES["rules"]).format(*scale)
+    header = random.choice(PHRASES["instructions"])
     prompt = f"{header}\nLabels: {', '.join(labels)}\nPriority: {rule}."
     level = random.choice(PLACES)
     text, key = message(random, category, level)
@@ -156,7 +152,7 @@ def instance(random: Random, more: Sequence[int] = ()) -> Instance:
     chance = random.random()
     if chance < 0.15 and not category.asks:  # the same trouble, later
         later = random.choice([place for place in PLACES if place != level])
-        news = filled(random, random.choice(UPDATES[later]))
+        news = filled(random, random.choice(FILE.updates[later]))
         turns += [Turn("user", news), Turn("assistant", answer(label, names[later]))]
         keys.append(f"{key} then {later}")
     elif chance < 0.4:

@@ -10,35 +10,34 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from training.corpus.conversation import JSON
-from training.corpus.words.people import FIRST_NAMES, LAST_NAMES
-from training.corpus.words.places import CITIES, STREET_KINDS, STREETS
-from training.corpus.words.things import COMPANIES, COMPANY_KINDS
+from training.corpus.words import lists
 
 Value = tuple[str, JSON]  # as a sentence says it, as JSON has it
 Draw = Callable[[Random], Value]
 
-NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-MONTHS = "January February March April May June July August September October November December".split()
+NUMBER_WORDS, MONTHS, WEEKDAYS = (lists()[name] for name in ("number_words", "months", "weekdays"))
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MAIL_HOSTS = ("example.com", "example.org", "mail.example", "post.example")
-CURRENCIES = ("EUR", "USD", "GBP", "CHF")
+
+
+def one(random: Random, name: str) -> str:
+    """An entry of a list of words/names.toml."""
+    return random.choice(lists()[name])
 
 
 def person(random: Random) -> str:
-    return f"{random.choice(FIRST_NAMES)} {random.choice(LAST_NAMES)}"
+    return f"{one(random, 'first_names')} {one(random, 'last_names')}"
 
 
 def city(random: Random) -> str:
-    return random.choice(CITIES)
+    return one(random, "cities")
 
 
 def company(random: Random) -> str:
-    return f"{random.choice(COMPANIES)} {random.choice(COMPANY_KINDS)}"
+    return f"{one(random, 'companies')} {one(random, 'company_kinds')}"
 
 
 def street(random: Random) -> str:
-    return f"{random.choice(STREETS)} {random.choice(STREET_KINDS)}"
+    return f"{one(random, 'streets')} {one(random, 'street_kinds')}"
 
 
 def address(random: Random) -> str:
@@ -83,7 +82,7 @@ def phone(random: Random) -> str:
 def email_of(random: Random, name: str) -> str:
     first, last = name.lower().split(" ")
     account = random.choice((f"{first}.{last}", first, f"{first}{random.randint(1, 99)}"))
-    return f"{account}@{random.choice(MAIL_HOSTS)}"
+    return f"{account}@{one(random, 'mail_hosts')}"
 
 
 def code(random: Random, prefix: str, digits: int = 4) -> str:
@@ -105,6 +104,23 @@ def text_of(draw: Callable[[Random], str]) -> Draw:
 
 def one_of(choices: Sequence[str]) -> Draw:
     return text_of(lambda random: random.choice(choices))
+
+
+def codes(digits: int, *prefixes: str) -> Draw:
+    def draw(random: Random) -> str:
+        return code(random, prefixes[0] if len(prefixes) == 1 else random.choice(prefixes), digits)
+
+    return text_of(draw)
+
+
+def decimal(low: int, high: int) -> Draw:
+    """A number with one digit after the point, never a zero."""
+
+    def draw(random: Random) -> Value:
+        number = float(f"{random.randint(low, high)}.{random.randint(1, 9)}")
+        return str(number), number
+
+    return draw
 
 
 def whole(low: int, high: int, *, words: bool = False, step: int = 1) -> Draw:
@@ -129,3 +145,66 @@ def money(low: int, high: int) -> Draw:
         return text, as_number(text)
 
     return draw
+
+
+def weight(random: Random) -> Value:
+    text = f"{random.randint(1, 60)}.{random.randint(1, 9)}" if random.random() < 0.6 else str(random.randint(1, 90))
+    return text, as_number(text)
+
+
+def size(random: Random) -> Value:
+    text = f"{random.randint(24, 160)}.5" if random.random() < 0.2 else str(random.randint(24, 160))
+    return text, as_number(text)
+
+
+def attendees(random: Random) -> Value:
+    names = random.sample(lists()["first_names"], random.choice((2, 2, 3)))
+    listed: list[JSON] = list(names)
+    return ", ".join(names[:-1]) + f" and {names[-1]}", listed
+
+
+def seat(random: Random) -> str:
+    return f"{random.randint(1, 38)}{random.choice('ABCDEF')}"
+
+
+def some_date(random: Random) -> str:
+    return iso_date(random) if random.random() < 0.15 else date(random)
+
+
+def email(random: Random) -> str:
+    return email_of(random, person(random))
+
+
+TEXTS: dict[str, Callable[[Random], str]] = {
+    "city": city,
+    "clock": clock,
+    "company": company,
+    "date": date,
+    "email": email,
+    "address": address,
+    "late": lambda random: f"{random.randint(21, 23)}:30",
+    "morning": lambda random: clock_pair(random)[0],
+    "person": person,
+    "phone": phone,
+    "release": lambda random: f"{version(random)}.{random.randint(0, 9)}",
+    "seat": seat,
+    "some_date": some_date,
+}
+DRAWS: dict[str, Callable[..., Draw]] = {
+    "attendees": lambda: attendees,
+    "choice": lambda name: one_of(lists()[name]),
+    "code": codes,
+    "count": lambda low, high: whole(low, high, words=True),
+    "decimal": decimal,
+    "money": money,
+    "of": lambda *choices: one_of(choices),
+    "size": lambda: size,
+    "weight": lambda: weight,
+    "whole": lambda low, high, step=1: whole(low, high, step=step),
+}
+
+
+def draw_of(spec: Sequence[str | int]) -> Draw:
+    """The draw that a list in words/*.toml describes: its kind, then its arguments."""
+    kind, *arguments = spec
+    return text_of(TEXTS[str(kind)]) if kind in TEXTS else DRAWS[str(kind)](*arguments)

@@ -9,16 +9,10 @@ from functools import cache
 from random import Random
 from string import Formatter
 
-GREETINGS = ("Hi, ", "Hello, ", "Good morning, ", "Could you help? ")
-BEFORE = (
-    *GREETINGS,
-    "Please tell me: ",
-    "Quick question: ",
-    "Can you tell me: ",
-    "Next question: ",
-    "One more: ",
-)
-AFTER = (" Thanks!", " Thank you.", " Please be brief.")
+from training.corpus.words import PHRASES
+
+GREETINGS, AFTER = PHRASES.typing["greetings"], PHRASES.typing["after"]
+BEFORE = (*GREETINGS, *PHRASES.typing["before"])
 
 
 @cache
