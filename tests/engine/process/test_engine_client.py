@@ -101,6 +101,7 @@ class Played:
         self.say(wire.Outputs([SequenceOutput(id, index, tokens, "".join(f"<{t}>" for t in tokens), ending=ending)]))
 
     def hang_up(self) -> None:
+        """Close the connections. The client still reads what was said before."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
@@ -130,6 +131,17 @@ async def two(folder: Path, waits: ClientTimeouts = WAITS) -> AsyncIterator[tupl
         while len(await client.stats()) < 2:
             await asyncio.sleep(0.005)
         yield first, second, client
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.002)
+
+
+async def asked_first(first: Played, second: Played) -> tuple[Played, Played]:
+    """The one of two workers that has been sent a request, and the other."""
+    await until(lambda: not (first.received.empty() and second.received.empty()))
+    return (second, first) if first.received.empty() else (first, second)
 
 
 async def refuse_all(worker: Played, *, never: bool) -> None:
@@ -165,7 +177,6 @@ async def test_a_stream_goes_on_where_a_lost_worker_left_it(tmp_path: Path) -> N
         task = asyncio.create_task(client.complete(request(sampling=SamplingParams(seed=7))))
         submit = await worker.submitted()
         worker.tell(submit.id, [1, 2])
-        await asyncio.sleep(0.05)
         worker.hang_up()
         again = await worker.submitted()
         assert again.id != submit.id
@@ -187,7 +198,6 @@ async def test_a_frame_that_came_in_part_counts_for_nothing(tmp_path: Path) -> N
         for writer in worker._writers:  # pyright: ignore[reportPrivateUsage]
             writer.write(whole[:-3])
             await writer.drain()
-        await asyncio.sleep(0.05)
         worker.hang_up()
         assert (await worker.submitted()).output == (1,)
         task.cancel()
@@ -197,11 +207,9 @@ async def test_a_frame_that_came_in_part_counts_for_nothing(tmp_path: Path) -> N
 async def test_another_replica_takes_over_at_once(tmp_path: Path) -> None:
     async with two(tmp_path) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
-        await asyncio.sleep(0.05)
-        lost, heir = (first, second) if first.received.qsize() else (second, first)
+        lost, heir = await asked_first(first, second)
         submit = await lost.submitted()
         lost.tell(submit.id, [5])
-        await asyncio.sleep(0.05)
         await lost.die()
         again = await heir.submitted()
         assert again.output == (5,)
@@ -219,7 +227,6 @@ async def test_sequences_that_have_parted_go_on_one_by_one(tmp_path: Path) -> No
         worker.tell(submit.id, [10], index=0)
         worker.tell(submit.id, [11], index=1, end=FinishReason.STOP)
         worker.tell(submit.id, [12, 13], index=2)
-        await asyncio.sleep(0.05)
         worker.hang_up()
         again = [await worker.submitted(), await worker.submitted()]
         assert [(s.n, s.output, s.sampling.seed) for s in again] == [
@@ -297,8 +304,7 @@ async def test_a_refusal_is_an_error_of_its_kind(tmp_path: Path) -> None:
 async def test_what_one_replica_has_no_room_for_goes_to_another(tmp_path: Path) -> None:
     async with two(tmp_path) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
-        await asyncio.sleep(0.05)
-        full, other = (first, second) if first.received.qsize() else (second, first)
+        full, other = await asked_first(first, second)
         submit = await full.submitted()
         full.say(wire.Rejected(id=submit.id, reason="too many wait", retry_after=1.0))
         again = await other.submitted()
@@ -312,7 +318,6 @@ async def test_a_continuation_is_not_refused_but_tried_again(tmp_path: Path) -> 
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
         worker.tell(submit.id, [1])
-        await asyncio.sleep(0.05)
         worker.hang_up()
         again = await worker.submitted()
         worker.say(wire.Rejected(id=again.id, reason="too many wait", retry_after=0.01))
@@ -326,10 +331,9 @@ async def test_a_continuation_is_not_refused_but_tried_again(tmp_path: Path) -> 
 async def test_a_continuation_that_comes_too_late_ends_at_its_deadline(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
         for kind in ("never in time", "not now", "nobody there"):
-            task = asyncio.create_task(client.complete(request(deadline=time.monotonic() + 0.3)))
+            task = asyncio.create_task(client.complete(request(deadline=time.monotonic() + 1.0)))
             submit = await worker.submitted()
             worker.tell(submit.id, [1])
-            await asyncio.sleep(0.05)
             if kind == "nobody there":
                 await worker.die()
             else:
@@ -347,8 +351,7 @@ async def test_a_continuation_that_comes_too_late_ends_at_its_deadline(tmp_path:
 async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
     async with two(tmp_path) as (first, second, client):
         running = asyncio.create_task(client.complete(request("a")))
-        await asyncio.sleep(0.05)
-        draining, other = (first, second) if first.received.qsize() else (second, first)
+        draining, other = await asked_first(first, second)
         submit = await draining.submitted()
         draining.say(wire.Draining())
         await asyncio.sleep(0.05)
@@ -365,8 +368,7 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(tmp_p
 async def test_a_request_refused_for_draining_goes_elsewhere_unharmed(tmp_path: Path) -> None:
     async with two(tmp_path) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
-        await asyncio.sleep(0.05)
-        draining, other = (first, second) if first.received.qsize() else (second, first)
+        draining, other = await asked_first(first, second)
         submit = await draining.submitted()
         draining.say(wire.Rejected(id=submit.id, reason="draining", draining=True))
         other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
@@ -420,8 +422,7 @@ async def test_a_worker_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     waits = ClientTimeouts(patience=5.0, silence=0.1, ping=0.02, reconnect=0.01)
     async with two(tmp_path, waits) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
-        await asyncio.sleep(0.05)
-        silent, other = (first, second) if first.received.qsize() else (second, first)
+        silent, other = await asked_first(first, second)
         silent.pongs = False
         again = await other.submitted()
         other.tell(again.id, [1], end=FinishReason.STOP)
@@ -433,8 +434,7 @@ async def test_a_worker_that_is_stuck_in_a_step_is_given_up(tmp_path: Path) -> N
     waits = ClientTimeouts(patience=5.0, ping=0.02, reconnect=0.01, longest_step=60.0)
     async with two(tmp_path, waits) as (first, second, client):
         task = asyncio.create_task(client.complete(request()))
-        await asyncio.sleep(0.05)
-        stuck, other = (first, second) if first.received.qsize() else (second, first)
+        stuck, other = await asked_first(first, second)
         stuck.busy = 61.0
         other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
@@ -445,15 +445,14 @@ async def test_requests_with_one_prefix_go_to_one_replica(tmp_path: Path) -> Non
     async with two(tmp_path) as (first, second, client):
         for n in range(6):
             task = asyncio.create_task(client.complete(request(str(n), prompt=(*range(500), n))))
-            await asyncio.sleep(0.02)
-            worker = first if first.received.qsize() else second
+            worker, _ = await asked_first(first, second)
             worker.tell((await worker.submitted()).id, [1], end=FinishReason.STOP)
             await task
             if n == 0:
                 chosen = worker
             assert worker is chosen
         tasks = [asyncio.create_task(client.complete(request(str(n), prompt=(n,) * 300))) for n in range(4)]
-        await asyncio.sleep(0.05)
+        await until(lambda: first.received.qsize() + second.received.qsize() == 4)
         assert (first.received.qsize(), second.received.qsize()) == (2, 2)
         for task in tasks:
             task.cancel()
