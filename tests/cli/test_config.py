@@ -62,7 +62,7 @@ def test_a_wrong_configuration_is_not_shown(capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "show", "nowhere.toml"]) == REFUSED
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "headrace: nowhere.toml: there is no such file\n"
+    assert captured.err == "headrace: nowhere.toml: file not found\n"
 
 
 def test_a_new_file_changes_nothing_and_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +98,10 @@ def test_all_that_is_wrong_with_such_a_file_is_told(capsys: pytest.CaptureFixtur
     Path("headrace.toml").write_text(text, encoding="utf-8")
     assert main(["config", "check"]) == REFUSED
     captured = capsys.readouterr()
-    span = 'expected a time span such as 90s, 5m, 1h or 7d, found "15 minutes"'
+    span = 'expected a duration such as 90s, 5m, 1h or 7d, found "15 minutes"'
     assert captured.out.splitlines() == [
         f"headrace.toml: cache.exact.tags.timetable: {span}",
-        "headrace.toml: routing.rules[1].casade: there is no such key; did you mean cascade?",
+        "headrace.toml: routing.rules[1].casade: unknown key; did you mean cascade?",
     ]
     assert captured.err == "headrace: headrace.toml: 2 mistakes\n"
 

@@ -1,8 +1,8 @@
-"""Reads the configuration: headrace.toml, then the environment, then flags, each over what came before.
+"""Reads the configuration: headrace.toml, then environment variables, then flags; later sources override earlier ones.
 
-Owns where the file is, `${NAME}` in its texts, the names of the environment's variables, and the conversion into
-config's types, which goes on after a mistake so that all are told at once, each with its file or variable, its key,
-what was expected and what was found. What must hold between keys is checks's.
+Finds the file, expands `${NAME}` in strings and converts values to the configuration's types. Collects every mistake
+before it fails, each with its source, its key, what was expected and what was found. Rules between keys are checked by
+the `check` function that the caller passes.
 """
 
 from __future__ import annotations
@@ -22,55 +22,56 @@ from msgspec import inspect
 from headrace.config import PLAIN_SECTIONS, Config, ConfigError, ConfigProblem, Options, Section
 from headrace.config.cache_section import Lifetime
 from headrace.config.toml_text import HIDDEN, is_secret, key_path, quoted
+from headrace.config.value_types import Finding
 from headrace.variant import Variant
 
-CONFIG_FILE: Final = "headrace.toml"  # read from the working folder where no file is named
+CONFIG_FILE: Final = "headrace.toml"  # read from the working folder when no file is given
 
 _REFERENCE: Final = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
 _NAMED: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
-_PLACE: Final = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
-_LONGEST_FOUND: Final = 60  # characters of a value in a message
-_INTEGER_BITS: Final = 63  # beside the sign: TOML promises no more, and neither does what reads them
+_LOCATION: Final = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+_LONGEST_FOUND: Final = 60  # characters of a value quoted in an error
+_INTEGER_BITS: Final = 63  # without the sign: TOML guarantees no more
 
-# What a model's options may be. The others are not the options' to say: the model is its table's `path`, and surfaces
-# are the same for all models.
+# The keys of [models.NAME.options]. The variant's other two fields are set elsewhere: `model` by the table's `path`,
+# `surfaces` by [surfaces.NAME].
 OPTIONS: Final[Mapping[str, Any]] = {
     field.name: field.type for field in msgspec.structs.fields(Variant) if field.name not in ("model", "surfaces")
 }
 
 
-# What is wrong between keys: pairs of a key's path and a reason.
-Check = Callable[[Config, Mapping[str, str]], Iterable[tuple[str, str]]]
+# Checks the rules between keys; receives the configuration and the environment.
+ConfigCheck = Callable[[Config, Mapping[str, str]], Iterable[Finding]]
 
 
 def read_config(
-    path: Path | None = None, *, environ: Mapping[str, str], check: Check, flags: Mapping[str, Any] | None = None
+    path: Path | None = None, *, environ: Mapping[str, str], check: ConfigCheck, flags: Mapping[str, Any] | None = None
 ) -> Config:
-    """The configuration in force, checked by `check`; ConfigError with every mistake.
+    """Return the effective configuration; raise ConfigError with every mistake.
 
-    `flags` are values by their keys' paths, such as {"server.port": 9000, "models": {...}}; None is a flag that was
-    not given. A key of the top level is replaced as a whole.
+    `flags` maps key paths to values, such as {"server.port": 9000, "models": {...}}. None means that the flag was not
+    given. A top-level key is replaced as a whole.
     """
     file = find_config_file(path, environ)
     source = "the configuration" if file is None else str(file)
-    reading = _Reading(source, environ)
+    reader = _Reader(source, environ)
     try:
-        raw: dict[str, Any] = {} if file is None else reading.filled_in(_parsed(file), "")
+        raw: dict[str, Any] = {} if file is None else reader.expand(_parse(file), "")
     except RecursionError:
         raise ConfigError(ConfigProblem(source, "", "tables or lists are nested too deeply"), path=file) from None
-    reading.take_environment(raw)
-    reading.take_flags(raw, flags or {})
-    config = reading.section(Config, raw, "")
-    if not reading.mistakes:
+    reader.apply_environment(raw)
+    reader.apply_flags(raw, flags or {})
+    config = reader.section(Config, raw, "")
+    if not reader.mistakes:
         for where, reason in check(config, environ):
-            reading.mistake(where, reason)
-    if reading.mistakes:
-        raise ConfigError(*reading.mistakes, path=file)
+            reader.add_mistake(where, reason)
+    if reader.mistakes:
+        raise ConfigError(*reader.mistakes, path=file)
     return config
 
 
 def find_config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: the one that is named, the one that the environment names, ./headrace.toml, or none."""
+    """Return the file to read: `path`, else $HEADRACE_CONFIG, else ./headrace.toml if it exists, else None."""
     if path is not None:
         return path
     if named := environ.get("HEADRACE_CONFIG"):
@@ -80,103 +81,103 @@ def find_config_file(path: Path | None, environ: Mapping[str, str]) -> Path | No
 
 
 def variable_of(section: str, key: str) -> str:
-    """The environment variable that sets a key: HEADRACE_SERVER_PORT."""
+    """Name the environment variable that sets a key: HEADRACE_SERVER_PORT."""
     return f"HEADRACE_{section}_{key}".upper()
 
 
-def _parsed(file: Path) -> dict[str, Any]:
-    def refused(reason: str, where: str = "") -> ConfigError:
+def _parse(file: Path) -> dict[str, Any]:
+    def error_at(reason: str, where: str = "") -> ConfigError:
         return ConfigError(ConfigProblem(str(file), where, reason), path=file)
 
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise refused("there is no such file") from None
+        raise error_at("file not found") from None
     except UnicodeDecodeError as error:
-        raise refused(f"expected UTF-8, found another byte at offset {error.start}") from None
+        raise error_at(f"expected UTF-8, found an invalid byte at offset {error.start}") from None
     except OSError as error:
-        raise refused(f"cannot be read: {error.strerror or error}") from None
+        raise error_at(f"cannot read the file: {error.strerror or error}") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = _PLACE.fullmatch(str(error))
-        if found is None:
-            raise refused(str(error)) from None
-        reason, line, column = found.groups()
-        raise refused(reason, f"line {line}, column {column}" if line else "end of the file") from None
-    except ValueError:  # Python's own bound on what it turns into an integer
-        raise refused("an integer has too many digits") from None
+        located = _LOCATION.fullmatch(str(error))
+        if located is None:
+            raise error_at(str(error)) from None
+        reason, line, column = located.groups()
+        raise error_at(reason, f"line {line}, column {column}" if line else "end of the file") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise error_at("an integer has too many digits") from None
 
 
 class _FromEnvironment(str):
-    """A text that the environment had a part in: it may stand for a number, or for true or false."""
+    """A string that came from the environment, which may stand for a number, true or false."""
 
     __slots__ = ()
 
 
-class _Reading:
-    """One pass over a configuration, and the mistakes that it has found so far."""
+class _Reader:
+    """Reads one configuration and collects its mistakes."""
 
     def __init__(self, source: str, environ: Mapping[str, str]) -> None:
         self.mistakes: list[ConfigProblem] = []
         self._source = source
         self._environ = environ
-        self._broken: set[str] = set()  # keys whose texts could not be filled in: what they become says nothing
-        self._origins: dict[str, str] = {}  # of keys that are not the file's: their variable, or "flag"
+        self._broken: set[str] = set()  # keys whose strings could not be expanded; not checked further
+        self._origins: dict[
+            str, str
+        ] = {}  # key path to its environment variable or "flag"; other keys come from the file
 
-    def mistake(self, where: str, reason: str) -> None:
+    def add_mistake(self, where: str, reason: str) -> None:
         self.mistakes.append(ConfigProblem(self._origin(where), where, reason))
 
     def _origin(self, where: str) -> str:
-        """What set the key, or the nearest table or list around it."""
+        """Return the source that set the key or the nearest table or list around it."""
         around = [key for key in self._origins if where == key or where.startswith((f"{key}.", f"{key}["))]
         return self._origins[max(around, key=len)] if around else self._source
 
-    # Where values come from
+    # Sources
 
-    def filled_in(self, value: Any, where: str) -> Any:
-        """With ${NAME} and ${NAME:-default} replaced in every text."""
+    def expand(self, value: Any, where: str) -> Any:
+        """Replace ${NAME} and ${NAME:-default} in every string of `value`."""
         match value:
             case str():
-                return self._text_filled_in(value, where)
+                return self._expand_string(value, where)
             case dict():
                 table = cast(dict[str, Any], value)
-                return {key: self.filled_in(each, _below(where, key)) for key, each in table.items()}
+                return {key: self.expand(each, _below(where, key)) for key, each in table.items()}
             case list():
                 items = cast(list[Any], value)
-                return [self.filled_in(each, f"{where}[{place}]") for place, each in enumerate(items)]
+                return [self.expand(each, f"{where}[{place}]") for place, each in enumerate(items)]
             case _:
                 return value
 
-    def _text_filled_in(self, text: str, where: str) -> str:
+    def _expand_string(self, text: str, where: str) -> str:
         replaced = False
 
-        def put(found: re.Match[str]) -> str:
+        def value_of(match: re.Match[str]) -> str:
             nonlocal replaced
-            if found[0] == "$${":
+            if match[0] == "$${":
                 return "${"
-            named = _NAMED.fullmatch(found[1])
-            if named is None or not found[2]:
+            named = _NAMED.fullmatch(match[1])
+            if named is None or not match[2]:
                 self._broken.add(where)
-                self.mistake(
-                    where, "expected ${NAME} or ${NAME:-default}; a $${ stands for itself, without the first $"
-                )
+                self.add_mistake(where, "expected ${NAME} or ${NAME:-default}; write $${ for a literal ${")
                 return ""
             replaced = True
             value = self._environ.get(named[1])
             if named[2] is not None:
-                return value or named[2]  # as a shell does: an empty variable counts as none
+                return value or named[2]  # as in a shell, an empty variable counts as unset
             if value is None:
                 self._broken.add(where)
-                self.mistake(where, f"the environment variable {named[1]} is not set")
+                self.add_mistake(where, f"the environment variable {named[1]} is not set")
                 return ""
             return value
 
-        result = _REFERENCE.sub(put, text)
+        result = _REFERENCE.sub(value_of, text)
         return _FromEnvironment(result) if replaced else result
 
-    def take_environment(self, raw: dict[str, Any]) -> None:
-        unknown: dict[str, Iterable[str]] = {}  # and those that there are
+    def apply_environment(self, raw: dict[str, Any]) -> None:
+        unknown: dict[str, Iterable[str]] = {}  # by variable: the known variables of its section
         for section, kind in PLAIN_SECTIONS.items():
             fields = {variable_of(section, field.name): field for field in msgspec.structs.fields(kind)}
             prefix = variable_of(section, "")
@@ -192,14 +193,14 @@ class _Reading:
                 if get_origin(field.type) is tuple:
                     value = [part.strip() for part in text.split(",") if part.strip()]
                 self._put(raw, section, field.name, value, variable)
-        pointed = {*_variables_in(Config()), *_variables_in(raw)}
+        referenced = {*_variables_in(Config()), *_variables_in(raw)}
         for variable, known in unknown.items():
-            if variable not in pointed:
+            if variable not in referenced:
                 self.mistakes.append(
-                    ConfigProblem(variable, "", f"there is no such variable; {_nearest(variable, known)}")
+                    ConfigProblem(variable, "", f"unknown variable; {_suggestion(variable, known, 'variables')}")
                 )
 
-    def take_flags(self, raw: dict[str, Any], flags: Mapping[str, Any]) -> None:
+    def apply_flags(self, raw: dict[str, Any], flags: Mapping[str, Any]) -> None:
         for where, value in flags.items():
             if value is not None:
                 section, _, key = where.partition(".")
@@ -212,27 +213,27 @@ class _Reading:
         elif isinstance(table := raw.setdefault(section, {}), dict):
             table[key] = value
 
-    # What they become
+    # Conversion
 
     def section(self, kind: type[Section], raw: Any, where: str) -> Any:
-        """One of `kind`; anything where there were mistakes."""
+        """Build a section of type `kind`; the result is meaningless after a mistake."""
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
         given = self._table({name: field.type for name, field in fields.items()}, raw, where)
         for name, field in fields.items():
             if field.required and isinstance(raw, dict) and name not in raw:
-                self.mistake(where, f"{name} is missing")
+                self.add_mistake(where, f"missing required key {name}")
         return None if self.mistakes else kind(**given)
 
     def _table(self, kinds: Mapping[str, Any], raw: Any, where: str) -> dict[str, Any]:
         if not isinstance(raw, Mapping):
-            self.mistake(where, f"expected a table, found {_kind_of(raw)}")
+            self.add_mistake(where, f"expected a table, found {_type_name(raw)}")
             return {}
         given: dict[str, Any] = {}
         for key, value in cast(Mapping[str, Any], raw).items():
             if key in kinds:
                 given[key] = self._value(kinds[key], value, _below(where, key))
             else:
-                self.mistake(_below(where, key), f"there is no such key; {_nearest(key, kinds)}")
+                self.add_mistake(_below(where, key), f"unknown key; {_suggestion(key, kinds, 'keys')}")
         return given
 
     def _value(self, kind: Any, raw: Any, where: str, *, secret: bool = False) -> Any:
@@ -240,7 +241,7 @@ class _Reading:
             return self.section(kind, raw, where)
         if kind == Options:
             return self._table(OPTIONS, raw, where)
-        if get_origin(kind) in (Union, UnionType):  # a file has no null: what may be one is left out
+        if get_origin(kind) in (Union, UnionType):  # TOML has no null: an optional key is left out
             present = [each for each in get_args(kind) if each is not type(None)]
             if len(present) == 1:
                 return self._value(present[0], raw, where, secret=secret)
@@ -254,26 +255,28 @@ class _Reading:
             return tuple(
                 self._value(inner, each, f"{where}[{place}]", secret=secret) for place, each in enumerate(items)
             )
-        return self._plain(kind, raw, where, secret=secret)
+        return self._scalar(kind, raw, where, secret=secret)
 
-    def _plain(self, kind: Any, raw: Any, where: str, *, secret: bool) -> Any:
+    def _scalar(self, kind: Any, raw: Any, where: str, *, secret: bool) -> Any:
         if where in self._broken:
             return None
         secret = secret or is_secret(kind)
         try:
-            value = _converted(kind, raw)
+            value = _convert(kind, raw)
         except (msgspec.ValidationError, ValueError):
-            self.mistake(where, f"expected {_expected(kind)}, found {_kind_of(raw) if secret else _spelled(raw)}")
+            self.add_mistake(where, f"expected {_expected(kind)}, found {_type_name(raw) if secret else _display(raw)}")
             return None
         if secret and raw == HIDDEN:
-            self.mistake(where, f"{quoted(HIDDEN)} is what is shown in place of a secret, and no secret")
-        elif isinstance(value, str) and "\0" in value:  # no name, path or address has one
-            self.mistake(where, "expected a text without null characters")
+            self.add_mistake(
+                where, f"expected a secret, found the placeholder {quoted(HIDDEN)} that `config show` prints"
+            )
+        elif isinstance(value, str) and "\0" in value:  # no name, path or address contains one
+            self.add_mistake(where, "expected a string without null characters")
         return value
 
 
 def _container(kind: Any) -> tuple[type | None, Any]:
-    """`dict` or `tuple` and the type of what is in it; None for what is neither, or has a type for each place."""
+    """Return `dict` or `tuple` and its item type; (None, None) for other types and for fixed-length tuples."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     match get_origin(kind), get_args(kind):
@@ -285,8 +288,8 @@ def _container(kind: Any) -> tuple[type | None, Any]:
             return None, None
 
 
-def _converted(kind: Any, raw: Any) -> Any:
-    """ValidationError or ValueError for what is none of the kind."""
+def _convert(kind: Any, raw: Any) -> Any:
+    """Convert `raw` to `kind`; raise ValidationError or ValueError where it does not fit."""
     if isinstance(raw, int) and raw.bit_length() > _INTEGER_BITS:
         raise ValueError
     if isinstance(raw, _FromEnvironment):
@@ -307,7 +310,7 @@ def _converted(kind: Any, raw: Any) -> Any:
 
 
 def _variables_in(value: Any) -> Iterator[str]:
-    """The environment variables that keys point to, such as ledger.dsn_env: they may have any name."""
+    """Yield the environment variables that keys such as ledger.dsn_env refer to; these may have any name."""
     match value:
         case Section():
             yield from _variables_in(msgspec.structs.asdict(value))
@@ -328,16 +331,16 @@ def _below(where: str, key: str) -> str:
     return f"{where}.{key_path(key)}" if where else key_path(key)
 
 
-# Words for messages
+# Error texts
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _suggestion(key: str, known: Iterable[str], plural: str) -> str:
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    similar = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+    return f"did you mean {similar[0]}?" if similar else f"known {plural}: {', '.join(names)}"
 
 
-def _spelled(value: Any) -> str:
+def _display(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
@@ -348,11 +351,11 @@ def _spelled(value: Any) -> str:
         case str():
             text = quoted(value)
         case _:
-            return _kind_of(value)
+            return _type_name(value)
     return text if len(text) <= _LONGEST_FOUND else f"{text[:_LONGEST_FOUND]}..."
 
 
-def _kind_of(value: Any) -> str:
+def _type_name(value: Any) -> str:
     match value:
         case bool():
             return "true or false"
@@ -361,7 +364,7 @@ def _kind_of(value: Any) -> str:
         case float():
             return "a number"
         case str():
-            return "a text"
+            return "a string"
         case Mapping():
             return "a table"
         case Sequence():
@@ -373,13 +376,13 @@ def _kind_of(value: Any) -> str:
 def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:  # here, because type_info sorts the values
         return f"one of {', '.join(quoted(str(value)) for value in get_args(kind))}"
-    return _described(inspect.type_info(kind))
+    return _describe(inspect.type_info(kind))
 
 
-def _described(kind: inspect.Type) -> str:
+def _describe(kind: inspect.Type) -> str:
     match kind:
         case inspect.Metadata():
-            return _described(kind.type)
+            return _describe(kind.type)
         case inspect.BoolType():
             return "true or false"
         case inspect.IntType():
@@ -387,9 +390,9 @@ def _described(kind: inspect.Type) -> str:
         case inspect.FloatType():
             return f"a finite number{_range(kind)}"
         case inspect.StrType():
-            return _text(kind)
+            return _string_description(kind)
         case inspect.UnionType():
-            return " or ".join(_described(each) for each in kind.types if not isinstance(each, inspect.NoneType))
+            return " or ".join(_describe(each) for each in kind.types if not isinstance(each, inspect.NoneType))
         case inspect.VarTupleType() | inspect.TupleType():
             return "a list"
         case _:
@@ -397,18 +400,18 @@ def _described(kind: inspect.Type) -> str:
 
 
 def _pattern_of(kind: Any) -> str | None:
-    found = inspect.type_info(kind)
-    return found.pattern if isinstance(found, inspect.StrType) else None
+    info = inspect.type_info(kind)
+    return info.pattern if isinstance(info, inspect.StrType) else None
 
 
-# What texts look like that have a pattern.
-_PATTERNS: Final[Mapping[str | None, str]] = {_pattern_of(Lifetime): "a time span such as 90s, 5m, 1h or 7d"}
+# How to describe strings that must match a pattern.
+_PATTERNS: Final[Mapping[str | None, str]] = {_pattern_of(Lifetime): "a duration such as 90s, 5m, 1h or 7d"}
 
 
-def _text(kind: inspect.StrType) -> str:
+def _string_description(kind: inspect.StrType) -> str:
     if kind.pattern is not None:
-        return _PATTERNS.get(kind.pattern, f"a text of the form {kind.pattern}")
-    return "a text that is not empty" if kind.min_length else "a text"
+        return _PATTERNS.get(kind.pattern, f"a string that matches {kind.pattern}")
+    return "a non-empty string" if kind.min_length else "a string"
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:

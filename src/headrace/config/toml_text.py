@@ -1,6 +1,6 @@
-"""A configuration written down as TOML, and how keys and values are spelled in messages.
+"""Writes a configuration as TOML, and formats keys and values for error messages.
 
-Owns the little of TOML's writing that this needs: the standard library only reads it. Secrets never leave here.
+The standard library only reads TOML. Secrets are replaced by a placeholder.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from msgspec import Meta
 
 from headrace.config import Config, Section
 
-HIDDEN: Final = "***"  # what is shown in place of a secret
+HIDDEN: Final = "***"  # printed instead of a secret
 
 _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def config_toml(config: Config) -> str:
-    """All of a configuration, defaults too, with secrets hidden. What is None is left out: TOML has no word for it."""
+    """Write the whole configuration with defaults and hidden secrets. None is left out, because TOML has no null."""
     return toml(_table(config))
 
 
 def is_secret(kind: Any) -> bool:
-    """Whether a field's type is marked as one whose value must not be shown."""
+    """Return whether a field's type is marked as secret."""
     if get_origin(kind) is Annotated:
         return any(isinstance(each, Meta) and "secret" in (each.extra or ()) for each in kind.__metadata__)
     return get_origin(kind) in (Union, UnionType) and any(map(is_secret, get_args(kind)))
@@ -43,7 +43,7 @@ def _table(section: Section) -> dict[str, Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """The names in a table stay, so that one sees what is set."""
+    """Hide a secret; of a table, hide the values and keep the keys."""
     if isinstance(value, Mapping):
         return {str(key): HIDDEN for key in value}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return HIDDEN
@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             return [_plain(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
         case str():
-            return value.replace("${", "$${")  # so that reading it back gives the same
+            return value.replace("${", "$${")  # so that it reads back unchanged
         case _:
             return value
 
@@ -68,7 +68,7 @@ def toml(table: Mapping[str, Any]) -> str:
 
 
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """First the plain values: whatever follows a table's heading belongs to it."""
+    """Yield plain values before sub-tables: every line after a heading belongs to that table."""
     for key, value in table.items():
         if not _has_headings(value):
             yield f"{key_path(key)} = {toml_value(value)}"
@@ -109,7 +109,7 @@ def toml_value(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A TOML basic string: JSON's escapes are TOML's too, but for the one control character that JSON leaves alone."""
+    """Return a TOML basic string: JSON's escapes, plus DEL, which JSON does not escape."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

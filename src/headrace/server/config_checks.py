@@ -1,8 +1,8 @@
-"""What must hold in a configuration beyond each value's own type and range.
+"""Checks the rules of a configuration that types and ranges cannot express.
 
-Owns the rules between keys, and those that need what the engine knows: its surfaces and a variant's options. Those of
-a single part of the gateway are its own, and are called here. Every rule yields what breaks it, so that all mistakes
-are told at once. Knows neither files nor how a value got there.
+Covers rules between sections and those that need the engine (surfaces, variant options). Rules of a single gateway
+package live in that package and are called from here. Each rule yields its findings, so that all mistakes are reported
+at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.surfaces import SURFACES
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*")
 _ALIAS: Final = re.compile(r"[\x21-\x7e]+")
 _VARIANT_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
-_SECRET: Final = re.compile(r"[\x21-\x7e]+")  # what an HTTP header can carry after `Bearer `
+_SECRET: Final = re.compile(r"[\x21-\x7e]+")  # characters allowed after `Bearer ` in a header
 _SHA256: Final = re.compile(r"[0-9A-Fa-f]{64}")
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -36,7 +36,7 @@ _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 def load_config(
     path: Path | None = None, *, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None
 ) -> Config:
-    """Read and check the configuration; see config.loader.read_config."""
+    """Read and check the configuration; raise ConfigError with every mistake. See config.loader.read_config."""
     return read_config(path, environ=environ, flags=flags, check=check_config)
 
 
@@ -62,14 +62,14 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
     if config.storage.files_bytes < config.storage.file_bytes:
         yield (
             "storage.files_bytes",
-            f"expected at least storage.file_bytes, {config.storage.file_bytes}, found {config.storage.files_bytes}",
+            f"expected at least storage.file_bytes ({config.storage.file_bytes}), found {config.storage.files_bytes}",
         )
 
 
 def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Finding]:
     where = key_path("prices", name)
     if name not in served:
-        yield where, f"there is no model or variant {quoted(name)}; there are {', '.join(map(quoted, served))}"
+        yield where, f"unknown model or variant {quoted(name)}; known: {', '.join(map(quoted, served))}"
     for kind in ("input", "cached", "output", "second"):
         try:
             make_price(input=getattr(config, kind) or 0)
@@ -81,13 +81,19 @@ def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
     exact, semantic = config.cache.exact, config.cache.semantic
     used = semantic.mode != "off" or any(each.caches.semantic not in (None, "off") for each in config.tenants.values())
     if used and semantic.embedder not in served:
-        there = ", ".join(map(quoted, served))
-        yield "cache.semantic.embedder", f"expected a served encoder, one of {there}, found {quoted(semantic.embedder)}"
+        known = ", ".join(map(quoted, served))
+        yield "cache.semantic.embedder", f"expected a served encoder, one of {known}, found {quoted(semantic.embedder)}"
     if exact.tenant_bytes > exact.bytes:
-        yield "cache.exact.tenant_bytes", f"expected at most cache.exact.bytes, {exact.bytes}"
+        yield (
+            "cache.exact.tenant_bytes",
+            f"expected at most cache.exact.bytes ({exact.bytes}), found {exact.tenant_bytes}",
+        )
     summary = config.shaping.summary_model
     if summary and summary not in served:
-        yield "shaping.summary_model", f"there is no model or variant {quoted(summary)}"
+        yield (
+            "shaping.summary_model",
+            f"unknown model or variant {quoted(summary)}; known: {', '.join(map(quoted, served))}",
+        )
 
 
 def _origins(origins: Sequence[str]) -> Iterator[Finding]:
@@ -112,13 +118,13 @@ def _models(config: Config) -> Iterator[Finding]:
     for name, model in config.models.items():
         where = key_path("models", name)
         if not _MODEL_NAME.fullmatch(name):
-            yield where, "expected a model's name to begin with a letter or digit and go on with those and . _ : / + -"
+            yield where, "expected a model name of letters, digits and . _ : / + - that starts with a letter or digit"
         for place, alias in enumerate(model.aliases):
             here = f"{where}.aliases[{place}]"
             if not _ALIAS.fullmatch(alias):
                 yield here, f"expected a name of ASCII characters without spaces, found {quoted(alias)}"
             elif alias in taken:
-                yield here, f"{quoted(alias)} is {taken[alias]} already"
+                yield here, f"{quoted(alias)} is already {taken[alias]}"
             else:
                 taken[alias] = f"an alias of {quoted(name)}"
         yield from _surface(model.surface, f"{where}.surface")
@@ -132,7 +138,7 @@ def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
                 yield key_path("models", name, kind, variant), "expected a name of letters, digits and . _ -"
     for variant in model.variants:
         if variant in model.upstreams:
-            yield key_path("models", name, "upstreams", variant), "this is the name of one of its variants already"
+            yield key_path("models", name, "upstreams", variant), "the model already has a variant with this name"
     try:
         variants = variants_of(name, model, {})
     except RequestError as error:
@@ -144,7 +150,7 @@ def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
             check_variant(variant)
         except RequestError as error:
             if str(error) == wrong_before:
-                continue  # the variants have it from the options
+                continue  # variants inherit it from the options
             wrong_before = str(error)
             suffix = full.removeprefix(name)[1:]
             place = key_path("models", name, "variants", suffix) if suffix else f"{where}.options"
@@ -153,7 +159,7 @@ def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
 
 def _surface(name: str, where: str) -> Iterator[Finding]:
     if name not in SURFACES:
-        yield where, f"there is no surface {quoted(name)}; there are {', '.join(SURFACES)}"
+        yield where, f"unknown surface {quoted(name)}; known surfaces: {', '.join(SURFACES)}"
 
 
 def _keys(keys: Sequence[KeyConfig], environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -163,7 +169,7 @@ def _keys(keys: Sequence[KeyConfig], environ: Mapping[str, str]) -> Iterator[Fin
         where = f"keys[{place}]"
         first = names.setdefault(key.name, place)
         if first != place:
-            yield f"{where}.name", f"{quoted(key.name)} is the name of keys[{first}] already"
+            yield f"{where}.name", f"duplicate name {quoted(key.name)}: keys[{first}] has it too"
         if key.surface is not None:
             yield from _surface(key.surface, f"{where}.surface")
         wrong = list(_secret(key, where, environ))
@@ -172,7 +178,7 @@ def _keys(keys: Sequence[KeyConfig], environ: Mapping[str, str]) -> Iterator[Fin
             continue
         first = digests.setdefault(digest_of(key, environ), place)
         if first != place:
-            yield where, f"this is the same secret as that of keys[{first}]"
+            yield where, f"duplicate secret: keys[{first}] has the same one"
 
 
 def _secret(key: KeyConfig, where: str, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -184,13 +190,13 @@ def _secret(key: KeyConfig, where: str, environ: Mapping[str, str]) -> Iterator[
             yield f"{where}.key_sha256", "expected 64 hexadecimal digits"
     elif key.key_env is not None:
         if not environ.get(key.key_env):
-            yield f"{where}.key_env", f"the environment variable {key.key_env} is not set, or empty"
+            yield f"{where}.key_env", f"the environment variable {key.key_env} is not set or empty"
         elif not _SECRET.fullmatch(environ[key.key_env]):
             yield (
                 f"{where}.key_env",
                 f"expected ASCII characters without spaces and line breaks in the environment variable {key.key_env}",
             )
     elif key.key == HIDDEN:
-        yield f"{where}.key", f"{quoted(HIDDEN)} is what is shown in place of a secret, and no secret"
+        yield f"{where}.key", f"expected a secret, found the placeholder {quoted(HIDDEN)} that `config show` prints"
     elif not _SECRET.fullmatch(key.key or ""):
         yield f"{where}.key", "expected ASCII characters without spaces"

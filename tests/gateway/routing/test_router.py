@@ -173,8 +173,8 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
 @pytest.mark.parametrize(
     ("sections", "where", "what"),
     [
-        ({"rules": [{"name": "a", "variant": "maxi"}]}, "routing.rules[0].variant", 'there is no variant "maxi"'),
-        ({"rules": [{"name": "a", "split": "x"}]}, "routing.rules[0].split", 'there is no split "x"; there are none'),
+        ({"rules": [{"name": "a", "variant": "maxi"}]}, "routing.rules[0].variant", 'unknown variant "maxi"'),
+        ({"rules": [{"name": "a", "split": "x"}]}, "routing.rules[0].split", 'unknown split "x"; known splits: none'),
         ({"rules": [{"name": "a"}]}, "routing.rules[0]", "exactly one of variant, split, cascade, chain, found none"),
         (
             {"rules": [{"name": "a", "variant": "mini", "chain": "safe"}], "chains": {"safe": CHAIN}},
@@ -184,17 +184,17 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
         (
             {"rules": [{"name": "a", "variant": "mini"}, {"name": "a", "variant": "mini"}]},
             "routing.rules[1].name",
-            "is the name of rules[0] already",
+            "duplicate name",
         ),
         (
             {"rules": [{"name": "a", "variant": "mini", "when": {"surfaces": ["phone"]}}]},
             "routing.rules[0].when.surfaces[0]",
-            'there is no surface "phone"',
+            'unknown surface "phone"',
         ),
         (
             {"rules": [{"name": "a", "variant": "mini", "when": {"languages": ["xx"]}}]},
             "routing.rules[0].when.languages[0]",
-            'there is no language "xx"',
+            'unknown language "xx"',
         ),
         (
             {"rules": [{"name": "a", "variant": "mini", "when": {"hours": ["8-9"]}}]},
@@ -210,7 +210,7 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
         (
             {"splits": {"c": {"percent": {"mini": 50.0, "maxi@x": 50.0}}}},
             'routing.splits.c.percent."maxi@x"',
-            "there is no variant",
+            "unknown variant",
         ),
         ({"cascades": {"c": CASCADE | {"large": "draft"}}}, "routing.cascades.c.large", "another variant"),
         ({"cascades": {"c": {"small": "draft", "large": "mini"}}}, "routing.cascades.c", "found none"),
@@ -220,11 +220,11 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
             "/nowhere.jsonl",
         ),
         ({"chains": {"c": {"steps": []}}}, "routing.chains.c.steps", "at least one step"),
-        ({"chains": {"c": {"steps": [{"variant": "x"}]}}}, "routing.chains.c.steps[0].variant", "there is no variant"),
-        ({"hedges": {"x": {}}}, "routing.hedges.x", "there is no variant"),
+        ({"chains": {"c": {"steps": [{"variant": "x"}]}}}, "routing.chains.c.steps[0].variant", "unknown variant"),
+        ({"hedges": {"x": {}}}, "routing.hedges.x", "unknown variant"),
         ({"hedges": {"mini": {"least_ms": 9.0, "most_ms": 8.0}}}, "routing.hedges.mini.most_ms", "found 8"),
         ({"breaker": {"open_s": 9.0, "open_most_s": 8.0}}, "routing.breaker.open_most_s", "found 8"),
-        ({"timezone": "Mars/Olympus"}, "routing.timezone", 'there is no time zone "Mars/Olympus"'),
+        ({"timezone": "Mars/Olympus"}, "routing.timezone", 'unknown time zone "Mars/Olympus"'),
     ],
 )
 def test_a_mistake_is_told_with_its_place(sections: dict[str, Any], where: str, what: str) -> None:

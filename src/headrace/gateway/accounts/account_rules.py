@@ -1,7 +1,7 @@
-"""What must hold between tenants, keys, models and surfaces, in the configuration and in what the admin API is given.
+"""Checks tenants and keys against the models, variants and surfaces that are served.
 
-Owns these rules. Every one yields what breaks it with its path, so that all mistakes are told at once. Knows neither
-files nor requests.
+The configuration and the admin API use the same rules. Each rule yields its findings, so that all mistakes are reported
+at once.
 """
 
 from __future__ import annotations
@@ -19,32 +19,38 @@ from headrace.config.value_types import Finding
 from headrace.gateway.accounts.key_secrets import holds_secret
 from headrace.surfaces import SURFACES
 
-# What metrics say in place of a tenant: of a request without one, and of those that have no label of their own.
+# Metrics labels for requests without a tenant and for tenants without a label of their own.
 RESERVED: Final = ("-", "other")
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")  # in Postgres, where it needs no quotes
+SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")  # a Postgres identifier that needs no quotes
 KEY_ID: Final = re.compile(r"key_[0-9a-f]{16}")
 
 
 def check_accounts(config: Config, served: Collection[str]) -> Iterator[Finding]:
-    """What breaks the rules between tenants, keys, models and surfaces. `served`: models and variants."""
+    """Check the configuration. `served`: names of models and variants."""
     fast = config.fast
     for name, tenant in config.tenants.items():
         where = key_path("tenants", name)
         if not NAME.fullmatch(name) or name in RESERVED:
-            yield where, f"expected a name of letters, digits and . _ -, none of {', '.join(RESERVED)}"
+            yield (
+                where,
+                f"expected up to 64 letters, digits and . _ -, but not {' or '.join(map(quoted, RESERVED))}",
+            )
         elif holds_secret(name):
-            yield where, "this is a key's secret, and no name"
+            yield where, "expected a tenant name, found an API key"
         yield from ((f"{where}.{path}", why) for path, why in check_tenant(tenant, served))
     for place, key in enumerate(config.keys):
         where = f"keys[{place}]"
         if KEY_ID.fullmatch(key.name):
-            yield f"{where}.name", f"{quoted(key.name)} has the form of the ids that the server gives"
+            yield f"{where}.name", f"{quoted(key.name)} looks like a generated key id; choose another name"
         yield from ((f"{where}.{path}", why) for path, why in check_scope(key, served))
         if key.surface is not None and key.surfaces is not None and key.surface not in key.surfaces:
-            yield f"{where}.surface", f"{quoted(key.surface)} is none of the key's surfaces"
+            yield f"{where}.surface", f"expected one of the key's surfaces, found {quoted(key.surface)}"
     if not SCHEMA.fullmatch(config.admin.schema):
-        yield "admin.schema", f"expected small letters, digits and underscores, found {quoted(config.admin.schema)}"
+        yield (
+            "admin.schema",
+            f"expected lower-case letters, digits and underscores, found {quoted(config.admin.schema)}",
+        )
     for model, variant in fast.variants.items():
         yield from _known(key_path("fast", "variants", model), "model", (model,), config.models)
         yield from _known(key_path("fast", "variants", model), "variant", (variant,), served)
@@ -56,7 +62,7 @@ def check_accounts(config: Config, served: Collection[str]) -> Iterator[Finding]
 
 
 def check_tenant(tenant: TenantConfig, served: Collection[str]) -> Iterator[Finding]:
-    """`served`: models and variants."""
+    """Check a tenant's settings. `served`: names of models and variants."""
     yield from check_scope(tenant, served)
     for model in tenant.model_limits:
         yield from _known(key_path("model_limits", model), "model", (model,), served)
@@ -66,14 +72,14 @@ def check_tenant(tenant: TenantConfig, served: Collection[str]) -> Iterator[Find
     for place, budget in enumerate(tenant.budgets):
         where = f"budgets[{place}]"
         if (budget.endpoint, budget.period) in places:
-            yield where, f"there is a budget of this endpoint and {budget.period} already"
+            yield where, f"duplicate budget: the endpoint already has one per {budget.period}"
         places.add((budget.endpoint, budget.period))
         if budget.then:
             yield from _known(f"{where}.then", "variant", (budget.then,), served)
 
 
 class AccessScope(Protocol):
-    """What says what may be used."""
+    """The models, surfaces and profiles that a tenant or key may use."""
 
     @property
     def models(self) -> tuple[str, ...] | None: ...
@@ -94,12 +100,12 @@ def check_scope(section: AccessScope, served: Collection[str]) -> Iterator[Findi
 def _known(where: str, what: str, names: Sequence[str], known: Collection[str]) -> Iterator[Finding]:
     for name in names:
         if name not in known:
-            there = ", ".join(map(quoted, sorted(known))) or "none"
-            yield where, f"there is no {what} {quoted(name)}; there are {there}"
+            expected = ", ".join(map(quoted, sorted(known))) or "none"
+            yield where, f"unknown {what} {quoted(name)}; known {what}s: {expected}"
 
 
 def section_json(section: msgspec.Struct) -> dict[str, object]:
-    """All of a section, defaults too, as JSON has it."""
+    """Return a section with its defaults as plain JSON values."""
     return {name: _plain(getattr(section, name)) for name in section.__struct_fields__}
 
 

@@ -30,13 +30,13 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
     try:
         ZoneInfo(config.timezone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        yield f"{where}.timezone", f"there is no time zone {quoted(config.timezone)} on this machine"
+        yield f"{where}.timezone", f"unknown time zone {quoted(config.timezone)}"
     names: dict[str, int] = {}
     for place, rule in enumerate(config.rules):
         here = f"{where}.rules[{place}]"
         first = names.setdefault(rule.name, place)
         if first != place:
-            yield f"{here}.name", f"{quoted(rule.name)} is the name of rules[{first}] already"
+            yield f"{here}.name", f"duplicate name {quoted(rule.name)}: rules[{first}] has it too"
         yield from _rule(rule, config, variants, here)
     for name, split in config.splits.items():
         here = f"{where}.{key_path('splits', name)}.percent"
@@ -114,5 +114,5 @@ def _chain(chain: ChainConfig, variants: Collection[str], where: str) -> Iterato
 
 def _known(kind: str, name: str, known: Collection[str], where: str) -> Iterator[Finding]:
     if name not in known:
-        there = ", ".join(map(quoted, known)) or "none"
-        yield where, f"there is no {kind} {quoted(name)}; there are {there}"
+        expected = ", ".join(map(quoted, known)) or "none"
+        yield where, f"unknown {kind} {quoted(name)}; known {kind}s: {expected}"
