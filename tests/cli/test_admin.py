@@ -84,9 +84,7 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert "gold" in done.out
         done = await terminal("change-tenant", "blue", "--set", "suspended=true", "--unset", "weight", "--json")
         assert (done.json["suspended"], done.json["weight"]) == (True, 1.0)
-        assert (
-            await terminal("change-tenant", "blue")
-        ).error == "headrace: say what is to change with --set or --unset"
+        assert (await terminal("change-tenant", "blue")).error == "headrace: Nothing to change. Use --set or --unset."
         done = await terminal("change-tenant", "blue", "--set", 'limits={"concurrent": 2}')
         assert re.search(r'^limits +{"concurrent": 2}$', done.out, re.MULTILINE)
         assert re.search(r"^caches +-$", done.out, re.MULTILINE)
@@ -94,13 +92,13 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert [line.split()[0] for line in done.out.splitlines()] == ["name", "blue", "reader", "red", "root"]
         done = await terminal("tenants", "--limit", "1", "--after", "blue")
         assert "reader" in done.out
-        assert "There is more" in done.error
+        assert "More entries exist" in done.error
         assert (await terminal("tenant", "red", "--json")).json["source"] == "config"
         assert (await terminal("delete-tenant", "blue", "--json")).json["deleted"] is True
         done = await terminal("tenant", "blue")
         assert (done.code, done.error) == (REFUSED, "headrace: there is no tenant 'blue'")
         done = await terminal("create-tenant", "green", "--set", "weight")
-        assert (done.code, done.error) == (REFUSED, "headrace: expected NAME=VALUE, found 'weight'")
+        assert (done.code, done.error) == (REFUSED, "headrace: Expected NAME=VALUE, found 'weight'.")
         done = await terminal("create-tenant", "green", "--set", "weihgt=1")
         assert "there is no parameter 'weihgt'" in done.error
 
@@ -145,7 +143,9 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
 async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Path) -> None:
     async with administered(tmp_path, usage=Usage(), caches={"exact": Cache()}) as running:
         terminal.url = running.url
-        assert (await terminal("fast", "on")).error == "headrace: say why with --reason: it is kept in the audit log"
+        assert (
+            await terminal("fast", "on")
+        ).error == "headrace: Missing --reason. The reason is written to the audit log."
         done = await terminal("fast", "on", "--for", "10m", "--reason", "a storm", "--json")
         assert (done.json["tenant"], done.json["seconds_left"]) == (None, 600)
         assert (await terminal("fast", "off", "--tenant", "red", "--reason", "x")).code == 0
@@ -184,7 +184,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
         assert "storm [bold]0[/bold]" in (await terminal("audit", "--limit", "100")).out
         done = await terminal("audit", "--verify")
         assert done.code == 0
-        assert done.out.startswith("10 rows, and each is as it was written. Head: 10:")
+        assert done.out.startswith("10 rows verified. Head: 10:")
         head = done.out.split()[-1]
         assert (await terminal("audit", "--head", head)).code == 0
         assert (await terminal("audit", "--verify", "--json", "--head", head)).json["good"] is True
@@ -206,7 +206,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
 async def test_a_long_audit_log_is_verified_page_by_page(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.cli.admin._PAGE", 3)
+    monkeypatch.setattr("headrace.cli.admin._PAGE_ROWS", 3)
     async with administered(tmp_path, admin=AdminConfig(audit_rows=20, poll_s=3600.0)) as running:
         terminal.url = running.url
         for number in range(30):
@@ -265,7 +265,7 @@ async def test_what_is_no_admin_api_is_said(terminal: Terminal) -> None:
     async with server:
         terminal.url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         done = await terminal("epoch")
-        assert (done.code, done.error) == (FAILED, f"headrace: {terminal.url}: this is no admin API of Headrace")
+        assert (done.code, done.error) == (FAILED, f"headrace: {terminal.url}: not a Headrace admin API")
 
 
 def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,13 +279,13 @@ def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert sorted(captured.out.splitlines()) == sorted(
         [
-            f"{tmp_path}/deep/code.py:2: a key that ends in {secret[-4:]}",
-            f"{tmp_path}/long:1: a key that ends in {other[-4:]}",
+            f"{tmp_path}/deep/code.py:2: key that ends in {secret[-4:]}",
+            f"{tmp_path}/long:1: key that ends in {other[-4:]}",
         ]
     )
     assert "2 secrets found" in captured.err
     assert main(["admin", "scan", str(tmp_path / "fine")]) == 0
-    assert capsys.readouterr().out == "No secrets of keys found\n"
+    assert capsys.readouterr().out == "No keys found\n"
 
 
 def test_every_command_and_flag_is_documented() -> None:

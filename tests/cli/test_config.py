@@ -29,12 +29,12 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fine_file_is_said_to_be_fine(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.toml").write_text("server.port = 5\n")
     assert main(["config", "check", "a.toml"]) == 0
-    assert capsys.readouterr().out == "a.toml is fine\n"
+    assert capsys.readouterr().out == "a.toml is valid\n"
 
 
 def test_without_a_file_the_defaults_are_fine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check"]) == 0
-    assert "There is no file" in capsys.readouterr().out
+    assert "no file, defaults only" in capsys.readouterr().out
 
 
 def test_every_mistake_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_a_new_file_changes_nothing_and_is_not_overwritten(capsys: pytest.Captur
     path.write_text("server.port = 5\n")
     assert main(["config", "init"]) == REFUSED
     assert path.read_text() == "server.port = 5\n"
-    assert "stays" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["config", "init", "b.toml"]) == 0
     assert load_config(Path("b.toml"), environ={}) == Config()
 
@@ -84,7 +84,7 @@ def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
     for name in re.findall(r'^key_env = "(\w+)"', text, re.MULTILINE):
         monkeypatch.setenv(name, f"sk-{name}")
     assert main(["config", "check", str(EXAMPLE)]) == 0
-    assert capsys.readouterr().out == f"{EXAMPLE} is fine\n"
+    assert capsys.readouterr().out == f"{EXAMPLE} is valid\n"
     assert main(["config", "show", str(EXAMPLE)]) == 0
     out = capsys.readouterr().out
     assert "sk-" not in out

@@ -1,9 +1,9 @@
-"""`headrace admin`: tenants, keys, fast mode, caches, usage and the audit log of servers that run.
+"""`headrace admin`: manages tenants, keys, fast mode, caches, usage and the audit log of a running server.
 
-Owns the commands and what they print. What can be done and by whom is the server's to say; asking it is admin_client's.
+Defines the commands and their output; admin_client sends the requests.
 
-Exit codes are those of every command: 2 where the server refuses, or the audit log is not what it should be; 1 where
-the server cannot be reached or has failed.
+Exit codes: 2 if the server rejects the request or the audit log fails verification, 1 if the server cannot be reached
+or has failed.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.admin_client import ask, asked, in_path, printable
+from headrace.cli.admin_client import path_segment, printable, request, request_json
 from headrace.errors import HeadraceError, RequestError
 
-_PAGE: Final = 1000  # rows of the audit log at a time
-_PART: Final = 1024 * 1024  # characters of a file at a time
-_SHORTER: Final = 51  # characters: one fewer than a secret has
-_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_PAGE_ROWS: Final = 1000  # audit rows per request
+_CHUNK_CHARACTERS: Final = 1024 * 1024  # of a file, read at a time
+_OVERLAP_CHARACTERS: Final = 51  # one fewer than a key has
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class To:
-    """Where the server is, and how its answer is printed.
+class Target:
+    """The server to ask and the output format.
 
     Parameters
     ----------
     url
-        The server's URL, or unix:PATH for the socket that its configuration names as admin.socket.
+        URL of the server, or unix:PATH for its admin.socket.
     json
-        Print the server's answer as JSON.
+        Print the response as JSON.
     """
 
     url: str = "http://localhost:8000"
     json: Annotated[bool, Parameter(negative=())] = False
 
 
-HERE: Final = To()
-Values = Annotated[list[str] | None, Parameter(name="--set", negative=())]
+DEFAULT_TARGET: Final = Target()
+Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 
 admin = App(
     name="admin",
-    help="Look after tenants, keys, fast mode, caches, usage and the audit log of a server that runs.",
+    help="Manage tenants, keys, fast mode, caches, usage and the audit log of a running server.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
 
 
-# What is printed
+# Output
 
 
 def _cell(value: Any) -> str:
@@ -72,8 +72,8 @@ def _cell(value: Any) -> str:
         case list():
             return ", ".join(map(_cell, cast("list[Any]", value))) or "none"
         case dict():
-            said = {name: each for name, each in cast("dict[str, Any]", value).items() if each is not None}
-            return printable(json.dumps(said, ensure_ascii=False)) if said else "-"
+            present = {name: each for name, each in cast("dict[str, Any]", value).items() if each is not None}
+            return printable(json.dumps(present, ensure_ascii=False)) if present else "-"
         case float():
             return f"{value:g}"
         case _:
@@ -89,7 +89,7 @@ def _time(seconds: Any) -> str:
         return str(seconds)
 
 
-def _shown(name: str, value: Any) -> str:
+def _display(name: str, value: Any) -> str:
     if name == "secrets":
         return ", ".join(
             f"…{_cell(each['last_four'])} of {_time(each['created_at'])}"
@@ -111,102 +111,102 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")))
 
 
-def _print_list(to: To, answer: Mapping[str, Any], columns: Sequence[str]) -> None:
+def _print_list(to: Target, answer: Mapping[str, Any], columns: Sequence[str]) -> None:
     if to.json:
         _print_json(answer)
         return
     table = Table(*(column.removesuffix("_at").replace("_", " ") for column in columns), box=None, pad_edge=False)
     for item in answer["data"]:
-        table.add_row(*(_shown(column, item.get(column)).replace("[", r"\[") for column in columns))
+        table.add_row(*(_display(column, item.get(column)).replace("[", r"\[") for column in columns))
     _print_table(table)
     if answer.get("has_more"):
-        print("There is more: --limit, or --after with the last of these.", file=sys.stderr)
+        print("More entries exist. Raise --limit, or pass the last entry to --after.", file=sys.stderr)
 
 
-def _print_one(to: To, answer: Mapping[str, Any]) -> None:
+def _print_one(to: Target, answer: Mapping[str, Any]) -> None:
     if to.json:
         _print_json(answer)
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in answer.items():
         if name not in ("object", "secret"):
-            table.add_row(name.replace("_", " "), _shown(name, value).replace("[", r"\["))
+            table.add_row(name.replace("_", " "), _display(name, value).replace("[", r"\["))
     _print_table(table)
     if "secret" in answer:
-        print("\nThe secret, which is shown this once:", file=sys.stderr)
+        print("\nThe key. It is shown only once:", file=sys.stderr)
         print(answer["secret"])
 
 
-# What is given
+# Arguments
 
 
-def _given(values: Sequence[str] | None) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON, or else a text."""
-    found: dict[str, Any] = {}
+def _parse_settings(values: Sequence[str] | None) -> dict[str, Any]:
+    """Parse NAME=VALUE pairs. A value that is not JSON is a string."""
+    settings: dict[str, Any] = {}
     for each in values or ():
         name, equals, value = each.partition("=")
         if not equals or not name:
-            raise RequestError(f"expected NAME=VALUE, found '{each}'", parameter="set")
+            raise RequestError(f"Expected NAME=VALUE, found '{each}'.", parameter="set")
         try:
-            found[name] = json.loads(value)
+            settings[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
-def _names(text: str | None) -> list[str] | None:
+def _split_names(text: str | None) -> list[str] | None:
     return None if text is None else [each.strip() for each in text.split(",") if each.strip()]
 
 
 def _seconds(text: str) -> float:
-    found = _SPAN.fullmatch(text)
-    if found is None:
-        raise RequestError(f"'{text}' is no time span; write 90s, 15m, 1h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise RequestError(f"Invalid duration '{text}'. Write it as 90s, 15m, 1h or 7d.")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 # Commands
 
 
 @admin.command
-def epoch(*, to: To = HERE) -> None:
-    """Say how new the shared state is, and how new what this server has applied of it."""
-    _print_one(to, asked(to.url, "GET", "epoch"))
+def epoch(*, to: Target = DEFAULT_TARGET) -> None:
+    """Show the version of the shared state and the version this server has applied."""
+    _print_one(to, request_json(to.url, "GET", "epoch"))
 
 
 @admin.command
-def tenants(*, after: str | None = None, limit: int = 100, to: To = HERE) -> None:
-    """List the tenants.
+def tenants(*, after: str | None = None, limit: int = 100, to: Target = DEFAULT_TARGET) -> None:
+    """List tenants.
 
     Parameters
     ----------
     after
-        The last one of the list before.
+        Continue after this entry, the last of the previous page.
     limit
-        Most of them to list.
+        Entries to list, at most.
     """
-    answer = asked(to.url, "GET", "tenants", after=after, limit=limit)
+    answer = request_json(to.url, "GET", "tenants", after=after, limit=limit)
     _print_list(to, answer, ("name", "source", "weight", "models", "surfaces", "profiles", "fail", "suspended"))
 
 
 @admin.command
-def tenant(name: str, /, *, to: To = HERE) -> None:
-    """Show a tenant with all its settings."""
-    _print_one(to, asked(to.url, "GET", f"tenants/{in_path(name)}"))
+def tenant(name: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+    """Show a tenant and its settings."""
+    _print_one(to, request_json(to.url, "GET", f"tenants/{path_segment(name)}"))
 
 
 @admin.command
-def create_tenant(name: str, /, *, values: Values = None, to: To = HERE) -> None:
-    """Make a tenant.
+def create_tenant(name: str, /, *, values: Settings = None, to: Target = DEFAULT_TARGET) -> None:
+    """Create a tenant.
 
     Parameters
     ----------
     name
-        Its name.
+        Name of the tenant.
     values
-        SETTING=VALUE, where a value is JSON or a text, such as weight=2 or 'limits={"concurrent": 8}'.
+        SETTING=VALUE, such as weight=2 or 'limits={"concurrent": 8}'. The value is JSON or a plain string.
     """
-    _print_one(to, asked(to.url, "POST", "tenants", {"name": name, **_given(values)}))
+    _print_one(to, request_json(to.url, "POST", "tenants", {"name": name, **_parse_settings(values)}))
 
 
 @admin.command
@@ -214,47 +214,47 @@ def change_tenant(
     name: str,
     /,
     *,
-    values: Values = None,
+    values: Settings = None,
     unset: Annotated[list[str] | None, Parameter(negative=())] = None,
-    to: To = HERE,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """Change settings of a tenant, its limits and budgets among them.
+    """Change settings of a tenant, including its limits and budgets.
 
     Parameters
     ----------
     name
-        Its name.
+        Name of the tenant.
     values
-        SETTING=VALUE, where a value is JSON or a text, such as suspended=true.
+        SETTING=VALUE, such as suspended=true. The value is JSON or a plain string.
     unset
-        A setting that goes back to its default.
+        Reset this setting to its default.
     """
-    body = {**_given(values), **({"unset": unset} if unset else {})}
+    body = {**_parse_settings(values), **({"unset": unset} if unset else {})}
     if not body:
-        raise RequestError("say what is to change with --set or --unset")
-    _print_one(to, asked(to.url, "PATCH", f"tenants/{in_path(name)}", body))
+        raise RequestError("Nothing to change. Use --set or --unset.")
+    _print_one(to, request_json(to.url, "PATCH", f"tenants/{path_segment(name)}", body))
 
 
 @admin.command
-def delete_tenant(name: str, /, *, to: To = HERE) -> None:
-    """Remove a tenant and revoke its keys. Its name is not used again."""
-    _print_one(to, asked(to.url, "DELETE", f"tenants/{in_path(name)}"))
+def delete_tenant(name: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+    """Delete a tenant and revoke its keys. Its name cannot be used again."""
+    _print_one(to, request_json(to.url, "DELETE", f"tenants/{path_segment(name)}"))
 
 
 @admin.command
-def keys(*, tenant: str | None = None, after: str | None = None, limit: int = 100, to: To = HERE) -> None:
-    """List the keys.
+def keys(*, tenant: str | None = None, after: str | None = None, limit: int = 100, to: Target = DEFAULT_TARGET) -> None:
+    """List keys.
 
     Parameters
     ----------
     tenant
-        Only this one's.
+        Only entries of this tenant.
     after
-        The last one of the list before.
+        Continue after this entry, the last of the previous page.
     limit
-        Most of them to list.
+        Entries to list, at most.
     """
-    answer = asked(to.url, "GET", "keys", tenant=tenant, after=after, limit=limit)
+    answer = request_json(to.url, "GET", "keys", tenant=tenant, after=after, limit=limit)
     for key in answer["data"]:
         key["last_four"] = [each["last_four"] for each in key["secrets"]]
     columns = ("id", "name", "tenant", "status", "last_four", "admin", "created_at", "expires_at", "last_used_at")
@@ -272,61 +272,61 @@ def create_key(
     profiles: str | None = None,
     admin: Literal["read", "write"] | None = None,
     expires_in: str | None = None,
-    values: Values = None,
-    to: To = HERE,
+    values: Settings = None,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """Make a key, and print its secret: this once, on a line of its own.
+    """Create a key and print it. The key is shown only once.
 
     Parameters
     ----------
     name
-        What it is for.
+        Name that says what the key is for.
     tenant
-        Whose it is.
+        Tenant that the key belongs to.
     models
-        Models that it may use, with commas between them; all of the tenant's by default.
+        Models the key may use, comma-separated. Default: all of the tenant's.
     surfaces
-        Surfaces, likewise.
+        Surfaces the key may use, comma-separated.
     profiles
-        Profiles, likewise.
+        Profiles the key may use, comma-separated.
     admin
-        Rights on the admin API.
+        Access to the admin API.
     expires_in
-        After which it ends, such as 90d; never by default.
+        Lifetime, such as 90d. Default: the key does not expire.
     values
-        SETTING=VALUE of what has no flag here, such as 'limits={"concurrent": 8}'.
+        SETTING=VALUE for settings without a flag, such as 'limits={"concurrent": 8}'.
     """
     body: dict[str, Any] = {
         "name": name,
         "tenant": tenant,
-        "models": _names(models),
-        "surfaces": _names(surfaces),
-        "profiles": _names(profiles),
+        "models": _split_names(models),
+        "surfaces": _split_names(surfaces),
+        "profiles": _split_names(profiles),
         "admin": admin,
         "expires_in_s": None if expires_in is None else _seconds(expires_in),
     }
-    body = {key: value for key, value in body.items() if value is not None} | _given(values)
-    _print_one(to, asked(to.url, "POST", "keys", body))
+    body = {key: value for key, value in body.items() if value is not None} | _parse_settings(values)
+    _print_one(to, request_json(to.url, "POST", "keys", body))
 
 
 @admin.command
-def rotate_key(key: str, /, *, overlap: str = "1d", to: To = HERE) -> None:
-    """Give a key a new secret, and print it.
+def rotate_key(key: str, /, *, overlap: str = "1d", to: Target = DEFAULT_TARGET) -> None:
+    """Replace the secret of a key and print the new one.
 
     Parameters
     ----------
     key
-        Its id.
+        Id of the key.
     overlap
-        That the old secret goes on being good for; 0s ends it at once.
+        How long the old secret stays valid; 0s revokes it at once.
     """
-    _print_one(to, asked(to.url, "POST", f"keys/{in_path(key)}/rotate", {"overlap_s": _seconds(overlap)}))
+    _print_one(to, request_json(to.url, "POST", f"keys/{path_segment(key)}/rotate", {"overlap_s": _seconds(overlap)}))
 
 
 @admin.command
-def revoke_key(key: str, /, *, to: To = HERE) -> None:
-    """End a key at once."""
-    _print_one(to, asked(to.url, "DELETE", f"keys/{in_path(key)}"))
+def revoke_key(key: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+    """Revoke a key at once."""
+    _print_one(to, request_json(to.url, "DELETE", f"keys/{path_segment(key)}"))
 
 
 @admin.command
@@ -336,30 +336,30 @@ def usage(
     since: str | None = None,
     until: str | None = None,
     by: str | None = None,
-    to: To = HERE,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """Print what was used and what it cost: as CSV, or as JSON.
+    """Print usage and cost as CSV or JSON.
 
     Parameters
     ----------
     tenant
-        Only this one's.
+        Only entries of this tenant.
     since
-        From this day on, such as 2026-01-31.
+        First day, such as 2026-01-31.
     until
-        Up to this day, and with it.
+        Last day, inclusive.
     by
-        What it is told apart by, with commas between: day, tenant, key, endpoint, model, variant, surface.
+        Columns to group by, comma-separated: day, tenant, key, endpoint, model, variant, surface.
     """
     form = "json" if to.json else "csv"
-    answer = ask(
+    answer = request(
         to.url,
         "GET",
         "usage",
         tenant=tenant,
         first_day=since,
         last_day=until,
-        by=None if by is None else ",".join(_names(by) or ()),
+        by=None if by is None else ",".join(_split_names(by) or ()),
         format=form,
     )
     sys.stdout.write(answer.decode("utf-8", "replace"))
@@ -372,23 +372,23 @@ def invalidate(
     event: Annotated[list[str] | None, Parameter(negative=())] = None,
     tenant: str | None = None,
     all: Annotated[bool, Parameter(negative=())] = False,
-    to: To = HERE,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """End entries of the caches of answers, in every gateway.
+    """Invalidate entries of the response caches in every gateway.
 
     Parameters
     ----------
     tag
-        Entries with this tag; may be given several times.
+        Invalidate entries with this tag. Repeatable.
     event
-        Entries that this event of the configuration ends; may be given several times.
+        Invalidate entries with the tags of this configured event. Repeatable.
     tenant
         Only this tenant's.
     all
-        Every entry, where no tag and no event is named.
+        Invalidate every entry; needed when neither tag nor event is given.
     """
     body: dict[str, Any] = {"tags": tag or [], "events": event or [], "all": all, "tenant": tenant}
-    _print_one(to, asked(to.url, "POST", "cache/invalidate", {k: v for k, v in body.items() if v is not None}))
+    _print_one(to, request_json(to.url, "POST", "cache/invalidate", {k: v for k, v in body.items() if v is not None}))
 
 
 @admin.command
@@ -399,39 +399,39 @@ def fast(
     tenant: str | None = None,
     ttl: Annotated[str, Parameter(name="--for")] = "15m",
     reason: str | None = None,
-    to: To = HERE,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """Switch fast mode: on, off (for a tenant, while it is on for all), clear, or show where it is set.
+    """Show or switch fast mode. `off` exempts a tenant while it is on for all; `clear` removes a switch.
 
     Parameters
     ----------
     state
         show, on, off or clear.
     tenant
-        For this one; for all by default.
+        Tenant to switch. Default: all tenants.
     ttl
-        After which it ends by itself.
+        How long the switch lasts.
     reason
-        Why; kept in the audit log. Needed for on and off.
+        Reason, written to the audit log. Required for on and off.
     """
-    path = "fast" if tenant is None else f"fast/{in_path(tenant)}"
+    path = "fast" if tenant is None else f"fast/{path_segment(tenant)}"
     if state == "show":
-        answer = asked(to.url, "GET", "fast")
-        shown = {**answer, "data": [_of_all(each) for each in answer["data"]]}
+        answer = request_json(to.url, "GET", "fast")
+        displayed = {**answer, "data": [_name_all_tenants(each) for each in answer["data"]]}
         columns = ("tenant", "on", "seconds_left", "since", "until", "by", "reason")
-        _print_list(to, answer if to.json else shown, columns)
+        _print_list(to, answer if to.json else displayed, columns)
         return
     if state == "clear":
-        answer = asked(to.url, "DELETE", path)
+        answer = request_json(to.url, "DELETE", path)
     elif reason is None:
-        raise RequestError("say why with --reason: it is kept in the audit log")
+        raise RequestError("Missing --reason. The reason is written to the audit log.")
     else:
-        answer = asked(to.url, "PUT", path, {"on": state == "on", "ttl_s": _seconds(ttl), "reason": reason})
-    _print_one(to, answer if to.json else _of_all(answer))
+        answer = request_json(to.url, "PUT", path, {"on": state == "on", "ttl_s": _seconds(ttl), "reason": reason})
+    _print_one(to, answer if to.json else _name_all_tenants(answer))
 
 
-def _of_all(switch: Mapping[str, Any]) -> dict[str, Any]:
-    """With a `*`, which no tenant is called, where it is of all of them."""
+def _name_all_tenants(switch: Mapping[str, Any]) -> dict[str, Any]:
+    """Show a switch for all tenants as `*`, which is no tenant's name."""
     return {**switch, "tenant": "*" if switch.get("tenant") is None else switch["tenant"]}
 
 
@@ -442,59 +442,59 @@ def audit(
     limit: int = 50,
     verify: Annotated[bool, Parameter(negative=())] = False,
     head: str | None = None,
-    to: To = HERE,
+    to: Target = DEFAULT_TARGET,
 ) -> None:
-    """Show who changed what, the newest first; or verify that nobody has changed the log itself.
+    """Show the audit log, newest first, or verify that it was not tampered with.
 
     Parameters
     ----------
     after
-        The number of the last row of the list before.
+        Continue after this row number, the last of the previous page.
     limit
-        Most rows to show.
+        Rows to show, at most.
     verify
-        Fetch the whole chain and compute each hash anew.
+        Fetch the whole log and recompute every hash.
     head
-        Head of an earlier time, as --verify printed it; verify that the chain still holds it.
+        Head printed by an earlier --verify; verify that the log still contains it.
     """
     if not verify and head is None:
-        answer = asked(to.url, "GET", "audit", limit=limit, after=after)
+        answer = request_json(to.url, "GET", "audit", limit=limit, after=after)
         _print_list(to, answer, ("seq", "at", "who", "what", "target", "reason"))
         return
     if after is not None:
-        raise RequestError("the log is verified as a whole: without --after")
+        raise RequestError("--verify checks the whole log. Remove --after.")
     from headrace.gateway.accounts.audit_log import ChainPosition, ChainVerifier, parse_audit_row
 
     try:
-        noted = None if head is None else ChainPosition.read(head)
+        earlier_head = None if head is None else ChainPosition.read(head)
     except ValueError as error:
         raise RequestError(f"--head: {error}") from None
-    checking: ChainVerifier | None = None
-    mark = ChainPosition()
+    verifier: ChainVerifier | None = None
+    position = ChainPosition()
     for page in _pages(to):
         try:
-            checking = checking or ChainVerifier(ChainPosition.read(page["anchor"]), noted=noted)
+            verifier = verifier or ChainVerifier(ChainPosition.read(page["anchor"]), noted=earlier_head)
             for row in page["data"]:
-                checking.add(parse_audit_row(row))
-            mark = ChainPosition.read(page["head"])
+                verifier.add(parse_audit_row(row))
+            position = ChainPosition.read(page["head"])
         except (KeyError, TypeError, ValueError) as error:
-            raise HeadraceError(f"the audit log cannot be read: {printable(str(error))}") from None
-    assert checking is not None
-    verdict = checking.end(mark)
+            raise HeadraceError(f"Cannot read the audit log: {printable(str(error))}.") from None
+    assert verifier is not None
+    result = verifier.end(position)
     if to.json:
-        found = {"good": verdict.good, "rows": verdict.rows, "head": str(verdict.head), "broken_at": verdict.broken_at}
-        _print_json({**found, "why": verdict.why})
-    elif verdict.good:
-        print(f"{verdict.rows} rows, and each is as it was written. Head: {verdict.head}")
-    if not verdict.good:
-        raise HeadraceError(f"the audit log was tampered with: {verdict.why}")
+        summary = {"good": result.good, "rows": result.rows, "head": str(result.head), "broken_at": result.broken_at}
+        _print_json({**summary, "why": result.why})
+    elif result.good:
+        print(f"{result.rows} rows verified. Head: {result.head}")
+    if not result.good:
+        raise HeadraceError(f"The audit log was tampered with: {result.why}.")
 
 
-def _pages(to: To) -> Iterator[dict[str, Any]]:
-    """All of the log from its beginning on."""
+def _pages(to: Target) -> Iterator[dict[str, Any]]:
+    """Fetch the whole log page by page, oldest first."""
     after: int | None = None
     while True:
-        page = asked(to.url, "GET", "audit", order="asc", limit=_PAGE, after=after)
+        page = request_json(to.url, "GET", "audit", order="asc", limit=_PAGE_ROWS, after=after)
         yield page
         if not page.get("has_more"):
             return
@@ -503,12 +503,12 @@ def _pages(to: To) -> Iterator[dict[str, Any]]:
 
 @admin.command
 def scan(*paths: Path) -> None:
-    """Look for secrets of keys in files and folders. Asks no server: a secret is known by its checksum.
+    """Find Headrace API keys in files and folders. Works offline: keys are recognised by their checksum.
 
     Parameters
     ----------
     paths
-        Files and folders to look through; the working folder by default.
+        Files and folders to scan. Default: the working folder.
     """
     from headrace.gateway.accounts.key_secrets import last_four
 
@@ -517,27 +517,29 @@ def scan(*paths: Path) -> None:
         try:
             for number, secret in _secrets_in(path):
                 count += 1
-                print(f"{printable(str(path))}:{number}: a key that ends in {last_four(secret)}")
+                print(f"{printable(str(path))}:{number}: key that ends in {last_four(secret)}")
         except OSError as error:
             print(f"{printable(str(path))}: {error.strerror or error}", file=sys.stderr)
     if count:
-        raise HeadraceError(f"{count} {'secret' if count == 1 else 'secrets'} found: rotate or revoke these keys")
-    print("No secrets of keys found")
+        raise HeadraceError(
+            f"Found {count} {'key' if count == 1 else 'keys'}. Rotate or revoke {'it' if count == 1 else 'them'}."
+        )
+    print("No keys found")
 
 
 def _secrets_in(path: Path) -> Iterator[tuple[int, str]]:
-    """Each with the number of its line. A file may be of any length, and of one line."""
+    """Yield line number and secret. Reads in chunks: a file may be of any length and consist of one line."""
     from headrace.gateway.accounts.key_secrets import secrets_in
 
-    lines, kept = 1, ""
+    lines, tail = 1, ""
     with path.open(encoding="latin-1", newline="") as file:
-        while part := file.read(_PART):
-            text = kept + part
-            for found in secrets_in(text):
-                yield lines + text.count("\n", 0, found.start()), found[1]
-            # Too short for a secret, so none is found twice; one that is cut is found with the next part.
-            kept = text[-_SHORTER:]
-            lines += text.count("\n", 0, len(text) - len(kept))
+        while chunk := file.read(_CHUNK_CHARACTERS):
+            text = tail + chunk
+            for match in secrets_in(text):
+                yield lines + text.count("\n", 0, match.start()), match[1]
+            # Shorter than a secret, so that none is found twice and one cut by the chunk is found with the next.
+            tail = text[-_OVERLAP_CHARACTERS:]
+            lines += text.count("\n", 0, len(text) - len(tail))
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:

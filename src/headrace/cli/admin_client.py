@@ -1,8 +1,7 @@
-"""One question to a server's admin API, over HTTP or its Unix socket.
+"""Sends one request to a server's admin API, over HTTP or its Unix socket.
 
-Owns the connection, and how what goes wrong becomes an error of the command: what the server refuses is a
-HeadraceError, a server that is not there or has failed a ConnectionError. The key is read from HEADRACE_ADMIN_KEY,
-never from a flag: other users of a machine can see those.
+Raises HeadraceError if the server rejects the request and ConnectionError if it cannot be reached or fails. The key is
+read from HEADRACE_ADMIN_KEY and never from a flag, because other users of the machine can see flags.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from headrace.errors import HeadraceError, RequestError
 
-_WAIT_S: Final = 60.0  # for an answer
-_LONGEST: Final = 64 * 1024 * 1024  # 64 MiB of an answer; exports of usage are no longer
+_TIMEOUT_S: Final = 60.0
+_RESPONSE_BYTES: Final = 64 * 1024 * 1024  # 64 MiB, longest response; usage exports are no longer
 
 
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_WAIT_S)
+        super().__init__("localhost", timeout=_TIMEOUT_S)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(_WAIT_S)
+        self.sock.settimeout(_TIMEOUT_S)
         self.sock.connect(self._path)
 
 
 def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
-    """With the path that comes before the API's."""
+    """Return a connection and the path prefix of the URL."""
     if url.startswith("unix:"):
         return _UnixConnection(str(Path(url.removeprefix("unix:")).expanduser())), ""
     parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -44,61 +43,65 @@ def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
     except ValueError:
         port = kind = None
     if kind is None or not parts.hostname:
-        raise RequestError(f"'{url}' is no server's URL; expected http://HOST:PORT, https://HOST or unix:PATH")
-    return kind(parts.hostname, port, timeout=_WAIT_S), parts.path.rstrip("/").removesuffix("/v1")
+        raise RequestError(f"Invalid URL '{url}'. Expected http://HOST:PORT, https://HOST or unix:PATH.")
+    return kind(parts.hostname, port, timeout=_TIMEOUT_S), parts.path.rstrip("/").removesuffix("/v1")
 
 
-def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> bytes:
+def request(url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> bytes:
     headers = {"accept": "application/json"}
     if key := os.environ.get("HEADRACE_ADMIN_KEY"):
         if not key.isascii() or not key.isprintable():
-            raise RequestError("HEADRACE_ADMIN_KEY holds characters that no key has")
+            raise RequestError("HEADRACE_ADMIN_KEY contains characters that are not allowed in a key.")
         headers["authorization"] = f"Bearer {key}"
     data = None
     if body is not None:
         data = json.dumps(body).encode()
         headers["content-type"] = "application/json"
-    connection, before = _connection(url)
-    given = {name: str(value) for name, value in query.items() if value is not None}
+    connection, prefix = _connection(url)
+    parameters = {name: str(value) for name, value in query.items() if value is not None}
     try:
-        connection.request(method, f"{before}/admin/v1/{path}{'?' if given else ''}{urlencode(given)}", data, headers)
+        connection.request(
+            method, f"{prefix}/admin/v1/{path}{'?' if parameters else ''}{urlencode(parameters)}", data, headers
+        )
         reply = connection.getresponse()
-        answer = reply.read(_LONGEST + 1)
+        answer = reply.read(_RESPONSE_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         raise ConnectionError(f"{url}: {printable(reason)}") from None
     finally:
         connection.close()
-    if len(answer) > _LONGEST:
-        raise ConnectionError(f"{url}: the answer is longer than {_LONGEST} bytes")
+    if len(answer) > _RESPONSE_BYTES:
+        raise ConnectionError(f"{url}: the response is longer than {_RESPONSE_BYTES} bytes")
     if reply.status >= 400:
         reason = printable(_reason(answer, reply.status))
         raise ConnectionError(f"{url}: {reason}") if reply.status >= 500 else HeadraceError(reason)
     return answer
 
 
-def asked(url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> dict[str, Any]:
-    answer = ask(url, method, path, body, **query)
+def request_json(
+    url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any
+) -> dict[str, Any]:
+    answer = request(url, method, path, body, **query)
     try:
-        found: object = json.loads(answer)
+        parsed: object = json.loads(answer)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConnectionError(f"{url}: this is no admin API of Headrace")
-    return cast("dict[str, Any]", found)
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ConnectionError(f"{url}: not a Headrace admin API")
+    return cast("dict[str, Any]", parsed)
 
 
 def _reason(answer: bytes, status: int) -> str:
     try:
         return str(json.loads(answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status}"
+        return f"The server responded with status {status}."
 
 
-def in_path(part: str) -> str:
+def path_segment(part: str) -> str:
     return quote(part, safe="")
 
 
 def printable(text: str) -> str:
-    """What a server or another administrator has written moves no cursor here."""
+    """Escape control characters, so that text from a server cannot move the cursor."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

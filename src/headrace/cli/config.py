@@ -1,7 +1,6 @@
-"""`headrace config`: check a configuration, show the one in force, write one to begin with.
+"""`headrace config`: checks a configuration, shows the effective one, and writes a new file.
 
-Owns the three commands. headrace.config.loader reads a file, headrace.config.toml_text writes one; the
-file that `init` writes lies beside this one.
+headrace.config.loader reads files and headrace.config.toml_text writes them; `init` copies config_template.toml.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ TEMPLATE: Final = Path(__file__).with_name("config_template.toml")
 
 config = App(
     name="config",
-    help="Check the server's configuration, show the one in force, or write one to begin with.",
+    help="Check the server's configuration, show the effective one, or write a new file.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
@@ -29,38 +28,38 @@ config = App(
 
 @config.command
 def check(file: Path | None = None, /) -> None:
-    """Say whether a configuration is fine, or all that is wrong with it.
+    """Check a configuration and print every mistake.
 
     Parameters
     ----------
     file
-        File to check; the one that HEADRACE_CONFIG names, or ./headrace.toml, by default.
+        File to check. Default: $HEADRACE_CONFIG, else ./headrace.toml.
     """
     found = find_config_file(file, os.environ)
     try:
         load_config(file, environ=os.environ)
     except ConfigError as error:
         print(*error.mistakes, sep="\n")
-        count = "a mistake" if len(error.mistakes) == 1 else f"{len(error.mistakes)} mistakes"
+        count = "1 mistake" if len(error.mistakes) == 1 else f"{len(error.mistakes)} mistakes"
         raise ConfigError(ConfigProblem(str(found or "the configuration"), "", count), path=found) from None
-    print("There is no file, and the configuration is fine" if found is None else f"{found} is fine")
+    print("The configuration is valid (no file, defaults only)" if found is None else f"{found} is valid")
 
 
 @config.command
 def show(file: Path | None = None, /) -> None:
-    """Print the configuration in force: the file, the environment over it, and every default. Secrets are hidden.
+    """Print the effective configuration: file, environment and defaults. Secrets are hidden.
 
     Parameters
     ----------
     file
-        File to read; the one that HEADRACE_CONFIG names, or ./headrace.toml, by default.
+        File to read. Default: $HEADRACE_CONFIG, else ./headrace.toml.
     """
     print(config_toml(load_config(file, environ=os.environ)), end="")
 
 
 @config.command
 def init(file: Path = Path(CONFIG_FILE), /) -> None:
-    """Write a configuration to begin with: every key with its meaning and its default. Overwrites nothing.
+    """Write a new configuration file with every key, its meaning and its default. Never overwrites a file.
 
     Parameters
     ----------
@@ -72,6 +71,6 @@ def init(file: Path = Path(CONFIG_FILE), /) -> None:
             new.write(TEMPLATE.read_text(encoding="utf-8"))
     except FileExistsError:
         raise ConfigError(
-            ConfigProblem(str(file), "", "there is such a file already, and it stays"), path=file
+            ConfigProblem(str(file), "", "the file already exists and was not changed"), path=file
         ) from None
     print(f"Wrote {file}")
