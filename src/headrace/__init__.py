@@ -1,4 +1,4 @@
-"""Headrace serves large language models with low latency."""
+"""Serve large language models with low latency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LLM", "AsyncLLM", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only who uses an engine imports one: `headrace --help` is quick.
+    # Imported on first use, so that `headrace --help` is quick.
     if name in ("LLM", "AsyncLLM"):
         from headrace import llm
 

@@ -1,7 +1,6 @@
-"""The errors that Headrace raises on purpose.
+"""The errors that Headrace raises on purpose, in any layer.
 
-Owns the root class and the few classes that every layer may raise. A message says what is wrong, where, and, where it
-helps, what was expected. Anything else that escapes is a bug.
+A message says what is wrong, where, what was expected and what to do. Any other exception that escapes is a bug.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from pathlib import Path
 
 
 class HeadraceError(Exception):
-    """Root of every error that Headrace raises on purpose; its text is fit to show to a user."""
+    """Base of every error that Headrace raises on purpose. Its message is fit to show to a user."""
 
 
 class ModelError(HeadraceError):
-    """A model that cannot be served: a wrong, corrupt or hostile file, or an unsupported architecture."""
+    """The model cannot be loaded: a wrong, corrupt or hostile file, or an unsupported architecture."""
 
     def __init__(self, reason: str, *, path: Path | str | None = None, tensor: str | None = None) -> None:
         self.reason = reason
@@ -26,11 +25,11 @@ class ModelError(HeadraceError):
 
 
 class TemplateError(ModelError):
-    """A chat template that is wrong, tries to escape its sandbox, or goes past its bounds."""
+    """A chat template is invalid, tries to escape its sandbox, or exceeds its limits."""
 
 
 class RequestError(HeadraceError):
-    """A request that cannot be served as it stands; `parameter` names the offending input."""
+    """A request is invalid; `parameter` names the offending input."""
 
     def __init__(self, reason: str, *, parameter: str | None = None) -> None:
         self.parameter = parameter

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import FAILED, REFUSED, app, main
+from headrace.cli import FAILED, WRONG_USAGE, app, main
 from headrace.config import LogConfig
 from headrace.config.tenant_section import AdminConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
@@ -96,9 +96,9 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         assert (await terminal("tenant", "red", "--json")).json["source"] == "config"
         assert (await terminal("delete-tenant", "blue", "--json")).json["deleted"] is True
         done = await terminal("tenant", "blue")
-        assert (done.code, done.error) == (REFUSED, "headrace: there is no tenant 'blue'")
+        assert (done.code, done.error) == (WRONG_USAGE, "headrace: there is no tenant 'blue'")
         done = await terminal("create-tenant", "green", "--set", "weight")
-        assert (done.code, done.error) == (REFUSED, "headrace: Expected NAME=VALUE, found 'weight'.")
+        assert (done.code, done.error) == (WRONG_USAGE, "headrace: Expected NAME=VALUE, found 'weight'.")
         done = await terminal("create-tenant", "green", "--set", "weihgt=1")
         assert "there is no parameter 'weihgt'" in done.error
 
@@ -135,8 +135,8 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
         done = await terminal("revoke-key", key.key, "--json")
         assert done.json["status"] == "revoked"
         assert (await terminal("revoke-key", "key_0")).error == "headrace: there is no key with this id"
-        assert (await terminal("rotate-key", key.key, "--overlap", "soon")).code == REFUSED
-        assert (await terminal("create-key", "app", "--tenant", "red", "--admin", "all")).code == REFUSED
+        assert (await terminal("rotate-key", key.key, "--overlap", "soon")).code == WRONG_USAGE
+        assert (await terminal("create-key", "app", "--tenant", "red", "--admin", "all")).code == WRONG_USAGE
 
 
 @asynchronous
@@ -153,10 +153,10 @@ async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Pa
         assert "a storm" in done.out
         assert [line.split()[:2] for line in done.out.splitlines()] == [["tenant", "on"], ["*", "yes"], ["red", "no"]]
         assert (await terminal("fast", "clear", "--json")).json["deleted"] is True
-        assert (await terminal("fast", "clear")).code == REFUSED
+        assert (await terminal("fast", "clear")).code == WRONG_USAGE
         done = await terminal("invalidate", "--tag", "docs", "--tag", "prices", "--json")
         assert done.json["removed"] == {"exact": 2}
-        assert (await terminal("invalidate")).code == REFUSED
+        assert (await terminal("invalidate")).code == WRONG_USAGE
         assert (await terminal("invalidate", "--all", "--tenant", "red", "--json")).json["removed"] == {"exact": 1}
         done = await terminal(
             "usage", "--tenant", "red", "--since", "2026-01-01", "--until", "2026-02-01", "--by", "key, day"
@@ -178,7 +178,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
             await terminal("create-tenant", f"t{number}")
         done = await terminal("audit", "--limit", "2", "--after", "9")
         assert [line.split()[0] for line in done.out.splitlines()] == ["seq", "8", "7"]
-        assert (await terminal("audit", "--verify", "--after", "9")).code == REFUSED
+        assert (await terminal("audit", "--verify", "--after", "9")).code == WRONG_USAGE
         done = await terminal("audit", "--limit", "2")
         assert [line.split()[0] for line in done.out.splitlines()] == ["seq", "10", "9"]
         assert "storm [bold]0[/bold]" in (await terminal("audit", "--limit", "100")).out
@@ -189,8 +189,8 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
         assert (await terminal("audit", "--head", head)).code == 0
         assert (await terminal("audit", "--verify", "--json", "--head", head)).json["good"] is True
         done = await terminal("audit", "--head", "10:" + "0" * 64)
-        assert (done.code, "made anew" in done.error) == (REFUSED, True)
-        assert (await terminal("audit", "--head", "ten")).code == REFUSED
+        assert (done.code, "made anew" in done.error) == (WRONG_USAGE, True)
+        assert (await terminal("audit", "--head", "ten")).code == WRONG_USAGE
 
         def tamper(connection: sqlite3.Connection) -> None:
             connection.execute("DROP TRIGGER audit_never_changes")
@@ -198,7 +198,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
 
         await running.server.database.run(tamper)
         done = await terminal("audit", "--verify", "--json")
-        assert (done.code, done.json["good"], done.json["broken_at"]) == (REFUSED, False, 3)
+        assert (done.code, done.json["good"], done.json["broken_at"]) == (WRONG_USAGE, False, 3)
         assert "tampered with: row 3" in done.error
 
 
@@ -235,13 +235,13 @@ async def test_what_goes_wrong_is_one_line(terminal: Terminal, tmp_path: Path, m
         monkeypatch.setenv("HEADRACE_ADMIN_KEY", "reader-secret")
         assert (await terminal("epoch")).code == 0
         done = await terminal("create-tenant", "blue")
-        assert (done.code, done.error) == (REFUSED, "headrace: the API key may only read the admin API")
+        assert (done.code, done.error) == (WRONG_USAGE, "headrace: the API key may only read the admin API")
         monkeypatch.setenv("HEADRACE_ADMIN_KEY", "wrong")
         assert (await terminal("epoch")).error == "headrace: the API key is not known"
         monkeypatch.delenv("HEADRACE_ADMIN_KEY")
         assert "an API key is needed" in (await terminal("epoch")).error
         monkeypatch.setenv("HEADRACE_ADMIN_KEY", "☃")
-        assert (await terminal("epoch")).code == REFUSED
+        assert (await terminal("epoch")).code == WRONG_USAGE
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)
     done = await terminal("epoch")
     assert done.code == FAILED
@@ -249,7 +249,7 @@ async def test_what_goes_wrong_is_one_line(terminal: Terminal, tmp_path: Path, m
     for url in ("ftp://localhost", "http://", "http://localhost:port", f"unix:{tmp_path}/nothing"):
         terminal.url = url
         done = await terminal("epoch")
-        assert done.code == (FAILED if url.startswith("unix") else REFUSED)
+        assert done.code == (FAILED if url.startswith("unix") else WRONG_USAGE)
         assert len(done.error.splitlines()) == 1
 
 
@@ -275,7 +275,7 @@ def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     # Across the parts in which a file is read, on one long line.
     (tmp_path / "long").write_text("x" * (1024 * 1024 - 20) + other + "y" * 100)
     (tmp_path / "fine").write_text("mr-" + "a" * 49 + "\n" + secret[:-1])
-    assert main(["admin", "scan", str(tmp_path)]) == REFUSED
+    assert main(["admin", "scan", str(tmp_path)]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert sorted(captured.out.splitlines()) == sorted(
         [

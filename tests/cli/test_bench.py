@@ -98,7 +98,7 @@ def test_a_key_is_taken_from_the_environment_and_written_nowhere(
         (["--header", "x"], "NAME=VALUE"),
         (["--buckets", "a"], "buckets"),
         (["--most-errors", "200%"], "most-errors"),
-        (["--arrivals", "constant", "--burstiness", "2"], "burstiness"),
+        (["--arrivals", "constant", "--burstiness", "2"], "Burstiness"),
         (["--workload", "chat", "--input-tokens", "5"], "scale"),
         (["--api-key-env", "NOT_THERE"], "NOT_THERE"),
         (["--json", "no/such/folder/a.json"], "folder"),

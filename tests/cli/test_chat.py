@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from headrace.cli import REFUSED, main
+from headrace.cli import WRONG_USAGE, main
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -32,7 +32,7 @@ def test_the_conversation_goes_on_until_it_is_reset(
     out = capsys.readouterr().out
     cached = [int(found) for found in re.findall(r"(\d+) of the prompt cached", out)]
     assert cached[0] > 8  # the second question comes after the first and its answer
-    assert "/reset begins anew" in out
+    assert "/reset starts over" in out
 
 
 def test_what_does_not_fit_is_said_and_the_conversation_goes_on(
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_said_and_the_conversation_goes_on(
     say(monkeypatch, "word " * 3000, "Hello")
     assert main(["chat", "--max-tokens", "4", "--threads", "1"]) == 0
     out = capsys.readouterr().out
-    assert "/reset begins anew" in out
+    assert "/reset to start over" in out
     assert "4 tokens" in out
 
 
@@ -54,5 +54,5 @@ def test_a_server_that_is_not_there_is_said(
 
 
 def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "no/such/folder"]) == REFUSED
+    assert main(["chat", "no/such/folder"]) == WRONG_USAGE
     assert "no/such/folder" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.cli import REFUSED, main
+from headrace.cli import WRONG_USAGE, main
 from headrace.cli.config import TEMPLATE
 from headrace.config import Config
 from headrace.config.loader import OPTIONS
@@ -39,7 +39,7 @@ def test_without_a_file_the_defaults_are_fine(capsys: pytest.CaptureFixture[str]
 
 def test_every_mistake_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("headrace.toml").write_text("server.port = 'x'\nlog.level = 1\n")
-    assert main(["config", "check"]) == REFUSED
+    assert main(["config", "check"]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert [line.split(": ")[1] for line in captured.out.splitlines()] == ["server.port", "log.level"]
     assert captured.err == "headrace: headrace.toml: 2 mistakes\n"
@@ -59,7 +59,7 @@ def test_what_is_in_force_is_shown_without_secrets(
 
 
 def test_a_wrong_configuration_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "show", "nowhere.toml"]) == REFUSED
+    assert main(["config", "show", "nowhere.toml"]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "headrace: nowhere.toml: file not found\n"
@@ -70,7 +70,7 @@ def test_a_new_file_changes_nothing_and_is_not_overwritten(capsys: pytest.Captur
     path = Path("headrace.toml")
     assert load_config(path, environ={}) == Config()
     path.write_text("server.port = 5\n")
-    assert main(["config", "init"]) == REFUSED
+    assert main(["config", "init"]) == WRONG_USAGE
     assert path.read_text() == "server.port = 5\n"
     assert "already exists" in capsys.readouterr().err
     assert main(["config", "init", "b.toml"]) == 0
@@ -96,7 +96,7 @@ def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
 def test_all_that_is_wrong_with_such_a_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     text = EXAMPLE.read_text(encoding="utf-8").replace("cascade = ", "casade = ").replace('"15m"', '"15 minutes"')
     Path("headrace.toml").write_text(text, encoding="utf-8")
-    assert main(["config", "check"]) == REFUSED
+    assert main(["config", "check"]) == WRONG_USAGE
     captured = capsys.readouterr()
     span = 'expected a duration such as 90s, 5m, 1h or 7d, found "15 minutes"'
     assert captured.out.splitlines() == [

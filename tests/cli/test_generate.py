@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import headrace._core as _core
-from headrace.cli import REFUSED, main
+from headrace.cli import WRONG_USAGE, main
 from headrace.models.model_folder import open_model
 from headrace.models.synthetic.random_model import write_random_model
 
@@ -111,14 +111,14 @@ def test_groups_and_kept_tensors_are_honoured(run: Run) -> None:
 def test_a_wrong_flag_is_refused_in_words(
     flags: list[str], word: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", str(tiny_folder), "-p", "The water ran", *flags]) == REFUSED
+    assert main(["generate", str(tiny_folder), "-p", "The water ran", *flags]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert word in captured.err + captured.out
     assert "Traceback" not in captured.err + captured.out
 
 
 def test_a_missing_model_is_one_line_on_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tmp_path / "nowhere"), "-p", "x"]) == REFUSED
+    assert main(["generate", str(tmp_path / "nowhere"), "-p", "x"]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert captured.err.startswith("headrace: ")
     assert captured.err.count("\n") == 1
@@ -127,10 +127,10 @@ def test_a_missing_model_is_one_line_on_standard_error(tmp_path: Path, capsys: p
 
 def test_an_encoder_says_that_it_makes_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_random_model("minilm-l6", tmp_path / "encoder")
-    assert main(["generate", str(tmp_path / "encoder"), "-p", "x"]) == REFUSED
+    assert main(["generate", str(tmp_path / "encoder"), "-p", "x"]) == WRONG_USAGE
     assert "encoder" in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_refused(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tiny_folder), "-p", ""]) == REFUSED
+    assert main(["generate", str(tiny_folder), "-p", ""]) == WRONG_USAGE
     assert "no tokens" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import REFUSED, main
+from headrace.cli import WRONG_USAGE, main
 
 
 @pytest.fixture(autouse=True)
@@ -39,5 +39,5 @@ def test_the_tables_name_model_machine_and_floors(tiny_folder: Path, capsys: pyt
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path)]) == REFUSED
+    assert main(["inspect", str(tmp_path)]) == WRONG_USAGE
     assert "config.json" in capsys.readouterr().err

@@ -308,7 +308,7 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     ("error", "code", "line"),
     [
         (OSError(28, "No space left on device"), 1, "headrace: [Errno 28] No space left on device\n"),
-        (MemoryError(), 1, "headrace: not enough memory\n"),
+        (MemoryError(), 1, "headrace: Not enough memory.\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import REFUSED, main
+from headrace.cli import WRONG_USAGE, main
 
 SMALL = ["--tenants", "5", "--seconds", "10", "--fixed-ms", "2", "--row-ms", "0.1"]
 
@@ -25,8 +25,8 @@ def test_the_json_holds_a_summary_of_each_order(capsys: pytest.CaptureFixture[st
 def test_the_tables_answer_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SMALL, "--ask", "run", "--ask", "cold", "--order", "fair"]) == 0
     out = capsys.readouterr().out
-    assert "The machine can serve" in out
-    assert "whose prefix nobody sent before" in out
+    assert "Capacity for this traffic" in out
+    assert "with a unique prefix" in out
     assert "fcfs" not in out
 
 
@@ -59,5 +59,5 @@ def test_what_is_wrong_is_named(arguments: list[str], said: str, capsys: pytest.
 def test_a_trace_takes_no_other_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"at": 0, "prompt": 4, "answer": 5}\n')
-    assert main(["simulate", "--trace", str(trace), "--ask", "abuse"]) == REFUSED
+    assert main(["simulate", "--trace", str(trace), "--ask", "abuse"]) == WRONG_USAGE
     assert "trace" in capsys.readouterr().err

@@ -222,7 +222,7 @@ async def asked(client: HttpClient, *, stream: bool = True, body: dict[str, Any]
     sent = {"messages": [{"role": "user", "content": "hello"}], "stream": stream, "max_tokens": 4, "ignore_eos": True}
     options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = TimedResponse(stream=stream, keep_text=True)
-    await client.ask(request_of(head, json.dumps(body or sent | options).encode()), answer)
+    await client.send(request_of(head, json.dumps(body or sent | options).encode()), answer)
     if not stream:
-        answer.whole()
+        answer.read_whole()
     return answer

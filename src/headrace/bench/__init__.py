@@ -1,1 +1,1 @@
-"""PROVE it: what a machine can do at most, and what servers really do."""
+"""Benchmarks: load generator, results, reports, comparison, scheduler simulation, roofline and drills."""

@@ -1,9 +1,9 @@
-"""The command `headrace`: which commands there are, and how an error becomes one line and an exit code.
+"""The `headrace` command: lists the subcommands and turns errors into one line and an exit code.
 
-A command's module is imported only when that command runs, so that `headrace --help` is quick. Knows nothing of what
-the commands do.
+A subcommand's module is imported only when it runs, so that `headrace --help` is quick.
 
-Exit codes: 0 done; 1 the machine failed us (disk, memory, a bug); 2 the request or the model is wrong; 130 interrupted.
+Exit codes: 0 success; 1 failure (disk, memory, network, a broken promise); 2 wrong usage or an invalid model; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from headrace import __version__
 from headrace.errors import HeadraceError
 
 FAILED = 1
-REFUSED = 2
+WRONG_USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
-    "admin": "Look after tenants, keys, fast mode, caches and usage of a server that runs.",
-    "bench": "Measure any OpenAI-compatible server, and compare measurements.",
-    "chat": "Talk to a model in the terminal.",
-    "config": "Check the server's configuration, show the one in force, or write one to begin with.",
-    "drill": "Hold a playbook's drill on a server of its own, and see whether its promises hold.",
-    "generate": "Continue a prompt with a model and stream the text.",
-    "inspect": "Say what a model is, what it takes, and how fast this machine can be.",
-    "make-model": "Make a model with random weights in the shape of a public one.",
+    "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
+    "bench": "Benchmark any OpenAI-compatible server and compare results.",
+    "chat": "Chat with a model in the terminal.",
+    "config": "Check the configuration, show the effective one, or write a starting point.",
+    "drill": "Rehearse a failure on a temporary server and check what the playbook promises.",
+    "generate": "Continue a prompt with a model and print the text as it comes.",
+    "inspect": "Describe a model: its size, its memory, and the best speed this machine allows.",
+    "make-model": "Create a model with random weights in the shape of a public one.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
-    "simulate": "Show what the scheduler does to traffic that no test machine could serve.",
+    "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
 }
 
 app = App(
@@ -48,7 +48,7 @@ for _name, _help in COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; without `arguments`, the process's own."""
+    """Run one command and return its exit code. `arguments` default to the process's own."""
     try:
         app(
             sys.argv[1:] if arguments is None else list(arguments),
@@ -57,21 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result_action="return_value",
         )
     except (CycloptsError, HeadraceError) as error:
-        return complain(error, REFUSED)
+        return _report_error(error, WRONG_USAGE)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; a second failure while Python flushes at exit would only be noise.
+        # The reader of our output has gone. Without this, Python's flush at exit would fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except MemoryError as error:
-        return complain(f"not enough memory: {error}" if str(error) else "not enough memory", FAILED)
+        return _report_error(f"Not enough memory: {error}" if str(error) else "Not enough memory.", FAILED)
     except OSError as error:
-        return complain(error, FAILED)
+        return _report_error(error, FAILED)
     return 0
 
 
-def complain(error: object, code: int) -> int:
+def _report_error(error: object, code: int) -> int:
     line = " ".join(str(error).split())
     print(f"headrace: {line}", file=sys.stderr)
     return code

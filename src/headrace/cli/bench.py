@@ -1,9 +1,7 @@
-"""`headrace bench`: measure any OpenAI-compatible server, and compare two measurements.
+"""`headrace bench`: benchmark any OpenAI-compatible server, and compare results.
 
-Owns the commands' flags and how they become options. Everything that is measured is headrace.bench's.
-
-Exit codes are those of every command; besides, 1 where more requests failed than --most-errors allows, or where the
-server's counts of tokens are not to be believed.
+Maps flags to options; headrace.bench does the measuring. In addition to the usual exit codes, it exits with 1 if more
+requests fail than --most-errors allows, or if the server's token counts differ from ours.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ from headrace.bench.load_generator.benchmark_options import (
     LoadTenant,
     SweepOptions,
     WorkloadOptions,
-    bounded,
-    mix_of,
+    build_mix,
+    check_minimum,
 )
 from headrace.bench.load_generator.trace_reader import TraceFormat
 from headrace.bench.load_generator.workloads import PrefixKind
 from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.errors import RequestError
 
-_WIDE: Final = 160  # columns of a table that goes to no terminal
-Many = Parameter(negative=(), consume_multiple=True)
+_WIDTH: Final = 160  # columns of a table that does not go to a terminal
+Repeatable = Parameter(negative=(), consume_multiple=True)
 
 bench = App(
     name="bench",
-    help="Measure any OpenAI-compatible server over HTTP.",
+    help="Benchmark any OpenAI-compatible server over HTTP.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
@@ -48,39 +46,39 @@ bench = App(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """What is asked of the server, and how.
+    """The server and the requests.
 
     Parameters
     ----------
     model
-        Name of the model; the first that the server lists by default.
+        Model name. Default: the first that the server lists.
     endpoint
-        chat or completions.
+        Endpoint: chat or completions.
     stream
-        Ask for streams; without them there is no TTFT and no ITL.
+        Stream responses. Without streaming there is no TTFT and no ITL.
     temperature
-        0 takes the likeliest token.
+        Sampling temperature; 0 always takes the most likely token.
     ignore_eos
-        Ask for answers of exactly the length that the workload draws, past the model's end-of-sequence tokens.
+        Generate exactly as many tokens as the workload asks for, past the model's end-of-sequence tokens.
     body
-        JSON object of further fields of each request.
+        JSON object with additional fields for each request.
     header
-        NAME=VALUE of a header of each request.
+        Header for each request, as NAME=VALUE.
     api_key_env
-        Variable of the environment that holds the API key.
+        Environment variable with the API key.
     surface
-        Surface that the requests name, in Headrace's header.
+        Surface to name in Headrace's x-headrace-surface header.
     insecure
-        Believe any certificate of an https server.
+        Accept any TLS certificate.
     timeout
-        Seconds for a whole answer.
+        Seconds to wait for a whole response.
     connect_timeout
-        Seconds for a connection.
+        Seconds to wait for a connection.
     tokenizer
-        Model folder, bundled model or hub id whose tokenizer counts tokens; the server's /tokenize by default, or else
-        the usage that it tells.
+        Model folder, bundled model or hub id whose tokenizer counts tokens. Default: the server's /tokenize, or else
+        the usage it reports.
     token_mismatch
-        What to do where the server's count of output tokens and ours are more than 5 % apart: fail, warn or off.
+        What to do if the server's count of output tokens differs from ours by more than 5 %: fail, warn or off.
     """
 
     model: str | None = None
@@ -89,7 +87,7 @@ class ServerFlags:
     temperature: float = 0.0
     ignore_eos: bool = True
     body: str = "{}"
-    header: Annotated[list[str] | None, Many] = None
+    header: Annotated[list[str] | None, Repeatable] = None
     api_key_env: str = "OPENAI_API_KEY"
     surface: str = ""
     insecure: Annotated[bool, Parameter(negative=())] = False
@@ -102,51 +100,52 @@ class ServerFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """When requests are sent, and how many.
+    """How many requests are sent, and when.
 
     Parameters
     ----------
     concurrency
-        Closed loop: so many users, each sends when its last answer has come. Several numbers are several stages. With
-        --rate: most requests at once.
+        Closed loop: the number of users; each sends its next request when the previous response is complete. Several
+        numbers run as several stages. With --rate: maximum concurrent requests.
     rate
-        Open loop: requests per second, whatever the server does. Several are several stages; inf sends all at once.
+        Open loop: requests per second, however slow the server is. Several numbers run as several stages; inf sends
+        everything at once.
     arrivals
-        Gaps of an open loop: constant, poisson or gamma.
+        Distribution of the gaps in an open loop: constant, poisson or gamma.
     burstiness
-        Shape of gamma gaps: below 1 in bursts, 1 is poisson, above 1 more even.
+        Shape of gamma gaps: below 1 is burstier than poisson, above 1 is more even.
     ramp
-        FROM..TO: a rate that rises over --seconds.
+        FROM..TO: increase the rate over --seconds.
     sweep
-        FROM..TO or FROM..: raise the rate stage by stage until the server does not keep up, and find the knee.
+        FROM..TO or FROM..: raise the rate stage by stage until the server falls behind, and find the knee.
     sweep_factor
-        Times that the rate is raised by.
+        Factor between the rates of two stages.
     sweep_refine
-        Stages between the last good rate and the first bad one.
+        Stages between the last rate the server keeps up with and the first it does not.
     sweep_good
         Share of a stage's requests that must meet the objectives.
     sweep_latency
-        Without objectives: times the first stage's p90 TTFT that is too long.
+        Without objectives: the server falls behind at this multiple of the first stage's p90 TTFT.
     sweep_stages
-        Most stages.
+        Maximum stages.
     requests
-        Requests of a stage.
+        Requests per stage.
     seconds
-        Seconds of a stage in which requests are sent; 30 where neither is given.
+        Seconds per stage in which requests are sent. Default: 30 if --requests is not given either.
     drain
-        Seconds for answers that are under way when a stage's time is up.
+        Seconds to wait for running requests when a stage's time is up.
     warmup
-        Requests before the first stage that are in no figure.
+        Requests before the first stage that are not measured.
     most_running
-        Requests at once, at most; those past it fail without being sent.
+        Maximum concurrent requests; more fail without being sent.
     most_lag
-        Milliseconds of p99 lag behind the schedule that are no matter.
+        p99 lag behind the schedule, in milliseconds, above which a warning is printed.
     tenants
-        TOML file of tenants that send at once, each with a key, a rate, a workload and a surface.
+        TOML file of tenants that send concurrently, each with a key, rate, workload and surface.
     """
 
-    concurrency: Annotated[list[int] | None, Many] = None
-    rate: Annotated[list[float] | None, Many] = None
+    concurrency: Annotated[list[int] | None, Repeatable] = None
+    rate: Annotated[list[float] | None, Repeatable] = None
     arrivals: ArrivalProcess | None = None
     burstiness: float = 1.0
     ramp: str | None = None
@@ -168,42 +167,43 @@ class LoadFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class WorkFlags:
-    """What is asked.
+    """The prompts and answers.
 
     Parameters
     ----------
     workload
-        fixed, chat, rag, agent, summarise or extract, or a mix such as chat=0.7,rag=0.3.
+        Workload: fixed, chat, rag, agent, summarise or extract, or a mix such as chat=0.7,rag=0.3.
     input_tokens
-        Tokens of a prompt by the server's count, chat template included; a shared prefix comes on top.
+        Tokens per prompt by the server's count, including the chat template and excluding a shared prefix.
     output_tokens
-        Tokens of an answer.
+        Tokens per answer.
     spread
-        Lengths are evenly between 1 - this and 1 + this of what is asked.
+        Draw lengths uniformly between 1 - spread and 1 + spread times the length.
     scale
-        Lengths of a workload with a name are so many times as long.
+        Factor for the lengths of a named workload.
     prefixes
-        Different beginnings that requests share; 0 is none.
+        Number of different shared prefixes; 0 is none.
     prefix_tokens
-        Tokens of each.
+        Tokens per shared prefix.
     prefix_kind
-        Where it stands: system (a system message), few-shot (pairs of messages) or documents (before the question).
+        Position of the prefix: system (a system message), few-shot (pairs of messages) or documents (before the
+        question).
     prefix_share
-        Share of the conversations that have one.
+        Share of the conversations with a shared prefix.
     turns
-        Turns of a conversation, such as 4 or 2-6.
+        Turns per conversation, such as 4 or 2-6.
     think
         Mean seconds between an answer and the next turn.
     trace
-        JSONL file of requests: Headrace's, Mooncake's, or vLLM's custom data set.
+        JSONL file of requests in Headrace's, Mooncake's or vLLM's custom format.
     trace_format
-        auto, headrace, mooncake or vllm.
+        Trace format: auto, headrace, mooncake or vllm.
     speed
-        Times as fast as the trace says.
+        Replay the trace this many times faster.
     seed
-        Seed of lengths, arrivals and texts.
+        Seed for lengths, arrivals and texts.
     reuse_prompts
-        Send the same prompts as every run with this seed, which a server may have kept.
+        Send the same prompts in every run with this seed, so that the server may have them cached.
     """
 
     workload: str = "fixed"
@@ -227,31 +227,31 @@ class WorkFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """What is done with the figures.
+    """Objectives and output.
 
     Parameters
     ----------
     goodput
-        Objectives in milliseconds, such as ttft:300 tpot:50 e2el:2000, also ttfo.
+        Objectives in milliseconds for ttft, ttfo, tpot and e2el, such as ttft:300 tpot:50.
     buckets
-        Prompt lengths at which requests are told apart.
+        Prompt lengths, in tokens, by which requests are grouped.
     most_errors
-        Requests that may fail, as a number or a share such as 1%, before the exit code is 1.
+        Failed requests allowed, as a number or a share such as 1%. With more, the exit code is 1.
     json
-        File for the result, with the keys of vLLM's benchmark and all of ours.
+        Write the result to this JSON file, with vLLM's benchmark keys and our own.
     html
-        File for a report that any browser shows.
+        Write a report to this HTML file.
     detail
-        Keep a row for each request in the file.
+        Store each request in the JSON file.
     texts
-        Keep the answers' texts in the file.
+        Store the answers' texts in the JSON file.
     label
-        Name of the measurement.
+        Label of the result.
     live
-        Show the run while it goes on; by default where there is a terminal.
+        Show progress during the run. Default: on in a terminal.
     """
 
-    goodput: Annotated[list[str] | None, Many] = None
+    goodput: Annotated[list[str] | None, Repeatable] = None
     buckets: str = "128,512,2048,8192"
     most_errors: str = "0"
     json: Path | None = None
@@ -278,22 +278,24 @@ def measure(
     work: WorkFlags = WORK,
     output: OutputFlags = OUTPUT,
 ) -> None:
-    """Measure any OpenAI-compatible server over HTTP.
+    """Benchmark any OpenAI-compatible server over HTTP.
+
+    Usage: headrace bench http://localhost:8000 --concurrency 1 8 --seconds 30 --html report.html
 
     Parameters
     ----------
     url
-        The server, such as http://localhost:8000.
+        URL of the server.
     """
-    options = options_of(url, server, load, work, output)
+    options = build_options(url, server, load, work, output)
     options.check()
     allowed = _most_errors(output.most_errors)
     for path in (output.json, output.html):
         if path is not None and not path.absolute().parent.is_dir():
-            raise RequestError(f"{path}: there is no such folder", parameter="json")
+            raise RequestError(f"Cannot write {path}: its folder does not exist.", parameter="json")
     from headrace.bench.load_generator.benchmark import run_benchmark
     from headrace.bench.load_generator.live_display import LiveDisplay
-    from headrace.bench.load_generator.result_warnings import mismatch_of
+    from headrace.bench.load_generator.result_warnings import describe_mismatch
     from headrace.bench.results.result_table import show
 
     live = output.live if output.live is not None else sys.stderr.isatty()
@@ -307,9 +309,9 @@ def measure(
     failed, requests = _failures(result)
     if failed > (allowed * requests if allowed < 1.0 else allowed):
         kinds = ", ".join(f"{kind} ({count})" for kind, count in result.figures.errors.items())
-        raise ConnectionError(f"{failed} of {requests} requests failed: {kinds}")
-    if options.mismatch == "fail" and (said := mismatch_of(result)):
-        raise ConnectionError(f"{said}; --token-mismatch warn lets it pass")
+        raise ConnectionError(f"{failed} of {requests} requests failed: {kinds}.")
+    if options.mismatch == "fail" and (mismatch := describe_mismatch(result)):
+        raise ConnectionError(f"{mismatch}. Pass --token-mismatch warn to accept it.")
 
 
 @bench.command
@@ -325,37 +327,39 @@ def compare(
     html: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Say how one result differs from another, how sure that is, and where there is no difference.
+    """Compare two results: ratios, their confidence intervals, and where there is no difference.
+
+    Usage: headrace bench compare before.json after.json
 
     Parameters
     ----------
     a
-        A result that --json wrote.
+        A result that `headrace bench --json` wrote.
     b
-        Another; its figures are shown as multiples of A's.
+        Another result, shown as a multiple of A.
     rounds
-        Results of further rounds, in turn of A and of B.
+        Results of further rounds, alternating between A and B.
     margin
-        Differences that are no matter: 0.02 is two per cent.
+        Ignore differences up to this share: 0.02 is two per cent.
     confidence
-        Of the interval of a ratio.
+        Confidence of the intervals.
     resamples
-        Times that the requests are drawn again for it.
+        Bootstrap resamples.
     seed
-        Seed of those draws.
+        Seed for the resampling.
     html
-        File for a report of all results.
+        Write a report of all results to this HTML file.
     json
-        Print one JSON object in place of the table.
+        Print one JSON object instead of the table.
     """
-    from headrace.bench.compare import compare_results as comparing
-    from headrace.bench.compare import comparison
+    from headrace.bench.compare.compare_results import compare as compare_results
+    from headrace.bench.compare.comparison import show
     from headrace.bench.results.benchmark_result import read
 
     if len(rounds) % 2:
-        raise RequestError("rounds come in pairs: A B A B", parameter="rounds")
+        raise RequestError("Rounds come in pairs: A B A B.", parameter="rounds")
     results = [read(path) for path in (a, b, *rounds)]
-    found = comparing.compare(
+    comparison = compare_results(
         results[::2], results[1::2], seed=seed, resamples=resamples, confidence=confidence, margin=margin
     )
     if html is not None:
@@ -363,15 +367,15 @@ def compare(
 
         write_html(results, html)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(comparison).decode())
     else:
-        comparison.show(_console(), found)
+        show(_console(), comparison)
 
 
-def options_of(
+def build_options(
     url: str, server: ServerFlags, load: LoadFlags, work: WorkFlags, output: OutputFlags
 ) -> BenchmarkOptions:
-    asked = WorkloadOptions(
+    workload = WorkloadOptions(
         workload=work.workload,
         input_tokens=work.input_tokens,
         output_tokens=work.output_tokens,
@@ -384,10 +388,10 @@ def options_of(
         turns=work.turns,
         think=work.think,
     )
-    mix = mix_of(asked)
-    bounded("burstiness", load.burstiness, 1e-3)
+    mix = build_mix(workload)
+    check_minimum("burstiness", load.burstiness, 1e-3)
     if load.burstiness != 1.0 and load.arrivals not in (None, "gamma"):
-        raise RequestError(f"{load.arrivals} arrivals have no burstiness; gamma ones do", parameter="burstiness")
+        raise RequestError(f"Burstiness needs gamma arrivals, not {load.arrivals}.", parameter="burstiness")
     arrivals = load.arrivals or ("gamma" if load.burstiness != 1.0 else "poisson")
     key = _key(server.api_key_env)
     tenants = (LoadTenant(key=key, surface=server.surface, mix=mix, arrivals=arrivals, burstiness=load.burstiness),)
@@ -447,7 +451,7 @@ def options_of(
 def _key(variable: str) -> str | None:
     found = os.environ.get(variable)
     if found is None and variable != SERVER.api_key_env:
-        raise RequestError(f"the environment has no {variable}", parameter="api-key-env")
+        raise RequestError(f"Environment variable {variable} is not set.", parameter="api-key-env")
     return found or None
 
 
@@ -457,7 +461,7 @@ def _body(text: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         found = None
     if not isinstance(found, dict):
-        raise RequestError(f"body must be a JSON object, not '{text}'", parameter="body")
+        raise RequestError(f"body must be a JSON object, not '{text}'.", parameter="body")
     return cast("dict[str, Any]", found)
 
 
@@ -466,7 +470,7 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
     for each in given:
         name, equals, value = each.partition("=")
         if not equals or not name:
-            raise RequestError(f"a header is NAME=VALUE, not '{each}'", parameter="header")
+            raise RequestError(f"Invalid header '{each}'. Expected NAME=VALUE.", parameter="header")
         found[name.strip()] = value.strip()
     return found
 
@@ -478,7 +482,7 @@ def _range(text: str, name: str, *, open_end: bool = False) -> tuple[float, floa
             raise ValueError
         return float(low), float(high) if high else math.inf
     except ValueError:
-        raise RequestError(f"{name} must be FROM..TO, not '{text}'", parameter=name) from None
+        raise RequestError(f"{name} must be FROM..TO, not '{text}'.", parameter=name) from None
 
 
 def _objectives(given: Sequence[str]) -> dict[str, float]:
@@ -488,7 +492,9 @@ def _objectives(given: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(value)
         except ValueError:
-            raise RequestError(f"an objective is NAME:MILLISECONDS, not '{each}'", parameter="goodput") from None
+            raise RequestError(
+                f"Invalid objective '{each}'. Expected NAME:MILLISECONDS.", parameter="goodput"
+            ) from None
     return found
 
 
@@ -496,33 +502,33 @@ def _buckets(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise RequestError(f"buckets are numbers with commas between, not '{text}'", parameter="buckets") from None
+        raise RequestError(f"buckets must be numbers separated by commas, not '{text}'.", parameter="buckets") from None
 
 
 def _most_errors(text: str) -> float:
-    """Below 1 a share, from 1 on a number."""
+    """Parse the allowed failures: below 1 a share, from 1 on a number."""
     try:
         found = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
         found = -1.0
     if not 0.0 <= found < math.inf or (text.endswith("%") and found > 1.0):
-        raise RequestError(f"most-errors must be a number or a share such as 1%, not '{text}'", parameter="most-errors")
+        raise RequestError(f"most-errors must be a number or a share like 1%, not '{text}'.", parameter="most-errors")
     return min(found, 1.0 - 1e-12) if text.endswith("%") else found
 
 
 def _failures(result: BenchmarkResult) -> tuple[int, int]:
-    """A sweep's stages past the knee are there to fail."""
+    """Count failed and all requests, without a sweep's stages past the knee, which are expected to fail."""
     rows = [stage.figures for stage in result.stages if stage.kept_up] if result.load == "sweep" else [result.figures]
     return sum(figures.failed for figures in rows), sum(figures.requests for figures in rows)
 
 
 def _arguments(url: str, *flags: ServerFlags | LoadFlags | WorkFlags | OutputFlags) -> dict[str, Any]:
-    """Those that differ from what they are by default; headers and fields of the body without their values."""
+    """Collect the arguments that differ from their defaults, headers without their values."""
     found: dict[str, Any] = {"url": url}
-    for each, usual in zip(flags, (SERVER, LOAD, WORK, OUTPUT), strict=True):
+    for each, defaults in zip(flags, (SERVER, LOAD, WORK, OUTPUT), strict=True):
         for name in each.__dataclass_fields__:
             value = getattr(each, name)
-            if value == getattr(usual, name):
+            if value == getattr(defaults, name):
                 continue
             if name == "header":
                 value = [header.partition("=")[0] for header in value]
@@ -542,4 +548,4 @@ def _write(result: BenchmarkResult, output: OutputFlags) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)

@@ -1,7 +1,6 @@
 """`headrace chat`: a conversation in the terminal, with the speed of each answer.
 
-Owns the command's flags, the conversation and what is printed. The answers come from an engine in this process, or from
-any OpenAI-compatible server.
+Answers come from an engine in this process, or from any OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.variant import DEFAULT_MODEL
 
-_HELP = "/reset begins anew, /system TEXT sets the system's message, /quit ends. Ctrl-C stops an answer."
+_HELP = "/reset starts over, /system TEXT sets the system message, /quit exits. Ctrl-C stops an answer."
 
 
 @dataclass(slots=True)
 class AnswerTimings:
-    """What an answer took; of a server, what it says of itself."""
+    """Tokens and times of one answer; from a server, as it reports them."""
 
     tokens: int = 0
     cached: int | None = None
@@ -51,39 +50,39 @@ class Conversation:
 
 
 class ChatBackend(Protocol):
-    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
-        """The answer piece by piece; `told` is filled in by its end."""
+    def answer(self, messages: list[dict[str, str]], timings: AnswerTimings) -> Iterator[str]:
+        """Yield the answer in pieces; `timings` is complete at its end."""
         ...
 
     def close(self) -> None: ...
 
 
 class LocalBackend:
-    """A model in this process."""
+    """A model that runs in this process."""
 
     def __init__(self, model: str, max_tokens: int, sampling: SamplingParams, **options: Any) -> None:
         self._llm = LLM(model, **options)
         self._max_tokens = max_tokens
         self._sampling = sampling
 
-    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
+    def answer(self, messages: list[dict[str, str]], timings: AnswerTimings) -> Iterator[str]:
         tokenizer = self._llm.tokenizer
         prompt = tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)
         room = self._llm.opened.executor.capacity.context - len(prompt)
         if room < 1:
-            raise RequestError("the conversation fills the model's context; /reset begins anew")
+            raise RequestError("The conversation fills the model's context. Type /reset to start over.")
         most = min(self._max_tokens, room)
         for output in self._llm.stream(prompt, max_tokens=most, sampling=self._sampling, surface="chat"):
-            told.tokens += len(output.tokens)
+            timings.tokens += len(output.tokens)
             if output.text:
                 yield output.text
             if output.ending is not None:
                 if output.ending.finish is FinishReason.FAILED:
                     raise HeadraceError(output.ending.why)
                 usage = output.ending.usage
-                told.cached = usage.cached_tokens
-                told.queue_ms, told.prefill_ms = usage.queue_s * 1e3, usage.prefill_s * 1e3
-                told.decode_ms = usage.decode_s * 1e3
+                timings.cached = usage.cached_tokens
+                timings.queue_ms, timings.prefill_ms = usage.queue_s * 1e3, usage.prefill_s * 1e3
+                timings.decode_ms = usage.decode_s * 1e3
 
     def close(self) -> None:
         self._llm.close()
@@ -105,15 +104,15 @@ class RemoteBackend:
             self._body["model"] = model
         self._runner = asyncio.Runner()
 
-    def answer(self, messages: list[dict[str, str]], told: AnswerTimings) -> Iterator[str]:
-        pieces = self._pieces(messages, told)
+    def answer(self, messages: list[dict[str, str]], timings: AnswerTimings) -> Iterator[str]:
+        pieces = self._pieces(messages, timings)
         try:
             while (piece := self._runner.run(_next(pieces))) is not None:
                 yield piece
         finally:
             self._runner.run(pieces.aclose())  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 
-    async def _pieces(self, messages: list[dict[str, str]], told: AnswerTimings) -> AsyncIterator[str]:
+    async def _pieces(self, messages: list[dict[str, str]], timings: AnswerTimings) -> AsyncIterator[str]:
         import aiohttp
 
         body = {**self._body, "messages": messages}
@@ -123,14 +122,14 @@ class RemoteBackend:
                 session.post(self._url, json=body, headers=self._headers) as reply,
             ):
                 if reply.status != 200:
-                    raise HeadraceError(_reason(await reply.text(), reply.status))
+                    raise HeadraceError(_error_message(await reply.text(), reply.status))
                 async for line in reply.content:
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
                         raise HeadraceError(chunk["error"]["message"])
-                    _note(chunk, told)
+                    _take_timings(chunk, timings)
                     for choice in chunk.get("choices", ()):
                         delta = choice["delta"]
                         if text := (delta.get("reasoning_content") or "") + (delta.get("content") or ""):
@@ -146,20 +145,20 @@ async def _next(pieces: AsyncIterator[str]) -> str | None:
     return await anext(pieces, None)
 
 
-def _note(chunk: dict[str, Any], told: AnswerTimings) -> None:
+def _take_timings(chunk: dict[str, Any], timings: AnswerTimings) -> None:
     if usage := chunk.get("usage"):
-        told.tokens = usage["completion_tokens"]
+        timings.tokens = usage["completion_tokens"]
         details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
-        told.cached = details.get("cached_tokens")
+        timings.cached = details.get("cached_tokens")
     if own := chunk.get("headrace"):
-        told.queue_ms, told.prefill_ms, told.decode_ms = own["queue_ms"], own["prefill_ms"], own["decode_ms"]
+        timings.queue_ms, timings.prefill_ms, timings.decode_ms = own["queue_ms"], own["prefill_ms"], own["decode_ms"]
 
 
-def _reason(text: str, status: int) -> str:
+def _error_message(text: str, status: int) -> str:
     try:
         return json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status}"
+        return f"The server answered with status {status}."
 
 
 def chat(
@@ -174,40 +173,41 @@ def chat(
     weights: str = "bf16",
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
 ) -> None:
-    """Talk to a model.
+    """Chat with a model in the terminal.
+
+    Usage: headrace chat, or headrace chat --url http://localhost:8000
 
     Parameters
     ----------
     model
-        Model folder, a bundled model (mini, draft), or a hub id; with --url, a name that the server knows.
+        Model folder, bundled model (mini, draft) or hub id. With --url, the name of one of the server's models.
     url
-        An OpenAI-compatible server that answers, in place of an engine in this process. A key is taken from
-        OPENAI_API_KEY.
+        OpenAI-compatible server to use instead of an engine in this process. The API key is read from OPENAI_API_KEY.
     system
-        The system's message.
+        System message.
     max_tokens
-        Most tokens of an answer.
+        Maximum tokens of an answer.
     temperature
-        0 takes the likeliest token; above 0 draws one.
+        0 always takes the most likely token; higher values sample.
     seed
-        Seed of the draws.
+        Seed for sampling.
     weights
         Precision of the weights: f32, bf16, int8 or int4.
     threads
-        Threads to compute with; the machine's cores by default.
+        Threads to compute with. Default: the machine's cores.
     """
     sampling = SamplingParams(temperature=temperature, seed=seed)
     if url is not None:
-        speaker: ChatBackend = RemoteBackend(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
+        backend: ChatBackend = RemoteBackend(url, model, os.environ.get("OPENAI_API_KEY"), max_tokens, sampling)
     else:
-        speaker = LocalBackend(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
+        backend = LocalBackend(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
     try:
-        _converse(speaker, Conversation(system))
+        _converse(backend, Conversation(system))
     finally:
-        speaker.close()
+        backend.close()
 
 
-def _converse(speaker: ChatBackend, talk: Conversation) -> None:
+def _converse(backend: ChatBackend, conversation: Conversation) -> None:
     console = Console(highlight=False)
     if sys.stdin.isatty():
         console.print(_HELP, style="dim")
@@ -218,26 +218,26 @@ def _converse(speaker: ChatBackend, talk: Conversation) -> None:
             return
         if not line:
             return
-        said = line.strip()
-        if said == "/quit":
+        text = line.strip()
+        if text == "/quit":
             return
-        if said == "/reset":
-            talk.turns.clear()
-        elif said.startswith("/system"):
-            talk.system = said.removeprefix("/system").strip()
-        elif said.startswith("/"):
+        if text == "/reset":
+            conversation.turns.clear()
+        elif text.startswith("/system"):
+            conversation.system = text.removeprefix("/system").strip()
+        elif text.startswith("/"):
             console.print(_HELP, style="dim")
-        elif said:
-            _turn(speaker, talk, said, console)
+        elif text:
+            _answer(backend, conversation, text, console)
 
 
-def _turn(speaker: ChatBackend, talk: Conversation, said: str, console: Console) -> None:
-    """One question and its answer; what was stopped or failed is not part of the conversation."""
-    told, answer = AnswerTimings(), ""
+def _answer(backend: ChatBackend, conversation: Conversation, text: str, console: Console) -> None:
+    """Send one question and print its answer. A stopped or failed answer does not join the conversation."""
+    timings, answer = AnswerTimings(), ""
     began = time.perf_counter()
     first = 0.0
-    question = {"role": "user", "content": said}
-    pieces = speaker.answer([*talk.messages, question], told)
+    question = {"role": "user", "content": text}
+    pieces = backend.answer([*conversation.messages, question], timings)
     try:
         for piece in pieces:
             first = first or time.perf_counter()
@@ -252,16 +252,16 @@ def _turn(speaker: ChatBackend, talk: Conversation, said: str, console: Console)
     finally:
         pieces.close()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     console.print()
-    console.print(_speed(told, first - began, time.perf_counter() - first), style="dim", soft_wrap=True)
-    talk.turns += [question, {"role": "assistant", "content": answer}]
+    console.print(_speed(timings, first - began, time.perf_counter() - first), style="dim", soft_wrap=True)
+    conversation.turns += [question, {"role": "assistant", "content": answer}]
 
 
-def _speed(told: AnswerTimings, ttft: float, rest: float) -> str:
-    parts = [f"{told.tokens} tokens", f"first after {ttft * 1e3:.0f} ms"]
-    if told.tokens > 1 and rest > 0:
-        parts.append(f"then {(told.tokens - 1) / rest:.0f} tokens/s")
-    stages = {"queue": told.queue_ms, "prefill": told.prefill_ms, "decode": told.decode_ms}
+def _speed(timings: AnswerTimings, ttft: float, rest: float) -> str:
+    parts = [f"{timings.tokens} tokens", f"first after {ttft * 1e3:.0f} ms"]
+    if timings.tokens > 1 and rest > 0:
+        parts.append(f"then {(timings.tokens - 1) / rest:.0f} tokens/s")
+    stages = {"queue": timings.queue_ms, "prefill": timings.prefill_ms, "decode": timings.decode_ms}
     parts += [f"{name} {value:.0f} ms" for name, value in stages.items() if value is not None]
-    if told.cached:
-        parts.append(f"{told.cached} of the prompt cached")
+    if timings.cached:
+        parts.append(f"{timings.cached} of the prompt cached")
     return ", ".join(parts)

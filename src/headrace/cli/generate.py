@@ -1,7 +1,4 @@
-"""`headrace generate`: continue a prompt with a model and stream the text.
-
-Owns the command's flags and its output. Runs one request on an engine in this process, without a server.
-"""
+"""`headrace generate`: run one prompt on an engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from headrace.variant import DEFAULT_MODEL
 
 
 class GenerationReport(msgspec.Struct):
-    """What --json prints."""
+    """The output of --json."""
 
     model: str
     text: str
@@ -64,55 +61,57 @@ def generate(
     cache: bool = True,
     json: bool = False,
 ) -> None:
-    """Continue a prompt with a model and stream the text.
+    """Continue a prompt with a model and print the text as it comes.
+
+    Usage: headrace generate --prompt "What is time to first token?"
 
     Parameters
     ----------
     model
-        Model folder, a bundled model (mini, draft), or a hub id (owner/name) with the extra `hub`.
+        Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
     prompt
-        Text to continue; `-` reads it from standard input.
+        Text to continue. `-` reads it from standard input.
     chat
-        Put the prompt through the model's chat template, as a user's message; by default with the bundled models.
+        Apply the model's chat template, with the prompt as a user message. Default: on for the bundled models.
     max_tokens
-        Most tokens to generate.
+        Maximum number of tokens to generate.
     temperature
-        0 takes the likeliest token; above 0 draws one.
+        0 always takes the most likely token; higher values sample.
     top_k
-        Draw among this many likeliest tokens; 0 is all.
+        Sample from this many most likely tokens; 0 is all of them.
     top_p
-        Draw among the likeliest tokens that together have this probability.
+        Sample from the most likely tokens that together have this probability.
     min_p
-        Draw among tokens at least this probable beside the likeliest one.
+        Sample from tokens whose probability is at least this share of the most likely one's.
     repetition_penalty
-        Above 1 makes tokens of the prompt and the answer less likely.
+        Values above 1 make tokens of the prompt and the answer less likely.
     frequency_penalty
-        Taken off a token's logit for each time that it is in the answer.
+        Subtracted from a token's logit for each time it occurs in the answer.
     presence_penalty
-        Taken off a token's logit once it is in the answer.
+        Subtracted from a token's logit once it occurs in the answer.
     seed
-        Seed of the draws.
+        Seed for sampling.
     ignore_eos
-        Go on past the model's end-of-sequence tokens.
+        Continue past the model's end-of-sequence tokens.
     weights
         Precision of the weights: f32, bf16, int8 or int4.
     group
-        Inputs that share a scale in int8 and int4: 32, 64, 128 or channel.
+        Inputs that share a scale at int8 and int4: 32, 64, 128 or channel.
     keep
-        PATTERN=PRECISION for the tensors whose names match, such as "layers.*.attn.o=bf16". May be given several times.
+        PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv
         Precision of the KV cache: f32, bf16 or int8.
     threads
-        Threads to compute with; the machine's cores by default.
+        Threads to compute with. Default: the machine's cores.
     context
-        Most tokens, prompt and answer together; the model's own, or 8,192 where it allows more, by default.
+        Maximum tokens of prompt and answer together. Default: the model's context, at most 8,192.
     cache
-        Keep packed weights in the cache folder for the next start.
+        Keep the packed weights in the cache folder for the next start.
     json
-        Print one JSON object at the end in place of the text.
+        Print one JSON object at the end instead of the text.
     """
     if max_tokens < 1:
-        raise RequestError(f"max_tokens must be at least 1, not {max_tokens}", parameter="max_tokens")
+        raise RequestError(f"max_tokens must be at least 1, not {max_tokens}.", parameter="max_tokens")
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -127,7 +126,7 @@ def generate(
     sampling.check(folder.spec.vocab_size)  # before the weights are loaded
     if folder.spec.kind != "decoder":
         raise RequestError(
-            f"{folder.spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
+            f"{folder.spec.architecture} is an encoder: it computes embeddings, not text.", parameter="model"
         )
     text_in = sys.stdin.read() if prompt == "-" else prompt
     ids = _encode(folder, text_in, chat=model in BUNDLED_NAMES if chat is None else chat)
@@ -140,13 +139,13 @@ def generate(
         threads=threads,
         context=context,
         cache=cache,
-        speculation="none",  # the times are those of the model alone
+        speculation="none",  # so that the times are the model's alone
     )
     executor = llm.opened.executor
     room = min(max_tokens, executor.capacity.context - len(ids))
     if room < 1:
         raise RequestError(
-            f"the prompt's {len(ids)} tokens leave no room in the context of {executor.capacity.context}",
+            f"The prompt has {len(ids)} tokens, which leaves no room in the context of {executor.capacity.context}.",
             parameter="prompt",
         )
     tokens: list[int] = []
@@ -160,7 +159,7 @@ def generate(
             print(output.text, end="", flush=True)
     llm.close()
     if ending is None or ending.finish is FinishReason.FAILED:
-        raise HeadraceError(ending.why if ending is not None else "the engine gave no answer")
+        raise HeadraceError(ending.why if ending is not None else "The engine returned no answer.")
     if not json:
         print()
         return

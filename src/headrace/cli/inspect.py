@@ -1,7 +1,4 @@
-"""`headrace inspect`: what a model is, what it takes, and how fast this machine could be with it at best.
-
-Owns the command's flags and its table. Counting is headrace.bench.roofline's, probing headrace.bench.machine's.
-"""
+"""`headrace inspect`: describe a model, the memory it needs, and the best speed this machine allows."""
 
 from __future__ import annotations
 
@@ -39,19 +36,21 @@ def inspect(
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
     json: bool = False,
 ) -> None:
-    """Say what a model is, what it takes, and how fast this machine can be.
+    """Describe a model: its size, the memory it needs, and the best speed this machine allows.
 
-    Measures the machine's bandwidth and peak rates for a few seconds. The floors are what no program could beat: every
-    weight read once for a decode token, every multiplication done once for a prefill.
+    Usage: headrace inspect mini
+
+    It measures the machine's bandwidth and peak rates for a few seconds. No program can beat the floors: a decoded
+    token reads every weight once, and a prefill does every multiplication once.
 
     Parameters
     ----------
     model
-        Model folder, a bundled model (mini, draft), or a hub id (owner/name) with the extra `hub`.
+        Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
     threads
-        Threads to measure with; the machine's cores by default.
+        Threads to measure with. Default: the machine's cores.
     json
-        Print one JSON object in place of the tables.
+        Print one JSON object instead of the tables.
     """
     folder = open_model(find_model(model))
     spec = folder.spec
@@ -96,7 +95,7 @@ def _facts(spec: ModelSpec, machine: Machine, floors: list[Floor], path: str) ->
 
 
 def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floor], facts: dict[str, Any]) -> None:
-    experts = "" if spec.experts is None else f", {spec.experts.top_k} of {spec.experts.count} experts a token"
+    experts = "" if spec.experts is None else f", {spec.experts.top_k} of {spec.experts.count} experts per token"
     tied = ", embedding and head tied" if spec.tied else ""
     millions = f"{facts['parameters'] / 1e6:,.1f} million parameters"
     console.print(f"[bold]{spec.architecture}[/bold] ({spec.kind}): {millions}{experts}{tied}")
@@ -107,15 +106,15 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
     windows = sorted({layer.window for layer in spec.layers if layer.window})
     if windows:
         count = sum(1 for layer in spec.layers if layer.window)
-        console.print(f"{count} layers see a window of {', '.join(f'{window:,}' for window in windows)} tokens")
+        console.print(f"{count} layers attend to a window of {', '.join(f'{window:,}' for window in windows)} tokens")
     console.print(
         f"\n[bold]Machine[/bold]: {machine.cpu}, {machine.threads} threads, {machine.isa}, "
-        f"{machine.memory / 2**30:.1f} GiB of memory to be had"
+        f"{machine.memory / 2**30:.1f} GiB of memory available"
     )
     rates = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine.peaks.items() if rate)
     console.print(f"Peaks in Gop/s: {rates}\n")
 
-    table = Table(title=f"Weights, and floors that no program could beat ({PREFILL}-token prefill)")
+    table = Table(title=f"Weights, and the best speed possible ({PREFILL}-token prefill)")
     for heading in ("precision", "weights", "read per token", "GB/s", "Gop/s", "decode floor", "prefill floor"):
         table.add_column(heading, justify="left" if heading == "precision" else "right")
     for entry in floors:
@@ -130,7 +129,7 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
         )
     console.print(table)
 
-    memory = Table(title="KV memory, and how many tokens fit beside the weights")
+    memory = Table(title="KV memory, and the tokens that fit beside the weights")
     memory.add_column("KV type")
     memory.add_column("bytes per token", justify="right")
     for entry in floors:

@@ -1,7 +1,4 @@
-"""`headrace make-model`: a model directory with random weights in the shape of a public model.
-
-Owns the command's flags and its closing line. The shapes and the writing are headrace.models.synthetic.random_model's.
-"""
+"""`headrace make-model`: create a model folder with random weights in the shape of a public model."""
 
 from __future__ import annotations
 
@@ -20,21 +17,24 @@ def make_model(
     seed: int = 0,
     dtype: Dtype = "bf16",
 ) -> None:
-    """Make a model with random weights in the shape of a public one.
+    """Create a model with random weights in the shape of a public one.
 
-    The directory has the ordinary Hugging Face layout, with a working tokenizer of the public model's vocabulary size.
-    The same name, seed and dtype give the same bytes everywhere. What such a model writes is noise.
+    Usage: headrace make-model build/0.5b --like qwen2.5-0.5b
+
+    The folder has the usual Hugging Face layout, with a working tokenizer of the public model's vocabulary size. Its
+    speed and memory are those of the public model; its text is noise. The same name, seed and dtype give the same bytes
+    on every machine.
 
     Parameters
     ----------
     out
-        Directory to make; it must not exist yet, or be empty.
+        Folder to create. It must not exist yet, or be empty.
     like
-        Public model whose shape to take.
+        Public model whose shape is used.
     seed
         Seed of the weights.
     dtype
-        Type in which the weights are stored.
+        Data type of the stored weights.
     """
     started = time.monotonic()
     made = write_random_model(like, out, seed=seed, dtype=dtype)

@@ -1,6 +1,6 @@
-"""`headrace serve`: the gateway and its engines, until a signal ends them.
+"""`headrace serve`: run the server until a signal stops it.
 
-Owns the command's flags and what it prints. The configuration is headrace.config's, running it headrace.gateway's.
+Maps flags to the configuration and prints progress. headrace.server runs the rest.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ def serve(
 ) -> None:
     """Serve models to OpenAI and Anthropic clients.
 
-    Without a model and without a headrace.toml it serves the bundled model.
+    Usage: headrace serve, headrace serve path/to/model --weights int8, or headrace serve --config headrace.toml
+
+    Without a model and without a headrace.toml, it serves the bundled model.
 
     Parameters
     ----------
     model
-        Model folder, a bundled model (mini, draft), or a hub id; in place of the configuration's models.
+        Model folder, bundled model (mini, draft) or hub id. Replaces the configuration's models.
     config
-        The configuration; ./headrace.toml by default, where there is one.
+        Configuration file. Default: ./headrace.toml, if it exists.
     host
-        Address to listen on; 0.0.0.0 is all of the machine's.
+        Address to listen on; 0.0.0.0 is every address of the machine.
     port
-        Port to listen on; 0 takes a free one.
+        Port to listen on; 0 picks a free one.
     weights
-        Precision of the model's weights: f32, bf16, int8 or int4.
+        Precision of the weights: f32, bf16, int8 or int4.
     kv
-        Precision of its KV cache: f32, bf16 or int8.
+        Precision of the KV cache: f32, bf16 or int8.
     threads
-        Threads that its engine computes with; the machine's cores by default.
+        Threads to compute with. Default: the machine's cores.
     context
-        Most tokens, prompt and answer together.
+        Maximum tokens of prompt and answer together.
     replicas
-        Engine processes of the model.
+        Worker processes of the model.
     api_key
-        A key that clients must send.
+        API key that clients must send.
     log_format
-        text or json.
+        Log format: text or json.
     """
     flags: dict[str, Any] = {"server.host": host, "server.port": port, "log.format": log_format}
     options = {"weights": weights, "kv": kv, "threads": threads, "context": context}
@@ -70,7 +72,7 @@ def serve(
     if model is None and (options or replicas is not None):
         if find_config_file(config, os.environ) is not None:
             raise RequestError(
-                "name the model that these flags are of; those of the configuration have their own there"
+                "Name the model that these flags apply to. For models in the configuration, set them there."
             )
         model = DEFAULT_MODEL
     if model is not None:
@@ -78,14 +80,14 @@ def serve(
         flags["models"] = {name: {"path": model, "options": options, "replicas": replicas or 1}}
     if api_key is not None:
         flags["keys"] = [{"name": "default", "key": api_key}]
-    found = load_config(config, environ=os.environ, flags=flags)
+    loaded = load_config(config, environ=os.environ, flags=flags)
     from headrace.server.server import run
 
     console = Console(stderr=True)
 
     def ready(url: str) -> None:
-        names = ", ".join(found.models)
-        console.print(f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:\n")
+        names = ", ".join(loaded.models)
+        console.print(f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n")
         console.print(
             f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'\n""",
@@ -96,15 +98,15 @@ def serve(
 
     with LoadingBars(console) as bars:
 
-        def begun(url: str) -> None:
+        def started(url: str) -> None:
             bars.stop()
             ready(url)
 
-        run(found, ready=begun, loading=bars.show if console.is_terminal else None)
+        run(loaded, ready=started, loading=bars.show if console.is_terminal else None)
 
 
 class LoadingBars:
-    """A bar for each model while its weights are packed, which takes minutes for a large one and happens once."""
+    """A progress bar for each model while its weights are packed: minutes for a large model, and only once."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(

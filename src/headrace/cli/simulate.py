@@ -1,7 +1,6 @@
-"""`headrace simulate`: the scheduler against a step-time model, with made-up traffic or a trace.
+"""`headrace simulate`: run the scheduler against a step-time model, with synthetic traffic or a trace.
 
-Owns the command's flags and its tables. The simulation is headrace.bench.simulation.simulator's, the traffic
-headrace.bench.simulation.synthetic_traffic's, the questions headrace.bench.simulation.scenarios's.
+Maps flags to a simulation and prints its tables.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ Question = Literal["run", "abuse", "cold", "overload"]
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
-    """What --json prints."""
+    """The output of --json."""
 
-    capacity: float | None  # requests per second that the machine can serve; None with a trace
+    capacity: float | None  # requests per second the machine can serve; None with a trace
     rate: float | None
     runs: list[SimulationSummary] = []
     abuse: list[AbuseResult] = []
@@ -87,66 +86,68 @@ def simulate(
     seed: int = 0,
     json: bool = False,
 ) -> None:
-    """Show what the scheduler does to traffic that no test machine could serve.
+    """Simulate the scheduler under traffic larger than this machine could serve.
 
-    The same scheduler as the engine's, against a model of how long steps take, beside two other orders: first come
+    Usage: headrace simulate --load 1.2 --ask run --ask overload
+
+    It runs the engine's own scheduler against a model of step times, and compares it with two baselines: first come
     first served, and longest cached prefix first.
 
     Parameters
     ----------
     trace
-        JSONL file of requests in place of made-up ones.
+        JSONL file of requests to replay instead of synthetic ones.
     ask
-        What to show: run (waiting, streaming, goodput and fairness by surface and tenant), abuse (one tenant sends
-        many times its load), cold (prefixes that nobody sent before), overload. May be given several times.
+        What to show: run (latency, goodput and fairness by surface and tenant), abuse (one tenant sends many times its
+        load), cold (prefixes sent for the first time), overload. Repeatable.
     orders
-        Order to simulate: fair, fcfs or longest-prefix. May be given several times.
+        Order to simulate: fair, fcfs or longest-prefix. Repeatable. Default: all.
     tenants
-        Tenants.
+        Number of tenants.
     seconds
-        Seconds over which requests arrive.
+        Seconds during which requests arrive.
     load
-        Requests as a multiple of what the machine can serve.
+        Request rate as a multiple of the machine's capacity.
     rate
-        Requests per second, in place of a load.
+        Requests per second; overrides --load.
     loads
-        Load to show under overload. May be given several times.
+        Load for the overload question. Repeatable.
     abuser
-        The abuser's load, as a multiple of what it would be.
+        The abuser's load, as a multiple of its usual load.
     surfaces
-        Shares of the requests, such as chat=0.8,batch=0.2.
+        Share of the requests by surface, such as chat=0.8,batch=0.2.
     lengths
-        Prompts and answers are this many times as long.
+        Factor for the length of prompts and answers.
     prefixes
-        Prefixes that a tenant's requests of one surface share.
+        Shared prefixes per tenant and surface.
     cold_share
-        Share of the requests whose prefix is their own.
+        Share of the requests with a unique prefix.
     bursts
-        Share of the requests that come in bursts.
+        Share of the requests that arrive in bursts.
     burst
-        Requests of a burst.
+        Requests per burst.
     skew
-        How unequal tenants are: the k-th has k to the power of minus this of the first's load.
+        Inequality of tenants: tenant k has k to the power of -skew times the first tenant's load.
     deadlines
-        Requests carry a deadline for the whole answer.
+        Give requests a deadline for the whole answer.
     fixed_ms
-        Milliseconds that any step takes.
+        Milliseconds per step.
     row_ms
-        Milliseconds more for each token of a step.
+        Milliseconds per token of a step.
     pair_ns
-        Nanoseconds more for each token of the KV cache that a token of the step reads.
+        Nanoseconds per KV-cache token that a token of the step reads.
     noise
-        Standard deviation of the logarithm of a step's time.
+        Standard deviation of the logarithm of step times.
     kv_tokens
-        Tokens that the KV memory holds.
+        Tokens that fit in the KV memory.
     sequences
-        Most sequences that run at once.
+        Maximum running sequences.
     max_rows
-        Most tokens of one step.
+        Maximum tokens per step.
     seed
-        Seed of traffic and noise.
+        Seed for traffic and noise.
     json
-        Print one JSON object in place of the tables.
+        Print one JSON object instead of the tables.
     """
     for name, value, least in (
         ("seconds", seconds, 1e-3),
@@ -164,7 +165,7 @@ def simulate(
         ("skew", skew, 0.0),
     ):
         if not least <= value < math.inf:
-            raise RequestError(f"{name} must be at least {least:g}, not {value}", parameter=name)
+            raise RequestError(f"{name} must be at least {least:g}, not {value}.", parameter=name)
     questions = ask or ["run"]
     chosen = orders or list(ORDERS)
     mix = TrafficMix(
@@ -185,20 +186,24 @@ def simulate(
         fixed=fixed_ms / 1e3, per_row=row_ms / 1e3, per_pair=pair_ns / 1e9, noise=noise, blocks=kv_tokens // 16
     )
 
-    def say(text: str) -> None:
+    def report_progress(text: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-    setting = ScenarioSetup(mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, say=say)
+    setting = ScenarioSetup(
+        mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, say=report_progress
+    )
     if trace is not None:
         if questions != ["run"]:
-            raise RequestError("a trace can only be run: the other questions make their own traffic", parameter="ask")
-        calls = _traced(trace, seed, setting.policy)
+            raise RequestError(
+                "A trace works only with --ask run: the other questions generate their own traffic.", parameter="ask"
+            )
+        calls = _read_calls(trace, seed, setting.policy)
         last = max(calls[-1].at, 1.0) if calls else 1.0
         setting = replace(setting, mix=replace(mix, seconds=last))
         report = SimulationReport(None, None, runs=_runs(setting, calls))
     else:
-        say("capacity")
+        report_progress("capacity")
         most = capacity(setting)
         setting = replace(setting, mix=replace(mix, rate=rate if rate is not None else load * most))
         report = SimulationReport(
@@ -209,7 +214,7 @@ def simulate(
             cold=cold(setting) if "cold" in questions else [],
             overload=overload(setting, loads or [1.0, 2.0], most) if "overload" in questions else [],
         )
-    say("")
+    report_progress("")
     if json:
         print(msgspec.json.encode(_finite(msgspec.to_builtins(report))).decode())
     else:
@@ -229,12 +234,13 @@ def _kinds(surfaces: str | None, lengths: float) -> dict[str, SurfaceProfile]:
             if name not in SURFACE_PROFILES or not 0.0 < value < math.inf:
                 known = ", ".join(SURFACE_PROFILES)
                 raise RequestError(
-                    f"surfaces must be like chat=0.8,batch=0.2, of {known}, not '{part}'", parameter="surfaces"
+                    f"Invalid share '{part}' in surfaces. Expected NAME=SHARE,… with names from {known}.",
+                    parameter="surfaces",
                 )
             shares[name] = value
 
-    def scaled(many: LogNormalLengths) -> LogNormalLengths:
-        return replace(many, median=many.median * lengths, most=max(1, round(many.most * lengths)))
+    def scaled(lengths_: LogNormalLengths) -> LogNormalLengths:
+        return replace(lengths_, median=lengths_.median * lengths, most=max(1, round(lengths_.most * lengths)))
 
     return {
         name: replace(
@@ -249,12 +255,14 @@ def _kinds(surfaces: str | None, lengths: float) -> dict[str, SurfaceProfile]:
     }
 
 
-def _traced(trace: Path, seed: int, policy: Policy) -> list[SimulatedRequest]:
+def _read_calls(trace: Path, seed: int, policy: Policy) -> list[SimulatedRequest]:
     calls = list(read_trace(trace, seed=seed))
     for call in calls:
         if call.surface not in policy.surfaces:
             known = ", ".join(policy.surfaces)
-            raise RequestError(f"{trace}: surface must be one of {known}, not '{call.surface}'", parameter="trace")
+            raise RequestError(
+                f"{trace}: unknown surface '{call.surface}'. Expected one of {known}.", parameter="trace"
+            )
     return calls
 
 
@@ -267,7 +275,7 @@ def _runs(setting: ScenarioSetup, calls: Sequence[SimulatedRequest]) -> list[Sim
 
 
 def _finite(value: object) -> object:
-    """JSON knows no infinity: null stands for "never"."""
+    """Replace infinity, which JSON lacks, by null: "never"."""
     match value:
         case dict():
             return {key: _finite(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -282,13 +290,13 @@ def _finite(value: object) -> object:
 def _show(console: Console, report: SimulationReport) -> None:
     if report.capacity is not None:
         console.print(
-            f"The machine can serve {report.capacity:.2f} requests/s of this traffic; "
-            f"{report.rate or 0.0:.2f} arrive.\n"
+            f"Capacity for this traffic: {report.capacity:.2f} requests/s; "
+            f"arriving: {report.rate or 0.0:.2f} requests/s.\n"
         )
     for summary in report.runs:
         _show_run(console, summary)
     if report.abuse:
-        table = _table("One tenant sends many times its load: p99 TTFT of the others' foreground requests")
+        table = _table("One tenant sends many times its load: p99 TTFT of the other tenants' foreground requests")
         for heading in ("order", "times its load", "without", "with", "change", "abuser served"):
             table.add_column(heading, justify="left" if heading == "order" else "right")
         for row in report.abuse:
@@ -297,7 +305,7 @@ def _show(console: Console, report: SimulationReport) -> None:
             table.add_row(row.order, f"{row.factor:g}", _seconds(row.before), _seconds(row.after), change, served)
         console.print(table)
     if report.cold:
-        table = _table("TTFT of requests whose prefix nobody sent before, and of the rest")
+        table = _table("TTFT of requests with a unique prefix, and of the rest")
         for heading in ("order", "requests", "p50", "p99", "longest", "rest p99", "rest longest"):
             table.add_column(heading, justify="left" if heading == "order" else "right")
         for row in report.cold:

@@ -37,12 +37,12 @@ async def test_a_stream_is_read_and_its_connection_kept() -> None:
         client = client_of(fake.url)
         answers = [await asked(client) for _ in range(3)]
         assert [answer.error for answer in answers] == ["", "", ""]
-        assert [len(answer.stamps) for answer in answers] == [4, 4, 4]
+        assert [len(answer.output_times) for answer in answers] == [4, 4, 4]
         assert (fake.connections, client.opened) == (1, 1)
         assert answers[0].connect > 0.0
         assert answers[1].connect == 0.0
         for answer in answers:
-            assert answer.start <= answer.stamps[0] <= answer.stamps[-1] <= answer.end
+            assert answer.start <= answer.output_times[0] <= answer.output_times[-1] <= answer.end
         client.close()
 
 
@@ -51,7 +51,7 @@ async def test_bytes_in_the_smallest_pieces_are_the_same_answer() -> None:
     pieces = [bytes([byte]) for byte in GOOD]
     with Fake(says(*pieces)) as fake:
         answer = await asked(client_of(fake.url))
-        assert (answer.error, answer.said, answer.finish) == ("", ["a", "b"], "stop")
+        assert (answer.error, answer.content_parts, answer.finish) == ("", ["a", "b"], "stop")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_a_server_that_hangs_is_given_up() -> None:
     with Fake(hang) as fake:
         client = client_of(fake.url, timeout=0.1)
         answer = await asked(client)
-        assert (answer.error, len(answer.stamps)) == ("timeout", 1)
+        assert (answer.error, len(answer.output_times)) == ("timeout", 1)
         assert not client._idle  # pyright: ignore[reportPrivateUsage] - what hangs is not used again
 
 
@@ -136,13 +136,13 @@ async def test_a_body_may_end_with_the_connection() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
     with Fake(says(head, event(delta("a", finish="stop")), close=True)) as fake:
         answer = await asked(client_of(fake.url))
-        assert (answer.error, answer.said) == ("", ["a"])
+        assert (answer.error, answer.content_parts) == ("", ["a"])
 
 
 @asynchronous
 async def test_an_interim_answer_is_passed_over() -> None:
     with Fake(says(b"HTTP/1.1 100 Continue\r\n\r\n", GOOD)) as fake:
-        assert (await asked(client_of(fake.url))).said == ["a", "b"]
+        assert (await asked(client_of(fake.url))).content_parts == ["a", "b"]
 
 
 @asynchronous
@@ -157,7 +157,7 @@ async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
 async def test_whole_answers_are_read() -> None:
     with Fake(OpenAI()) as fake:
         answer = await asked(client_of(fake.url), stream=False)
-        assert (answer.error, answer.output_tokens, len(answer.stamps)) == ("", 4, 0)
+        assert (answer.error, answer.output_tokens, len(answer.output_times)) == ("", 4, 0)
 
 
 @asynchronous

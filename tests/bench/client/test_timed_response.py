@@ -17,7 +17,7 @@ def streamed(*events: tuple[float, Any], keep_text: bool = True) -> TimedRespons
     answer.head(200, "text/event-stream; charset=utf-8")
     for now, value in events:
         answer.data(event(value), now)
-    answer.over(9.0)
+    answer.complete(9.0)
     return answer
 
 
@@ -37,11 +37,11 @@ def test_an_output_is_content_reasoning_or_a_tool_call_and_nothing_else() -> Non
         (6.0, USAGE),
         (7.0, DONE),
     )
-    assert list(answer.stamps) == [2.0, 3.0, 4.0]
-    assert answer.first_said == 3.0
+    assert list(answer.output_times) == [2.0, 3.0, 4.0]
+    assert answer.first_content == 3.0
     assert (answer.error, answer.finish, answer.end) == ("", "stop", 9.0)
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (7, 3, 4)
-    assert (answer.thought, answer.said, answer.tools) == (["hm"], ["well"], True)
+    assert (answer.reasoning_parts, answer.content_parts, answer.tools) == (["hm"], ["well"], True)
 
 
 def test_outputs_of_one_read_are_counted_as_together() -> None:
@@ -50,14 +50,14 @@ def test_outputs_of_one_read_are_counted_as_together() -> None:
     answer.head(200, "text/event-stream")
     answer.data(event(delta("a")) + event(delta("b")) + event(delta("c")), 1.0)
     answer.data(event(delta("d", finish="length")), 2.0)
-    answer.over(2.0)
-    assert (list(answer.stamps), answer.together, tally.outputs) == ([1.0, 1.0, 1.0, 2.0], 2, 4)
-    assert answer.said == []  # texts that nobody wants are not kept
+    answer.complete(2.0)
+    assert (list(answer.output_times), answer.together, tally.outputs) == ([1.0, 1.0, 1.0, 2.0], 2, 4)
+    assert answer.content_parts == []  # texts are kept on request only
 
 
 def test_completions_have_their_text_in_another_place() -> None:
     answer = streamed((1.0, {"choices": [{"text": "on"}]}), (2.0, {"choices": [{"text": "", "finish_reason": "stop"}]}))
-    assert (list(answer.stamps), answer.said, answer.error) == ([1.0], ["on"], "")
+    assert (list(answer.output_times), answer.content_parts, answer.error) == ([1.0], ["on"], "")
 
 
 def test_what_servers_tell_of_themselves_is_kept() -> None:
@@ -88,7 +88,7 @@ def test_an_error_says_what_the_server_said() -> None:
     answer = TimedResponse(stream=True)
     answer.head(429, "application/json")
     answer.data(json.dumps({"error": {"message": "too  many\nrequests"}}).encode(), 1.0)
-    answer.over(2.0)
+    answer.complete(2.0)
     assert (answer.error, answer.why) == ("http 429", "too many requests")
 
 
@@ -96,7 +96,7 @@ def test_a_body_that_is_no_json_is_an_error_that_shows_its_beginning() -> None:
     answer = TimedResponse(stream=False)
     answer.head(502, "text/html")
     answer.data(b"<html>Bad gateway</html>", 1.0)
-    answer.over(2.0)
+    answer.complete(2.0)
     assert (answer.error, answer.why) == ("http 502", "<html>Bad gateway</html>")
 
 
@@ -104,7 +104,7 @@ def test_fields_of_other_types_than_expected_do_not_spoil_an_answer() -> None:
     parts = {"choices": [{"delta": {"content": [{"type": "text", "text": "a"}, {"type": "x"}]}}]}
     odd = {"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}], "timings": "fast", "headrace": 3}
     answer = streamed((1.0, parts), (2.0, odd), (3.0, DONE))
-    assert (answer.said, answer.error, list(answer.stamps)) == (["a", "b"], "", [1.0, 2.0])
+    assert (answer.content_parts, answer.error, list(answer.output_times)) == (["a", "b"], "", [1.0, 2.0])
 
 
 def test_a_stream_that_was_asked_for_and_did_not_come_is_malformed() -> None:
@@ -118,16 +118,21 @@ def test_a_whole_answer_has_its_text_and_usage_and_no_times_of_outputs() -> None
     answer.head(200, "application/json")
     choice = {"message": {"content": "yes", "reasoning": "so"}, "finish_reason": "stop"}
     answer.data(json.dumps(USAGE | {"choices": [choice]}).encode(), 1.0)
-    answer.over(2.0)
-    answer.whole()
-    assert (answer.error, answer.said, answer.thought, answer.output_tokens) == ("", ["yes"], ["so"], 3)
-    assert not answer.stamps
+    answer.complete(2.0)
+    answer.read_whole()
+    assert (answer.error, answer.content_parts, answer.reasoning_parts, answer.output_tokens) == (
+        "",
+        ["yes"],
+        ["so"],
+        3,
+    )
+    assert not answer.output_times
 
 
 def test_a_whole_answer_that_is_none_is_malformed() -> None:
     answer = TimedResponse(stream=False)
     answer.head(200, "application/json")
     answer.data(b'{"choices": []}', 1.0)
-    answer.over(2.0)
-    answer.whole()
+    answer.complete(2.0)
+    answer.read_whole()
     assert answer.error == "malformed"

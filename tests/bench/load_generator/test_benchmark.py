@@ -15,7 +15,7 @@ from headrace.bench.load_generator.benchmark_options import (
     LoadTenant,
     SweepOptions,
     WorkloadOptions,
-    mix_of,
+    build_mix,
 )
 from headrace.bench.results.benchmark_result import BenchmarkResult, RunSnapshot
 from headrace.errors import RequestError
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 def measured(fake: Fake, *, asked: WorkloadOptions | None = None, watch: Any = None, **options: Any) -> BenchmarkResult:
-    mix = mix_of(asked or WorkloadOptions(input_tokens=40, output_tokens=6))
+    mix = build_mix(asked or WorkloadOptions(input_tokens=40, output_tokens=6))
     usual: dict[str, Any] = {"url": fake.url, "warmup": 2, "requests": 12, "concurrency": (3,)}
     usual["tenants"] = (LoadTenant(mix=mix),)
     if options.keys() & {"rates", "ramp", "sweep", "trace"}:
@@ -207,7 +207,7 @@ def test_conversations_carry_the_servers_answers() -> None:
 
 
 def test_tenants_send_at_once_each_with_its_own() -> None:
-    mix = mix_of(WorkloadOptions(input_tokens=20, output_tokens=3))
+    mix = build_mix(WorkloadOptions(input_tokens=20, output_tokens=3))
     tenants = (
         LoadTenant(name="a", key="sk-a", surface="voice", mix=mix, rate=200.0, arrivals="constant"),
         LoadTenant(name="b", key="sk-b", mix=mix, concurrency=2),
@@ -240,7 +240,7 @@ def test_a_data_set_is_sent_as_it_is_at_a_rate(tmp_path: Path) -> None:
         result = measured(fake, trace=trace, concurrency=(1,), requests=None)
         assert [row.prompt_tokens for row in result.rows] == [7, 6]
         assert [heard.prompt for heard in fake.asked(CHAT)] == ["one two", "three"]
-        with pytest.raises(RequestError, match="no times"):
+        with pytest.raises(RequestError, match="no arrival times"):
             measured(fake, trace=trace, concurrency=())
 
 
@@ -268,7 +268,7 @@ def test_tokens_past_the_end_of_an_answer_are_no_miscount() -> None:
         check = result.token_check
         assert check is not None
         assert (check.answers, check.difference, check.past_ends) == (8, 0.0, 0.5)
-        assert any("past its ends" in warning for warning in result.warnings)
+        assert any("on past its end tokens" in warning for warning in result.warnings)
     with Fake(OpenAI(silent_past=5, ends_after=10)) as fake:
         check = measured(fake, asked=asked).token_check
         assert check is not None

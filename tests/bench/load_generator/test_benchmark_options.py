@@ -13,7 +13,7 @@ from headrace.bench.load_generator.benchmark_options import (
     LoadTenant,
     SweepOptions,
     WorkloadOptions,
-    mix_of,
+    build_mix,
 )
 from headrace.bench.load_generator.tenant_file import read_tenants
 from headrace.errors import RequestError
@@ -34,18 +34,18 @@ TRACE = Path("trace.jsonl")
         ({"ramp": (1.0, 2.0)}, "seconds"),
         ({"sweep": SweepOptions(low=2.0, high=1.0)}, "up"),
         ({"sweep": SweepOptions(low=2.0, factor=1.0)}, "up"),
-        ({"sweep": SweepOptions(low=2.0, good_share=2.0)}, "share"),
+        ({"sweep": SweepOptions(low=2.0, good_share=2.0)}, "sweep-good"),
         ({"trace": TRACE, "rates": (1.0, 2.0)}, "one stage"),
         ({"requests": 0}, "requests"),
         ({"requests": 10_000_000}, "at most"),
         ({"seconds": math.inf}, "seconds"),
         ({"timeout": 0.0}, "timeout"),
-        ({"buckets": (5, 5)}, "rise"),
+        ({"buckets": (5, 5)}, "increasing"),
         ({"objectives": {"itl": 5.0}}, "itl"),
         ({"objectives": {"ttft": 0.0}}, "ttft"),
         ({"objectives": {"ttft": 5.0}, "stream": False}, "stream"),
         ({"tenants": (LoadTenant(name="a", rate=1.0), LoadTenant(name="b"))}, "every tenant"),
-        ({"tenants": (LoadTenant(name="a", rate=1.0),), "concurrency": (2,)}, "of their own"),
+        ({"tenants": (LoadTenant(name="a", rate=1.0),), "concurrency": (2,)}, "sets the load"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
@@ -87,13 +87,13 @@ concurrency = 4
 def test_tenants_have_keys_loads_and_workloads(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(FILE)
-    usual = mix_of(WorkloadOptions(workload="chat"))
+    usual = build_mix(WorkloadOptions(workload="chat"))
     first, second = read_tenants(path, {"A_KEY": "sk-a"}, usual)
     assert first == LoadTenant(
         name="a",
         key="sk-a",
         surface="voice",
-        mix=mix_of(WorkloadOptions(input_tokens=10)),
+        mix=build_mix(WorkloadOptions(input_tokens=10)),
         rate=2.0,
         arrivals="gamma",
         burstiness=0.5,
@@ -107,10 +107,10 @@ def test_tenants_have_keys_loads_and_workloads(tmp_path: Path) -> None:
     [
         ("", "tenant"),
         ("tenant = []", "1 to"),
-        ('[[tenant]]\nname = "a"\n[[tenant]]\nname = "a"', "name of its own"),
+        ('[[tenant]]\nname = "a"\n[[tenant]]\nname = "a"', "unique names"),
         ('[[tenant]]\nname = "a"\nkey = "secret"', "key"),
         ('[[tenant]]\nname = "a"\nkey-env = "NOT_THERE"', "NOT_THERE"),
-        ('[[tenant]]\nname = "a"\nrate = 1\nconcurrency = 1', "not both"),
+        ('[[tenant]]\nname = "a"\nrate = 1\nconcurrency = 1', "Give one"),
         ('[[tenant]]\nname = "a"\nrate = -1', "rate"),
         ('[[tenant]]\nname = "a"\nworkload = "nobody"', "nobody"),
         ("[[tenant", "tenants.toml"),
@@ -120,5 +120,5 @@ def test_a_wrong_file_of_tenants_is_named(tmp_path: Path, text: str, said: str) 
     path = tmp_path / "tenants.toml"
     path.write_text(text)
     with pytest.raises(RequestError, match=said) as caught:
-        read_tenants(path, {}, mix_of(WorkloadOptions()))
+        read_tenants(path, {}, build_mix(WorkloadOptions()))
     assert "tenants.toml" in str(caught.value)

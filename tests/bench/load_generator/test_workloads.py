@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.bench.client.http_client import Target
-from headrace.bench.load_generator.benchmark_options import WorkloadOptions, mix_of
+from headrace.bench.load_generator.benchmark_options import WorkloadOptions, build_mix
 from headrace.bench.load_generator.request_builder import (
     BuiltRequest,
     PrebuiltRequests,
@@ -92,7 +92,7 @@ def test_a_workload_has_the_lengths_that_it_names(name: str) -> None:
 
 
 def test_a_mix_has_its_shares() -> None:
-    mix = mix_of(WorkloadOptions(workload="chat=3,rag=1"))
+    mix = build_mix(WorkloadOptions(workload="chat=3,rag=1"))
     names = [session.workload for session in itertools.islice(sessions(mix, seed=0), 1000)]
     assert names.count("chat") == pytest.approx(750, abs=50)
 
@@ -110,17 +110,19 @@ def test_a_mix_has_its_shares() -> None:
 )
 def test_a_workload_that_cannot_be_is_refused(asked: WorkloadOptions, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        mix_of(asked)
+        build_mix(asked)
 
 
 def test_flags_change_a_workloads_prefixes() -> None:
-    ((plain, _),) = mix_of(WorkloadOptions())
+    ((plain, _),) = build_mix(WorkloadOptions())
     assert plain.shared is None
-    ((with_prefix, _),) = mix_of(WorkloadOptions(prefix_tokens=64))
+    ((with_prefix, _),) = build_mix(WorkloadOptions(prefix_tokens=64))
     assert with_prefix.shared == SharedPrefixes(count=1, tokens=64)
-    ((without, _),) = mix_of(WorkloadOptions(workload="chat", prefixes=0))
+    ((without, _),) = build_mix(WorkloadOptions(workload="chat", prefixes=0))
     assert without.shared is None
-    ((more, _),) = mix_of(WorkloadOptions(workload="chat", prefixes=9, prefix_kind="few-shot", turns="2-3", think=1.5))
+    ((more, _),) = build_mix(
+        WorkloadOptions(workload="chat", prefixes=9, prefix_kind="few-shot", turns="2-3", think=1.5)
+    )
     assert more.shared == SharedPrefixes(count=9, tokens=200, kind="few-shot")
     assert (more.turns, more.think) == ((2, 3), 1.5)
 

@@ -1,7 +1,6 @@
-"""A light HTTP/1.1 client: connections that are kept, a bound on every wait, errors by kind.
+"""A lightweight HTTP/1.1 client with keep-alive, timeouts and classified errors.
 
-Owns Target (where the server is), Client (the pool), and how requests look on the wire. It never raises for what a
-server does: the Answer says it. Knows nothing of prompts and schedules.
+A server's failure never raises: it is recorded in the TimedResponse.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, url: str) -> Target:
-        """RequestError for what is no server's URL."""
+        """Parse a server's URL. Raises RequestError."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -41,7 +40,7 @@ class Target(msgspec.Struct, frozen=True):
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
             raise RequestError(
-                f"'{url}' is no server's URL; expected http://HOST:PORT or https://HOST", parameter="url"
+                f"Invalid server URL '{url}'. Expected http://HOST:PORT or https://HOST.", parameter="url"
             )
         secure = parts.scheme == "https"
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -55,10 +54,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def head_of(target: Target, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """All of a request's head but the length of its body; RequestError for a header that is none."""
+    """Build a request's head except for the content length. Raises RequestError for an invalid header."""
     for name, value in headers.items():
         if not name.isascii() or not value.isascii() or not f"{name}{value}".isprintable() or not name or " " in name:
-            raise RequestError(f"'{name}' is no header that can be sent", parameter="header")
+            raise RequestError(f"Invalid header '{name}'.", parameter="header")
     lines = {"host": target.name, "accept": "*/*", "user-agent": AGENT, "content-type": "application/json"}
     lines |= {name.lower(): value for name, value in headers.items()}
     text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -70,7 +69,7 @@ def request_of(head: bytes, body: bytes) -> bytes:
 
 
 class HttpClient:
-    """All of it belongs to one event loop."""
+    """Not thread-safe: belongs to one event loop."""
 
     def __init__(
         self,
@@ -82,25 +81,25 @@ class HttpClient:
         insecure: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`timeout`: seconds for a whole answer; `most_kept`: idle connections. `insecure` believes any certificate."""
+        """`timeout`: seconds per response; `most_kept`: idle connections; `insecure` accepts any certificate."""
         self.target = target
         self.clock = clock
-        self.opened = 0  # connections so far
-        self.stale = 0  # kept connections that the server had closed
+        self.opened = 0  # connections opened so far
+        self.stale = 0  # idle connections that the server had closed
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._most_kept = most_kept
         self._idle: list[ClientConnection] = []
         self._ssl = _context(insecure) if target.secure else None
-        self._address: str | None = None  # that the host's name has come to: it is looked up once
+        self._address: str | None = None  # resolved once
 
-    async def ask(self, request: bytes, answer: TimedResponse) -> None:
-        """Sends it and waits until `answer` has ended, well or with an error."""
+    async def send(self, request: bytes, answer: TimedResponse) -> None:
+        """Send a request and wait until `answer` is complete or failed."""
         answer.start = self.clock()
         connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                while (connection := self._kept()) is not None:
+                while (connection := self._take_idle()) is not None:
                     if await connection.send(request, answer):
                         break
                     self.stale += 1
@@ -110,7 +109,7 @@ class HttpClient:
                     await connection.send(request, answer)
         except TimeoutError:
             answer.end = self.clock()
-            answer.fail("timeout", f"no whole answer within {self._timeout:g} s")
+            answer.fail("timeout", f"no complete response within {self._timeout:g} s")
         except _ConnectError as error:
             answer.end = self.clock()
             answer.fail(error.kind, error.why)
@@ -124,14 +123,14 @@ class HttpClient:
     async def fetch(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> TimedResponse:
-        """A whole answer, whatever its status; its body is as it came."""
+        """Return a whole response, whatever its status, with its body unread."""
         answer = TimedResponse(stream=False)
         raw = b"" if body is None else msgspec.json.encode(body)
-        await self.ask(request_of(head_of(self.target, method, path, headers or {}), raw), answer)
+        await self.send(request_of(head_of(self.target, method, path, headers or {}), raw), answer)
         return answer
 
     async def warm(self, count: int) -> None:
-        """Opens connections ahead of their requests, as far as the server lets us."""
+        """Open connections in advance, as far as the server allows."""
         missing = min(count, self._most_kept) - len(self._idle)
         opened = await asyncio.gather(*(self._open() for _ in range(max(0, missing))), return_exceptions=True)
         self._idle += [connection for connection in opened if isinstance(connection, ClientConnection)]
@@ -141,7 +140,7 @@ class HttpClient:
             connection.abort()
         self._idle.clear()
 
-    def _kept(self) -> ClientConnection | None:
+    def _take_idle(self) -> ClientConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -161,7 +160,7 @@ class HttpClient:
                     server_hostname=target.host if target.secure else None,
                 )
         except ConnectionRefusedError:
-            raise _ConnectError("refused", f"{target.host}:{target.port} takes no connections") from None
+            raise _ConnectError("refused", f"{target.host}:{target.port} refuses connections") from None
         except TimeoutError:
             raise _ConnectError("timeout", f"no connection within {self._connect_timeout:g} s") from None
         except ssl.SSLError as error:
@@ -169,7 +168,7 @@ class HttpClient:
         except ConnectionResetError as error:
             raise _ConnectError("reset", str(error)) from None
         except (OSError, socket.gaierror) as error:
-            # Where a name has several addresses, all their errors are in one text.
+            # If a name has several addresses, one message contains all their errors.
             refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)
             raise _ConnectError("refused" if refused else "unreachable", str(error)) from None
         self.opened += 1

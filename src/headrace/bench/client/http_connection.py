@@ -1,9 +1,6 @@
-"""One HTTP/1.1 connection of the client: a request goes out, its answer is stamped as its bytes arrive.
+"""One HTTP/1.1 connection of the client: sends a request and timestamps its response as bytes arrive.
 
-Owns Connection: httptools' parser, chunked bodies, bodies that end with the connection, and how a connection's end
-becomes an error of the answer. Knows nothing of pools, of bodies' meaning, or of timeouts.
-
-The stamp is taken first thing in data_received, so that what this process does with the bytes is in no figure.
+The timestamp is taken first in data_received, so that this process's own work is not part of any measurement.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import httptools
 
 from headrace.bench.client.timed_response import TimedResponse
 
-MOST_HEAD: Final = 256 * 1024  # bytes of an answer's head: 256 KiB
+MOST_HEAD: Final = 256 * 1024  # bytes of a response head: 256 KiB
 
 
 class ClientConnection(asyncio.Protocol):
@@ -29,26 +26,26 @@ class ClientConnection(asyncio.Protocol):
         self._answer: TimedResponse | None = None
         self._settled: asyncio.Future[bool] | None = None
         self._now = 0.0
-        self._heard = 0  # bytes of this answer
-        self._asked = 0  # requests that it has carried
-        self._headed = False  # the answer's head is whole
-        self._whole = False  # and so is its body
-        self._framed = False  # the head says where the body ends
-        self._interim = False  # a 1xx answer, which another follows
+        self._received = 0  # bytes of this response
+        self._requests = 0  # requests sent so far
+        self._headed = False  # the head is complete
+        self._whole = False  # the body is complete
+        self._framed = False  # the head states where the body ends
+        self._interim = False  # a 1xx response, which another one follows
         self._keep = False
         self._type = ""
         self.closed = False
 
     def send(self, request: bytes, answer: TimedResponse) -> asyncio.Future[bool]:
-        """True once `answer` has ended; False where a kept connection turned out to be closed, and nobody heard it."""
+        """Send a request. Resolves to True when `answer` has ended; False if the kept connection was already closed."""
         assert self._transport is not None
         assert self._answer is None
         self._parser = httptools.HttpResponseParser(self)
         self._answer = answer
-        self._heard = 0
+        self._received = 0
         self._headed = self._whole = self._framed = self._interim = self._keep = False
         self._type = ""
-        self._asked += 1
+        self._requests += 1
         self._settled = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._settled
@@ -58,7 +55,7 @@ class ClientConnection(asyncio.Protocol):
         return not self.closed and self._answer is None and self._transport is not None
 
     def abort(self) -> None:
-        """Ends the connection, and leaves an answer that it was giving as it is."""
+        """Close the connection and leave its response as it is."""
         self.closed = True
         self._answer = None
         if self._transport is not None:
@@ -73,20 +70,20 @@ class ClientConnection(asyncio.Protocol):
         self._now = self._clock()
         answer = self._answer
         if answer is None:
-            self.abort()  # bytes that nobody asked for
+            self.abort()  # unexpected bytes
             return
-        self._heard += len(data)
+        self._received += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
-            raise  # a bug of ours, no fault of the server's
+            raise  # a bug in the client, not a fault of the server
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._whole:
                 answer.fail("malformed", f"HTTP: {error}")
-        if not self._headed and self._heard > MOST_HEAD:
+        if not self._headed and self._received > MOST_HEAD:
             answer.fail("malformed", f"the head is longer than {MOST_HEAD} bytes")
         if self._whole:
-            answer.over(self._now)
+            answer.complete(self._now)
             self._settle()
         elif answer.error:
             answer.end = self._now
@@ -100,9 +97,9 @@ class ClientConnection(asyncio.Protocol):
             return
         now = self._clock()
         if self._headed and not self._framed and exc is None:
-            answer.over(now)  # the body ends with the connection
-        elif not self._heard and self._asked > 1:
-            # The server closed a connection that it had kept for us, just when we used it: no fault of this request.
+            answer.complete(now)  # the body ends with the connection
+        elif not self._received and self._requests > 1:
+            # The server closed its kept connection just as we used it: not a fault of this request.
             self._answer = None
             if self._settled is not None and not self._settled.done():
                 self._settled.set_result(False)
@@ -124,7 +121,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._whole:
-            self._keep = False  # an answer that nobody asked for begins
+            self._keep = False  # an unexpected response begins
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()

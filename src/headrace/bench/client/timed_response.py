@@ -1,7 +1,6 @@
-"""One answer of a server, filled in as its bytes come: when each output came, what it told of itself, what went wrong.
+"""One response, filled in as its bytes arrive: output times, content, usage and errors.
 
-Owns Answer and what is read of OpenAI's chunks and whole answers. Knows neither sockets nor schedules; times are of a
-monotonic clock that the caller reads.
+Reads OpenAI's chunks and whole responses. Times come from the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import msgspec
 
 from headrace.bench.client.event_stream import MOST_EVENT, EventStreamReader, EventTooLongError
 
-MOST_BODY: Final = 256 * 1024 * 1024  # bytes of an answer that is not streamed, or of all its events: 256 MiB
-MOST_WHY: Final = 300  # characters of an error's text
+MOST_BODY: Final = 256 * 1024 * 1024  # bytes of a body, streamed or not: 256 MiB
+MOST_WHY: Final = 300  # characters of an error message
 
 
 _NONE: Final = msgspec.Raw()
@@ -31,8 +30,8 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Piece(msgspec.Struct):
-    """A delta of a stream, or the message of a whole answer."""
+class _Delta(msgspec.Struct):
+    """A delta of a stream, or the message of a whole response."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -42,22 +41,22 @@ class _Piece(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Piece | None = None
-    message: _Piece | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Told(msgspec.Struct):
-    """Headrace's own field."""
+class _HeadraceTimings(msgspec.Struct):
+    """Headrace's `headrace` field."""
 
     queue_ms: float | None = None
     prefill_ms: float | None = None
     decode_ms: float | None = None
 
 
-class _Timings(msgspec.Struct):
-    """llama.cpp's."""
+class _LlamaTimings(msgspec.Struct):
+    """llama.cpp's `timings` field."""
 
     prompt_ms: float | None = None
     predicted_ms: float | None = None
@@ -66,8 +65,8 @@ class _Timings(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    headrace: _Told | None = None
-    timings: _Timings | None = None
+    headrace: _HeadraceTimings | None = None
+    timings: _LlamaTimings | None = None
     error: msgspec.Raw = _NONE
 
 
@@ -76,7 +75,7 @@ _CHUNK: Final = msgspec.json.Decoder(_Chunk)
 
 
 class OutputTally:
-    """Outputs of all answers so far, for a view of the run."""
+    """Counts the outputs of all responses, for the live display."""
 
     __slots__ = ("outputs",)
 
@@ -85,7 +84,7 @@ class OutputTally:
 
 
 class TimedResponse:
-    """Seconds of the caller's clock. `error` is empty while all is well; an answer ends with `over` or `fail`."""
+    """Times are seconds of the caller's clock. A response ends with `complete` or `fail`, which sets `error`."""
 
     __slots__ = (
         "_done",
@@ -97,36 +96,36 @@ class TimedResponse:
         "body",
         "cached_tokens",
         "connect",
+        "content_parts",
         "decode_ms",
         "end",
         "error",
         "finish",
-        "first_said",
+        "first_content",
         "keep_text",
+        "output_times",
         "output_tokens",
         "prefill_ms",
         "prompt_tokens",
         "queue_ms",
-        "said",
-        "stamps",
+        "reasoning_parts",
         "start",
         "status",
-        "thought",
         "together",
         "tools",
         "why",
     )
 
     def __init__(self, *, stream: bool, keep_text: bool = False, tally: OutputTally | None = None) -> None:
-        self.start = 0.0  # when it was asked, before a connection is made
-        self.connect = 0.0  # seconds that making one took
+        self.start = 0.0  # when it was sent, before a connection is opened
+        self.connect = 0.0  # seconds to open a connection
         self.end = 0.0
         self.status = 0
-        self.error = ""  # its kind
+        self.error = ""  # the kind of error
         self.why = ""
-        self.stamps: array[float] = array("d")  # of the outputs: chunks with content, reasoning or a tool call
-        self.together = 0  # outputs that came in one read with the one before
-        self.first_said: float | None = None  # the first that is no reasoning
+        self.output_times: array[float] = array("d")  # of chunks with content, reasoning or a tool call
+        self.together = 0  # outputs read together with the previous one
+        self.first_content: float | None = None  # time of the first output other than reasoning
         self.finish = ""
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -134,15 +133,15 @@ class TimedResponse:
         self.queue_ms: float | None = None
         self.prefill_ms: float | None = None
         self.decode_ms: float | None = None
-        self.said: list[str] = []  # content; kept where `keep_text`
-        self.thought: list[str] = []  # reasoning
-        self.tools = False  # it called tools, which are in neither text
+        self.content_parts: list[str] = []  # kept if `keep_text`
+        self.reasoning_parts: list[str] = []
+        self.tools = False  # the model called tools, whose tokens are in no text
         self.keep_text = keep_text
-        self.body = bytearray()  # of an answer that is not streamed
+        self.body = bytearray()  # of a response that is not streamed
         self._stream = stream
         self._events: EventStreamReader | None = None
         self._done = False
-        self._last = -1.0  # stamp of the latest output
+        self._last = -1.0  # time of the latest output
         self._size = 0
         self._tally = tally
 
@@ -152,13 +151,13 @@ class TimedResponse:
             if content_type.startswith("text/event-stream"):
                 self._events = EventStreamReader(MOST_EVENT)
             else:
-                self.fail("malformed", f"a stream was asked, and '{content_type}' came")
+                self.fail("malformed", f"expected an event stream, got '{content_type}'")
 
     def data(self, piece: bytes, now: float) -> None:
-        """A part of the body."""
+        """Take a part of the body."""
         self._size += len(piece)
         if self._size > MOST_BODY:
-            self.fail("malformed", f"the answer is longer than {MOST_BODY} bytes")
+            self.fail("malformed", f"the response is longer than {MOST_BODY} bytes")
         elif self._events is None:
             self.body += piece
         else:
@@ -170,27 +169,27 @@ class TimedResponse:
             for event in events:
                 self._event(event, now)
 
-    def over(self, now: float) -> None:
-        """The body is whole."""
+    def complete(self, now: float) -> None:
+        """End the response: its body is complete."""
         self.end = now
         if self.error:
             return
         if self.status != 200:
-            self.fail(f"http {self.status}", _reason(bytes(self.body)))
+            self.fail(f"http {self.status}", _error_message(bytes(self.body)))
         elif self._events is not None:
             for event in self._events.finish():
                 self._event(event, now)
             if not self.error and not self._done and not self.finish:
                 self.fail("cut", "the stream ended without [DONE] and without a finish_reason")
-            elif not self.error and not self.stamps:
-                self.fail("empty", "the stream held no output")
+            elif not self.error and not self.output_times:
+                self.fail("empty", "the stream contained no output")
 
-    def whole(self) -> None:
-        """Reads the body of an answer that was not streamed, once it is over."""
+    def read_whole(self) -> None:
+        """Read the body of a complete response that was not streamed."""
         if not self.error:
             self._chunk(bytes(self.body), self.end)
             if not self.error and not self.finish:
-                self.fail("malformed", "the answer has no choice with a finish_reason")
+                self.fail("malformed", "the response has no choice with a finish_reason")
 
     def fail(self, kind: str, why: str) -> None:
         if not self.error:
@@ -206,14 +205,14 @@ class TimedResponse:
         try:
             chunk = _CHUNK.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            # A peer's field of a name that we read may be of another type: what can be read of it is read.
-            loose = _loosely(raw)
+            # Another server may use a field of ours with another type: read what can be read.
+            loose = _decode_loosely(raw)
             if loose is None:
-                self.fail("malformed", f"no JSON object of OpenAI's: {error}: {raw[:80]!r}")
+                self.fail("malformed", f"not an OpenAI JSON object: {error}: {raw[:80]!r}")
                 return
             chunk = loose
         if bytes(chunk.error) not in _EMPTY:
-            self.fail("stream", _reason(raw))
+            self.fail("stream", _error_message(raw))
             return
         if chunk.usage is not None:
             usage = chunk.usage
@@ -221,47 +220,47 @@ class TimedResponse:
             if usage.prompt_tokens_details is not None:
                 self.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if chunk.headrace is not None:
-            told = chunk.headrace
-            self.queue_ms, self.prefill_ms, self.decode_ms = told.queue_ms, told.prefill_ms, told.decode_ms
+            timings = chunk.headrace
+            self.queue_ms, self.prefill_ms, self.decode_ms = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         elif chunk.timings is not None:
             self.prefill_ms, self.decode_ms = chunk.timings.prompt_ms, chunk.timings.predicted_ms
         if chunk.choices:
             self._choices(chunk.choices, now)
 
     def _choices(self, choices: list[_Choice], now: float) -> None:
-        output = said = False
+        output = answered = False
         for choice in choices:
             if choice.finish_reason:
                 self.finish = choice.finish_reason
             piece = choice.delta or choice.message
             content = choice.text or (piece is not None and (piece.content or piece.refusal)) or ""
-            thought = (piece is not None and (piece.reasoning_content or piece.reasoning)) or ""
+            reasoning = (piece is not None and (piece.reasoning_content or piece.reasoning)) or ""
             tools = piece is not None and bytes(piece.tool_calls) not in _EMPTY
             if tools:
                 self.tools = True
             if content or tools:
-                said = output = True
-            if thought:
+                answered = output = True
+            if reasoning:
                 output = True
             if self.keep_text:
                 if content:
-                    self.said.append(content)
-                if thought:
-                    self.thought.append(thought)
+                    self.content_parts.append(content)
+                if reasoning:
+                    self.reasoning_parts.append(reasoning)
         if not output or self._events is None:
             return
-        if said and self.first_said is None:
-            self.first_said = now
+        if answered and self.first_content is None:
+            self.first_content = now
         if now == self._last:
             self.together += 1
         self._last = now
-        self.stamps.append(now)
+        self.output_times.append(now)
         if self._tally is not None:
             self._tally.outputs += 1
 
 
-def _loosely(raw: bytes) -> _Chunk | None:
-    """The same fields, each left out where its type is not the expected one; None where this is no JSON object."""
+def _decode_loosely(raw: bytes) -> _Chunk | None:
+    """Decode the fields that have the expected type; None if this is not a JSON object."""
     try:
         found: object = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -274,8 +273,8 @@ def _loosely(raw: bytes) -> _Chunk | None:
     if isinstance(choices, list):
         chunk.choices = [_loose_choice(each) for each in cast("list[object]", choices)]
     chunk.usage = _typed(fields.get("usage"), _Usage)
-    chunk.headrace = _typed(fields.get("headrace"), _Told)
-    chunk.timings = _typed(fields.get("timings"), _Timings)
+    chunk.headrace = _typed(fields.get("headrace"), _HeadraceTimings)
+    chunk.timings = _typed(fields.get("timings"), _LlamaTimings)
     if fields.get("error"):
         chunk.error = msgspec.Raw(msgspec.json.encode(fields["error"]))
     return chunk
@@ -286,12 +285,12 @@ def _loose_choice(found: object) -> _Choice:
         return _Choice()
     fields = cast("dict[str, Any]", found)
     delta = fields.get("delta") or fields.get("message")
-    piece = _typed(delta, _Piece)
+    piece = _typed(delta, _Delta)
     if piece is None and isinstance(delta, dict):
-        # Content as a list of parts: their texts are what it says.
+        # Content as a list of parts: join their texts.
         parts: object = cast("dict[str, Any]", delta).get("content")
         texts = [_text_of(part) for part in cast("list[object]", parts)] if isinstance(parts, list) else []
-        piece = _Piece(content="".join(texts))
+        piece = _Delta(content="".join(texts))
     text, finish = fields.get("text"), fields.get("finish_reason")
     return _Choice(
         delta=piece,
@@ -314,8 +313,8 @@ def _typed(value: object, kind: type[_T]) -> _T | None:
         return None
 
 
-def _reason(body: bytes) -> str:
-    """OpenAI's error message, or how the body begins."""
+def _error_message(body: bytes) -> str:
+    """Return OpenAI's error message, or the start of the body."""
     try:
         found: Any = msgspec.json.decode(body)
         error = found.get("error", found)

@@ -1,1 +1,1 @@
-"""Measure any OpenAI-compatible server over HTTP: load, workloads, a light client, figures, results."""
+"""Load generator: sends a workload to any OpenAI-compatible server and measures the responses."""

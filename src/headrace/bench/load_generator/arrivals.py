@@ -1,6 +1,6 @@
-"""When requests are sent: arrivals of an open loop, constant, Poisson or gamma, at a rate that may rise.
+"""Arrival times of an open loop: constant, Poisson or gamma, at a fixed or rising rate.
 
-Owns Arrivals. Knows nothing of requests or of clocks: times are seconds from a stage's start.
+Times are seconds from a stage's start; no clock is involved.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ ArrivalProcess = Literal["constant", "poisson", "gamma"]
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
-    rate: float  # requests per second; of a ramp the first
+    rate: float  # requests per second; for a ramp, at its start
     kind: ArrivalProcess = "poisson"
-    burstiness: float = 1.0  # of gamma: below 1 in bursts, 1 is Poisson, above 1 more even
-    last_rate: float | None = None  # of a ramp, reached after `seconds`, and kept
+    burstiness: float = 1.0  # of gamma: below 1 is burstier than Poisson, above 1 more even
+    last_rate: float | None = None  # for a ramp: reached after `seconds` and kept
     seconds: float = 0.0
 
     def times(self, seed: str) -> Iterator[float]:
-        """Without an end, in order."""
+        """Yield arrival times in order, without end."""
         if self.rate == math.inf:
             return itertools.repeat(0.0)
-        return map(self._when, self._unit(random.Random(seed)))
+        return map(self._time_of, self._unit_arrivals(random.Random(seed)))
 
-    def _unit(self, rng: random.Random) -> Iterator[float]:
-        """Arrivals at one a second."""
+    def _unit_arrivals(self, rng: random.Random) -> Iterator[float]:
+        """Yield arrivals at a rate of one per second."""
         match self.kind:
             case "constant":
                 return (float(place) for place in itertools.count())
@@ -41,8 +41,8 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
                 shape = self.burstiness
                 return itertools.accumulate(rng.gammavariate(shape, 1.0 / shape) for _ in itertools.repeat(None))
 
-    def _when(self, unit: float) -> float:
-        """The time by which so many arrivals are due: the inverse of the rate's integral."""
+    def _time_of(self, unit: float) -> float:
+        """Return the time by which `unit` arrivals are due: the inverse of the rate's integral."""
         first, last = self.rate, self.last_rate
         if last is None or last == first or self.seconds <= 0.0:
             return unit / first
@@ -52,5 +52,5 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         if unit == 0.0:
             return 0.0
         growth = (last - first) / self.seconds
-        # first * t + growth * t² / 2 = unit; this form of the root does not cancel where growth is small.
+        # first * t + growth * t² / 2 = unit; this form of the root does not cancel for small growth.
         return 2 * unit / (first + math.sqrt(max(0.0, first * first + 2 * growth * unit)))

@@ -1,6 +1,6 @@
-"""One benchmark from its options to its result: prepare, warm up, stage after stage, check the tokens, sum up.
+"""Runs one benchmark: prepare, warm up, run the stages, check token counts, collect the result.
 
-Owns the order of things and the warnings. Each part of it is another module's: prepare, drive, sweep, figures, tokens.
+Owns the order of these steps only; other modules do each of them.
 """
 
 from __future__ import annotations
@@ -22,49 +22,48 @@ from headrace.bench.client.http_client import HttpClient, Target
 from headrace.bench.load_generator.arrivals import Arrivals
 from headrace.bench.load_generator.benchmark_options import MOST_REQUESTS, BenchmarkOptions, LoadTenant
 from headrace.bench.load_generator.load_driver import LoadDriver, StageLimits, TenantLoad
-from headrace.bench.load_generator.preparation import Preparation, prepare, problem
+from headrace.bench.load_generator.preparation import Preparation, prepare, server_error
 from headrace.bench.load_generator.request_builder import CHAT, COMPLETIONS, PrebuiltRequests
-from headrace.bench.load_generator.result_warnings import caveats
+from headrace.bench.load_generator.result_warnings import collect_warnings
 from headrace.bench.load_generator.sweep import RateSearch, shortfall
-from headrace.bench.load_generator.token_check import recount
+from headrace.bench.load_generator.token_check import check_tokens
 from headrace.bench.load_generator.trace_reader import read_trace
 from headrace.bench.load_generator.workloads import UniformLengths, Workload, sessions
 from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, RunSnapshot, StageResult
 from headrace.bench.results.request_stats import figures, groups, lengths
 from headrace.errors import RequestError
 
-DEFAULT_SECONDS: Final = 30.0  # of a stage, where neither requests nor seconds are given
-_WARM: Final = Workload(name="warm-up", own=UniformLengths(64), answer=UniformLengths(16))  # before a trace
-_RAMP_PARTS: Final = 10  # stages that a ramp is cut into afterwards
-_WARMING: Final = 8  # warm-up requests at once, at most
-_SPARE: Final = 64  # file descriptors beside the connections
+DEFAULT_SECONDS: Final = 30.0  # per stage, if neither requests nor seconds are given
+_WARMUP: Final = Workload(name="warm-up", own=UniformLengths(64), answer=UniformLengths(16))  # for traces
+_RAMP_PARTS: Final = 10  # stages that a ramp is split into for the result
+_WARMUP_CONCURRENCY: Final = 8
+_SPARE_FILES: Final = 64  # file descriptors in addition to the connections
 
 
-class _Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage to come."""
-
+class _StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     rate: float | None = None
-    users: int | None = None  # of a closed loop
-    most: int | None = None  # of an open loop: requests at once
-    last_rate: float | None = None  # of a ramp
+    users: int | None = None  # closed loop
+    most: int | None = None  # open loop: maximum concurrent requests
+    last_rate: float | None = None  # ramp: the rate at its end
 
 
 def run_benchmark(options: BenchmarkOptions, *, watch: Callable[[RunSnapshot], None] | None = None) -> BenchmarkResult:
-    """Blocks until it is done. RequestError for options and requests that are wrong, ConnectionError for no server.
+    """Run a benchmark and block until it is done.
 
-    Ctrl-C ends the run early, with what was measured until then; the result says so among its warnings.
+    Ctrl-C ends it early: the result then holds what was measured so far, and a warning. Raises RequestError for invalid
+    options or requests, ConnectionError if the server cannot be reached or fails.
     """
     options.check()
-    found: list[BenchmarkResult] = []
+    results: list[BenchmarkResult] = []
 
     async def main() -> None:
-        # Not the task's own result: asyncio.Runner writes the repr of that into an error that nobody sees.
-        found.append(await run_benchmark_async(options, watch=watch))
+        # Not returned: on an interrupt asyncio.Runner would format the repr of a huge result for an unused error.
+        results.append(await run_benchmark_async(options, watch=watch))
 
-    with _quiet(options), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _process_limits(options), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
-    return found[0]
+    return results[0]
 
 
 async def run_benchmark_async(
@@ -86,19 +85,19 @@ async def run_benchmark_async(
 
 
 class _Trace:
-    """A trace's sessions. All of the file is read once before the run: a wrong line at its end would spoil it."""
+    """The sessions of a trace file, checked as a whole first: an invalid last line must not spoil a run."""
 
     def __init__(self, options: BenchmarkOptions) -> None:
         assert options.trace is not None
         lines = read_trace(options.trace, form=options.trace_format, speed=options.speed)
         first = next(lines, None)
         if first is None:
-            raise RequestError(f"{options.trace} holds no request", parameter="trace")
+            raise RequestError(f"{options.trace} contains no requests.", parameter="trace")
         for _ in lines:
             pass
         self.timed = first.at is not None
-        if options.timed and not self.timed:
-            raise RequestError("the trace has no times: give a --rate or a --concurrency", parameter="rate")
+        if options.is_trace_timed and not self.timed:
+            raise RequestError("The trace has no arrival times. Pass --rate or --concurrency.", parameter="rate")
         self.made = first.text is None
         self.sessions = read_trace(options.trace, form=options.trace_format, speed=options.speed)
 
@@ -116,7 +115,7 @@ class _Run:
         self._options = options
         self._prepared = prepared
         self._trace = trace
-        self._drive = LoadDriver(
+        self._driver = LoadDriver(
             client,
             prepared.prompts,
             stream=options.stream,
@@ -128,10 +127,10 @@ class _Run:
         self._warnings = list(prepared.warnings)
         self._knee: int | None = None
         self._tenants = options.tenants
-        self._sources = self._opened()
+        self._sources = self._open_sources()
 
-    def _opened(self) -> list[tuple[LoadTenant, PrebuiltRequests]]:
-        """Where each tenant's requests come from: one stream for the whole run, so that no stage repeats another's."""
+    def _open_sources(self) -> list[tuple[LoadTenant, PrebuiltRequests]]:
+        """Open one stream of requests per tenant for the whole run, so that no stage repeats another's requests."""
         prompts, seed = self._prepared.prompts, self._options.seed
         if self._trace is not None:
             return [(self._tenants[0], PrebuiltRequests(self._trace.sessions, prompts))]
@@ -152,52 +151,52 @@ class _Run:
                 await self._sweep()
             else:
                 plans = self._plans()
-                self._drive.stages = len(plans)
+                self._driver.stages = len(plans)
                 for plan in plans:
                     await self._stage(plan)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or task.uncancel() > 0 or not self._drive.rows:
+            if task is None or task.uncancel() > 0 or not self._driver.rows:
                 raise
-            self._warnings.append("the run was interrupted: these are the requests until then")
+            self._warnings.append("The run was interrupted; this is what was measured until then.")
             number = len(self._stages)
-            if rows := [row for row in self._drive.rows if row.stage == number]:
-                found = figures("interrupted", rows, options.objectives)
+            if rows := [row for row in self._driver.rows if row.stage == number]:
+                stats = figures("interrupted", rows, options.objectives)
                 began_s = min(row.start for row in rows)
                 self._stages.append(
                     StageResult(
-                        name=found.name, began=began_s, ended=began_s + found.seconds, figures=found, kept_up=False
+                        name=stats.name, began=began_s, ended=began_s + stats.seconds, figures=stats, kept_up=False
                     )
                 )
         return await self._result(began)
 
-    def _plans(self) -> list[_Plan]:
+    def _plans(self) -> list[_StagePlan]:
         options = self._options
         if options.ramp is not None:
             low, high = options.ramp
-            return [_Plan(name=f"{low:g} to {high:g} requests/s", rate=low, last_rate=high)]
+            return [_StagePlan(name=f"{low:g} to {high:g} requests/s", rate=low, last_rate=high)]
         if options.rates:
             most = options.concurrency[0] if options.concurrency else None
-            return [_Plan(name=_rate_name(rate), rate=rate, most=most) for rate in options.rates]
+            return [_StagePlan(name=_rate_name(rate), rate=rate, most=most) for rate in options.rates]
         if options.concurrency:
-            return [_Plan(name=f"{users} at once", users=users) for users in options.concurrency]
-        if options.timed:
-            return [_Plan(name="the trace's times")]
+            return [_StagePlan(name=f"{users} at once", users=users) for users in options.concurrency]
+        if options.is_trace_timed:
+            return [_StagePlan(name="trace times")]
         if self._tenants[0].rate is not None or self._tenants[0].concurrency is not None:
-            return [_Plan(name=f"{len(self._tenants)} tenants")]
-        return [_Plan(name="1 at once", users=1)]
+            return [_StagePlan(name=f"{len(self._tenants)} tenants")]
+        return [_StagePlan(name="1 at once", users=1)]
 
     # Stages
 
     async def _warm(self) -> None:
-        """From the sessions of the run, so that beginnings which are shared are known; a trace keeps its own."""
+        """Send unmeasured requests from the run's own sessions, so that shared prefixes get cached."""
         options = self._options
         if not options.warmup:
             return
         if self._trace is None:
             sources = [ahead for _, ahead in self._sources]
         elif self._trace.made:
-            warming = sessions([(_WARM, 1.0)], seed=options.seed, tenant="warm-up")
+            warming = sessions([(_WARMUP, 1.0)], seed=options.seed, tenant="warm-up")
             sources = [PrebuiltRequests(warming, self._prepared.prompts)]
         else:
             return
@@ -205,16 +204,16 @@ class _Run:
         for place, ahead in enumerate(sources):
             count = (options.warmup + len(sources) - 1 - place) // len(sources)
             if count:
-                rows += await self._drive.warm(ahead, count, _WARMING, self._bounds())
+                rows += await self._driver.warm(ahead, count, _WARMUP_CONCURRENCY, self._bounds())
         if rows and not any(row.ok for row in rows):
             row = rows[0]
-            what = f"{self._client.target.url}: no warm-up request was answered: {row.error}: {row.why}"
-            raise problem(what, row.status)
+            message = f"{self._client.target.url}: every warm-up request failed: {row.error}: {row.why}"
+            raise server_error(message, row.status)
 
-    async def _stage(self, plan: _Plan) -> StageResult:
-        options, drive = self._options, self._drive
+    async def _stage(self, plan: _StagePlan) -> StageResult:
+        options, driver = self._options, self._driver
         number = len(self._stages)
-        first_row = len(drive.rows)
+        first_row = len(driver.rows)
         bounds = self._bounds()
         loads = [self._load(plan, tenant, ahead, number) for tenant, ahead in self._sources]
         expected = bounds.requests or 64
@@ -223,10 +222,10 @@ class _Run:
         for load in loads:
             load.ahead.fill(math.ceil(expected / len(loads)))
         await self._client.warm(min(sum(load.users or 0 for load in loads), options.running))
-        began, last, ended = await drive.stage(number, plan.name, loads, bounds)
-        rows = drive.rows[first_row:]
+        began, last, ended = await driver.stage(number, plan.name, loads, bounds)
+        rows = driver.rows[first_row:]
         if not rows:
-            raise RequestError("the stage ended before it sent a request: give it more seconds", parameter="seconds")
+            raise RequestError("The stage ended before it sent a request. Pass more --seconds.", parameter="seconds")
         stage = StageResult(
             name=plan.name,
             rate=plan.rate if plan.last_rate is None else None,
@@ -248,10 +247,10 @@ class _Run:
             stage.kept_up = not stage.why
         self._stages.append(stage)
         if plan.last_rate is not None:
-            self._cut_ramp(stage)
+            self._split_ramp(stage)
         return stage
 
-    def _load(self, plan: _Plan, tenant: LoadTenant, ahead: PrebuiltRequests, number: int) -> TenantLoad:
+    def _load(self, plan: _StagePlan, tenant: LoadTenant, ahead: PrebuiltRequests, number: int) -> TenantLoad:
         options = self._options
         name = f"{options.seed} {tenant.name} {number} arrivals"
         share = 1.0 / len(self._sources)
@@ -265,7 +264,7 @@ class _Run:
             )
             return TenantLoad(ahead=ahead, times=arrivals.times(name), most=plan.most)
         if plan.users is not None:
-            # Users are shared out as evenly as whole ones can be.
+            # Tenants get as even a number of users as possible.
             place = next(place for place, (each, _) in enumerate(self._sources) if each is tenant)
             count = len(self._sources)
             return TenantLoad(ahead=ahead, users=(plan.users + count - 1 - place) // count)
@@ -294,25 +293,25 @@ class _Run:
         assert sweep is not None
         climb = RateSearch(low=sweep.low, high=sweep.high, factor=sweep.factor, refine=sweep.refine)
         while len(self._stages) < sweep.stages and (rate := climb.next()) is not None:
-            stage = await self._stage(_Plan(name=_rate_name(rate), rate=rate))
+            stage = await self._stage(_StagePlan(name=_rate_name(rate), rate=rate))
             climb.note(rate, kept_up=stage.kept_up)
         good = [place for place, stage in enumerate(self._stages) if stage.kept_up]
         if good:
             self._knee = max(good, key=lambda place: self._stages[place].rate or 0.0)
             if not climb.bad:
-                self._warnings.append("the server kept up with every rate of the sweep: its knee is higher")
+                self._warnings.append("The server kept up with every rate of the sweep; its knee is higher.")
         else:
-            self._warnings.append("the server kept up with no rate of the sweep: its knee is lower")
+            self._warnings.append("The server kept up with no rate of the sweep; its knee is lower.")
 
-    def _cut_ramp(self, whole: StageResult) -> None:
-        """A ramp's requests by when they were planned, so that latency can be seen against load."""
+    def _split_ramp(self, whole: StageResult) -> None:
+        """Split a ramp's requests into stages by planned time, so that the result shows latency against load."""
         options = self._options
         assert options.ramp is not None
         assert options.seconds is not None
         low, high = options.ramp
         length = options.seconds / _RAMP_PARTS
         parts: list[list[RequestRow]] = [[] for _ in range(_RAMP_PARTS)]
-        for row in self._drive.rows:
+        for row in self._driver.rows:
             parts[min(_RAMP_PARTS - 1, max(0, int((row.planned - whole.began) / length)))].append(row)
         self._stages.clear()
         for place, rows in enumerate(parts):
@@ -334,14 +333,14 @@ class _Run:
     # The result
 
     async def _result(self, began: datetime) -> BenchmarkResult:
-        options, drive, prepared = self._options, self._drive, self._prepared
+        options, driver, prepared = self._options, self._driver, self._prepared
         ended = datetime.now(UTC)
         await self._count_uncounted()
-        rows = sorted(drive.rows, key=lambda row: row.number)
+        rows = sorted(driver.rows, key=lambda row: row.number)
         seconds = sum(stage.figures.seconds for stage in self._stages) if options.ramp is None else None
         total = figures("all", rows, options.objectives, seconds=seconds)
         seconds = total.seconds
-        found = BenchmarkResult(
+        result = BenchmarkResult(
             headrace=__version__,
             label=options.label,
             url=self._client.target.url,
@@ -356,7 +355,11 @@ class _Run:
             nonce=prepared.nonce,
             workload=_workload_name(options),
             load=_load_name(options),
-            arrivals="trace" if options.timed else "" if _closed(options) else self._tenants[0].arrivals,
+            arrivals="trace"
+            if options.is_trace_timed
+            else ""
+            if _is_closed_loop(options)
+            else self._tenants[0].arrivals,
             burstiness=self._tenants[0].burstiness,
             ramp=options.ramp,
             objectives=dict(options.objectives),
@@ -369,41 +372,43 @@ class _Run:
             lengths=lengths(rows, options.buckets, options.objectives, seconds=seconds),
             warmup=options.warmup,
             rows=rows,
-            gaps_left_out=drive.gaps_left_out,
+            gaps_left_out=driver.gaps_left_out,
         )
-        if prepared.counter is not None and options.mismatch != "off" and drive.sample.kept:
+        if prepared.counter is not None and options.mismatch != "off" and driver.sample.kept:
             try:
-                found.token_check = await recount(
-                    drive.sample.kept,
+                result.token_check = await check_tokens(
+                    driver.sample.kept,
                     prepared.counter,
                     self._client,
-                    [prepared.prompts.build(session, 0, (), to_its_end=True) for session in drive.first],
+                    [prepared.prompts.build(session, 0, (), until_eos=True) for session in driver.first],
                     stream=options.stream,
                     past_ends=options.ignore_eos,
                 )
             except ConnectionError as error:
-                self._warnings.append(f"the server's count of tokens could not be checked: {error}")
-        found.warnings = self._warnings + caveats(found, most_lag=options.most_lag, ignore_eos=options.ignore_eos)
-        return found
+                self._warnings.append(f"The server's token counts could not be checked: {error}")
+        result.warnings = self._warnings + collect_warnings(
+            result, most_lag=options.most_lag, ignore_eos=options.ignore_eos
+        )
+        return result
 
     async def _count_uncounted(self) -> None:
-        """Output tokens of answers that came without usage."""
-        left = self._drive.uncounted
-        if left and self._prepared.counter is not None:
+        """Count the output tokens of answers without usage."""
+        uncounted = self._driver.uncounted
+        if uncounted and self._prepared.counter is not None:
             try:
-                for row, text in left:
+                for row, text in uncounted:
                     row.output_tokens, row.tokens_from = await self._prepared.counter.count(text), "text"
             except ConnectionError as error:
-                self._warnings.append(f"output tokens could not be counted: {error}")
+                self._warnings.append(f"Output tokens could not be counted: {error}")
             for place, stage in enumerate(self._stages):
-                rows = [row for row in self._drive.rows if row.stage == place]
+                rows = [row for row in self._driver.rows if row.stage == place]
                 stage.figures = figures(stage.name, rows, self._options.objectives)
 
 
-def _closed(options: BenchmarkOptions) -> bool:
+def _is_closed_loop(options: BenchmarkOptions) -> bool:
     if options.rates or options.ramp is not None or options.sweep is not None:
         return False
-    return not options.timed and all(tenant.rate is None for tenant in options.tenants)
+    return not options.is_trace_timed and all(tenant.rate is None for tenant in options.tenants)
 
 
 def _load_name(options: BenchmarkOptions) -> str:
@@ -411,7 +416,13 @@ def _load_name(options: BenchmarkOptions) -> str:
         return "sweep"
     if options.ramp is not None:
         return "ramp"
-    return "trace" if options.timed else "closed" if _closed(options) else "open"
+    return "trace" if options.is_trace_timed else "closed" if _is_closed_loop(options) else "open"
+
+
+def _arrivals_name(options: BenchmarkOptions) -> str:
+    if options.is_trace_timed:
+        return "trace"
+    return "" if _is_closed_loop(options) else options.tenants[0].arrivals
 
 
 def _workload_name(options: BenchmarkOptions) -> str:
@@ -426,16 +437,16 @@ def _rate_name(rate: float) -> str:
 
 
 @contextlib.contextmanager
-def _quiet(options: BenchmarkOptions) -> Generator[None]:
-    """Few pauses for garbage while it measures, and as many open files as it needs."""
+def _process_limits(options: BenchmarkOptions) -> Generator[None]:
+    """Collect garbage rarely and allow as many open files as there may be connections."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = options.running + _SPARE
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
+    needed = options.running + _SPARE_FILES
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard))
     try:
         yield
     finally:

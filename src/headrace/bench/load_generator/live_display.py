@@ -1,7 +1,7 @@
-"""A run while it goes on: a few lines that are redrawn on a terminal, plain lines now and then elsewhere.
+"""Shows a running benchmark: a few redrawn lines in a terminal, occasional plain lines elsewhere.
 
-Owns what is shown of a Snapshot. It is called on the event loop that measures, so it draws seldom and little: text, no
-tables, no thread of its own. A terminal that goes away ends the view and never the run.
+It runs on the event loop that measures, so it draws rarely and only text. A terminal that goes away ends the display,
+never the run.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from headrace.bench.results.benchmark_result import RunSnapshot
 from headrace.bench.results.formatting import clean, milliseconds, number
 
 _BAR: Final = 40  # characters
-_HISTORY: Final = 60  # snapshots whose tokens per second are shown
+_HISTORY: Final = 60  # snapshots in the sparkline
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 
 class PipeSafeConsole(Console):
-    """Rich's own way with a pipe that nobody reads is to end the program."""
+    """Goes quiet on a broken pipe, where Rich would exit the program."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class LiveDisplay:
-    """A context manager; `watch` may be called at any time, and shows nothing outside of it."""
+    """A context manager; outside of it, `watch` shows nothing."""
 
     def __init__(
         self,
@@ -43,21 +43,21 @@ class LiveDisplay:
         plain_every: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`every`, `plain_every`: seconds from one drawing to the next, on a terminal and elsewhere."""
+        """`every`, `plain_every`: seconds between updates, in a terminal and elsewhere."""
         self._console = console if console is not None else PipeSafeConsole(stderr=True, highlight=False)
         self._quiet = quiet
         self._clock = clock
         self._every = every if self._console.is_terminal else plain_every
         self._screen: Screen | None = None
         self._open = False
-        self._last: float | None = None  # on the clock: when something was shown
+        self._last: float | None = None  # clock time of the last update
         self._stage: tuple[int, str] | None = None
         self._tokens: deque[float] = deque(maxlen=_HISTORY)
 
     def __enter__(self) -> Self:
         self._open = not self._quiet
         if self._open and self._console.is_terminal:
-            # transient: the tables that come after the run say it all again
+            # transient: the result's tables replace it
             self._screen = Screen(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
             self._guard(self._screen.start)
         return self
@@ -70,7 +70,7 @@ class LiveDisplay:
         self._open = False
 
     def watch(self, snapshot: RunSnapshot) -> None:
-        """Quick: nothing is drawn when the last drawing is not long ago, unless a stage begins."""
+        """Show a snapshot, unless the last update was recent and no stage has begun."""
         if not self._open:
             return
         if snapshot.doing == "running":
@@ -90,12 +90,12 @@ class LiveDisplay:
     def _guard(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except (OSError, ValueError):  # gone, or closed
+        except (OSError, ValueError):  # the terminal has gone
             self._open = False
 
 
 def view(snapshot: RunSnapshot, tokens: deque[float], *, plain: bool = False) -> Text:
-    """Four lines for a terminal. `plain`: one that knows no Unicode."""
+    """Format a snapshot as four lines for a terminal; `plain` avoids Unicode."""
     between = "  " if plain else " · "
     found = Text(no_wrap=True, overflow="ellipsis")
     found.append(between.join(part for part in (_where(snapshot), clean(snapshot.load, 60)) if part), style="bold")
@@ -116,7 +116,7 @@ def view(snapshot: RunSnapshot, tokens: deque[float], *, plain: bool = False) ->
 
 
 def line(snapshot: RunSnapshot) -> str:
-    """The same in one line."""
+    """Format a snapshot as one line."""
     where = ", ".join(part for part in (_where(snapshot), clean(snapshot.load, 60), snapshot.doing) if part)
     _, said = _progress(snapshot)
     parts = [said, ", ".join(_counts(snapshot)), ", ".join(_latencies(snapshot))]
@@ -124,7 +124,7 @@ def line(snapshot: RunSnapshot) -> str:
 
 
 def _passed(duration: float) -> str:
-    """Minutes and seconds."""
+    """Format minutes and seconds."""
     return f"{int(duration) // 60}:{int(duration) % 60:02}"
 
 
@@ -136,7 +136,7 @@ def _where(snapshot: RunSnapshot) -> str:
 
 
 def _progress(snapshot: RunSnapshot) -> tuple[float | None, str]:
-    """The share of the stage that is done, by whichever of its bounds is nearer, and the same in words."""
+    """Return the finished share of the stage, by its nearer limit, and the same in words."""
     parts: list[float] = []
     said: list[str] = []
     if snapshot.most_requests:

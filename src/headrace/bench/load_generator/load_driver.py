@@ -1,7 +1,6 @@
-"""The load on a server: users of a closed loop, arrivals of an open one, conversations; a row for each request.
+"""Drives load at a server: closed-loop users, open-loop arrivals and conversations; records a row for each request.
 
-Owns Drive, which runs stages one after the other and keeps the rows. When arrivals come is pace's, what they ask is
-prompts's, how it goes over the wire is client's. Knows nothing of figures, of rates or of files.
+Runs stages one after another. Does not compute statistics or choose rates.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from headrace.bench.load_generator.request_builder import BuiltRequest, Prebuilt
 from headrace.bench.load_generator.workloads import ConversationTurn, Session
 from headrace.bench.results.benchmark_result import RequestRow, RunSnapshot
 
-SAMPLE: Final = 64  # answers whose tokens are counted again
-FIRST_KEPT: Final = 8  # sessions that may be asked again to count their tokens
-MOST_UNCOUNTED: Final = 20_000  # answers without usage whose texts are kept until they are counted
-MOST_GAPS: Final = 8_000_000  # between outputs, kept of all rows together
-_RECENT: Final = 512  # requests that a snapshot's percentiles are of
-_PAUSE: Final = 0.05  # seconds that a user of a closed loop waits after a failure: nobody is served by a flood of them
+SAMPLE: Final = 64  # answers whose tokens are recounted
+FIRST_KEPT: Final = 8  # sessions that may be repeated to recount their tokens
+MOST_UNCOUNTED: Final = 20_000  # answers without usage whose texts are kept for counting
+MOST_GAPS: Final = 8_000_000  # between outputs, kept in all rows together
+_RECENT: Final = 512  # requests in the percentiles of a snapshot
+_FAILURE_PAUSE_S: Final = 0.05  # of a closed-loop user, so that a failing server is not flooded
 
 
 class StageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    requests: int | None  # of a stage
-    seconds: float | None  # in which requests of a stage are sent
-    drain: float  # seconds that those under way may take after that
-    running: int  # requests at once, whatever the load asks for
-    rows: int  # of all stages
+    requests: int | None  # per stage
+    seconds: float | None  # per stage, in which requests are sent
+    drain: float  # seconds that running requests may take after that
+    running: int  # maximum concurrent requests
+    rows: int  # in all stages
 
 
 class TenantLoad(msgspec.Struct, kw_only=True):
-    """What one tenant does in a stage."""
+    """What one tenant sends in a stage."""
 
     ahead: PrebuiltRequests
-    users: int | None = None  # of a closed loop
-    times: Iterator[float] | None = None  # of an open loop: seconds from the stage's start
-    timed: bool = False  # an open loop by the sessions' own times
-    most: int | None = None  # of an open loop: requests at once, the others wait
+    users: int | None = None  # closed loop
+    times: Iterator[float] | None = None  # open loop: seconds from the stage's start
+    timed: bool = False  # open loop at the sessions' own times
+    most: int | None = None  # open loop: maximum concurrent requests; the others wait
 
 
 class AnswerSample(msgspec.Struct):
-    """Evenly chosen from all answers that came well, however many they are."""
+    """A uniform sample of the successful answers (reservoir sampling)."""
 
     rng: random.Random
     seen: int = 0
@@ -82,7 +81,7 @@ class _Stage(msgspec.Struct):
 
 
 class LoadDriver:
-    """All of it belongs to one event loop."""
+    """Not thread-safe: belongs to one event loop."""
 
     def __init__(
         self,
@@ -95,14 +94,14 @@ class LoadDriver:
         watch: Callable[[RunSnapshot], None] | None = None,
         every: float = 0.5,
     ) -> None:
-        """`watch` is called every so many seconds, on the event loop: it must be quick."""
+        """`watch` is called on the event loop every `every` seconds, so it must be quick."""
         self.rows: list[RequestRow] = []
         self.sample = AnswerSample(random.Random(f"{seed} sample"))
-        self.first: list[Session] = []  # of the run
-        self.uncounted: list[tuple[RequestRow, str]] = []  # rows whose tokens the server did not tell, and their texts
+        self.first: list[Session] = []  # sessions of the run
+        self.uncounted: list[tuple[RequestRow, str]] = []  # rows without usage, and their texts
         self.gaps_left_out = 0
-        self.running = 0  # requests that are under way, or wait for a place
-        self.stages: int | None = None  # how many there will be
+        self.running = 0  # requests that run or wait for a slot
+        self.stages: int | None = None  # planned
         self._client = client
         self._prompts = prompts
         self._clock = client.clock
@@ -110,7 +109,7 @@ class LoadDriver:
         self._keep_texts = keep_texts
         self._watch = watch
         self._every = every
-        self._zero: float | None = None  # the run's start on the clock
+        self._zero: float | None = None  # clock time of the run's start
         self._waiting = 0
         self._number = 0  # of the next request
         self._done = 0
@@ -119,11 +118,11 @@ class LoadDriver:
         self._gaps = 0
         self._ttfts: deque[float] = deque(maxlen=_RECENT)
         self._itls: deque[float] = deque(maxlen=8 * _RECENT)
-        self._chunks = 0  # of the answers that have ended
+        self._chunks = 0  # of the finished answers
         self._tokens = 0
 
     async def warm(self, ahead: PrebuiltRequests, count: int, users: int, bounds: StageLimits) -> list[RequestRow]:
-        """Requests that are in no row of the run; their rows."""
+        """Send warm-up requests and return their rows, which do not become part of the run."""
         kept, self._watch, watch = self.rows, None, self._watch
         self.rows = []
         if watch is not None:
@@ -136,19 +135,19 @@ class LoadDriver:
             self.rows, self._watch, self._zero = kept, watch, None
             self.sample.kept.clear()
             self.sample.seen = 0
-            for kept_of_it in (self.first, self.uncounted, self._ttfts, self._itls):
-                kept_of_it.clear()
+            for warmup_data in (self.first, self.uncounted, self._ttfts, self._itls):
+                warmup_data.clear()
             self._number = self._done = self._failed = self._gaps = self.gaps_left_out = 0
 
     async def stage(
         self, number: int, name: str, loads: list[TenantLoad], bounds: StageLimits
     ) -> tuple[float, float, float]:
-        """Its start, its last request's start, and its end, in seconds from the run's start."""
+        """Run a stage; return its start, its last request's start, and its end, in seconds from the run's start."""
         now = self._clock()
         if self._zero is None:
             self._zero = now
         stage = _Stage(number, name, bounds, now, len(self.rows))
-        watching = asyncio.create_task(self._watching(stage)) if self._watch is not None else None
+        watching = asyncio.create_task(self._report_progress(stage)) if self._watch is not None else None
         try:
             for load in loads:
                 if load.users is not None:
@@ -183,7 +182,7 @@ class LoadDriver:
         task.add_done_callback(ended)
 
     async def _finish(self, stage: _Stage) -> None:
-        """Until all is done, or those under way have had their time."""
+        """Wait until every request is done, or until the stage's time and its drain are over."""
         bounds = stage.bounds
         if not stage.tasks:
             return
@@ -194,9 +193,9 @@ class LoadDriver:
         try:
             await asyncio.wait_for(stage.idle.wait(), max(0.0, left))
         except TimeoutError:
-            stage.stopping = True  # what still runs is cancelled by the caller
+            stage.stopping = True  # the caller cancels what still runs
 
-    def _goes_on(self, stage: _Stage) -> bool:
+    def _may_send(self, stage: _Stage) -> bool:
         bounds = stage.bounds
         if stage.stopping or len(self.rows) + self.running >= bounds.rows:
             return False
@@ -207,9 +206,9 @@ class LoadDriver:
     # Loads
 
     async def _user(self, stage: _Stage, load: TenantLoad) -> None:
-        while self._goes_on(stage) and (item := load.ahead.next()) is not None:
-            if not await self._talk(stage, item, None, None):
-                await asyncio.sleep(_PAUSE)
+        while self._may_send(stage) and (item := load.ahead.next()) is not None:
+            if not await self._converse(stage, item, None, None):
+                await asyncio.sleep(_FAILURE_PAUSE_S)
 
     async def _arrivals(self, stage: _Stage, load: TenantLoad) -> None:
         gate = asyncio.Semaphore(load.most) if load.most is not None else None
@@ -222,17 +221,17 @@ class LoadDriver:
             if bounds.seconds is not None and due >= stage.began + bounds.seconds:
                 return
             stage.planned += 1
-            # A load that is behind its schedule must still let its requests begin.
+            # Sleep even when late: requests that are due must get a chance to start.
             await asyncio.sleep(max(0.0, due - self._clock()))
-            full = bounds.requests is not None and stage.started >= bounds.requests  # of later turns, for instance
+            full = bounds.requests is not None and stage.started >= bounds.requests  # for example with later turns
             if full or stage.stopping or len(self.rows) + self.running >= bounds.rows:
                 return
-            self._spawn(stage, self._talk(stage, item, due, gate))
+            self._spawn(stage, self._converse(stage, item, due, gate))
 
-    async def _talk(
+    async def _converse(
         self, stage: _Stage, item: tuple[Session, BuiltRequest], due: float | None, gate: asyncio.Semaphore | None
     ) -> bool:
-        """A conversation; it ends early with a failure, and then this is False, or with the stage."""
+        """Run one conversation; return False if it ended early because of a failure."""
         session, prompt = item
         if len(self.first) < FIRST_KEPT:
             self.first.append(session)
@@ -240,7 +239,7 @@ class LoadDriver:
         for place, turn in enumerate(session.turns):
             if place:
                 due = self._clock() + turn.think
-                if not await self._thought(stage, turn):
+                if not await self._think(stage, turn):
                     return True
                 prompt = self._prompts.build(session, place, history)
             more = place + 1 < len(session.turns)
@@ -248,17 +247,17 @@ class LoadDriver:
             if answer.error:
                 return False
             if more:
-                history.append((prompt.text, "".join(answer.said)))
+                history.append((prompt.text, "".join(answer.content_parts)))
         return True
 
-    async def _thought(self, stage: _Stage, turn: ConversationTurn) -> bool:
-        """Whether there is a next turn after the user has thought."""
+    async def _think(self, stage: _Stage, turn: ConversationTurn) -> bool:
+        """Wait for the user's think time; return whether the next turn may be sent."""
         seconds = stage.bounds.seconds
         if seconds is not None and self._clock() + turn.think >= stage.began + seconds:
             return False
         if turn.think > 0.0:
             await asyncio.sleep(turn.think)
-        return self._goes_on(stage)
+        return self._may_send(stage)
 
     async def _request(
         self,
@@ -278,7 +277,7 @@ class LoadDriver:
         sent = False
         try:
             if self.running >= stage.bounds.running:
-                answer.fail("not sent", f"{self.running} requests run already, which is the bound")
+                answer.fail("not sent", f"{self.running} requests are running, which is the limit (--most-running)")
                 answer.start = handed
             else:
                 self.running += 1
@@ -291,7 +290,7 @@ class LoadDriver:
                             self._waiting -= 1
                     sent = True
                     stage.last_sent = max(stage.last_sent, self._clock())
-                    await self._client.ask(prompt.request, answer)
+                    await self._client.send(prompt.request, answer)
                 finally:
                     self.running -= 1
                     if gate is not None and sent:
@@ -300,7 +299,7 @@ class LoadDriver:
             if not sent:
                 answer.start = handed
             answer.end = self._clock()
-            answer.fail("unfinished", "the run ended before the answer")
+            answer.fail("unfinished", "the run ended before the response")
             raise
         finally:
             row = self._row(stage, session, turn, prompt, answer)
@@ -318,9 +317,9 @@ class LoadDriver:
         self, stage: _Stage, session: Session, turn: int, prompt: BuiltRequest, answer: TimedResponse
     ) -> RequestRow:
         if not self._stream:
-            answer.whole()
+            answer.read_whole()
         ok = not answer.error
-        stamps = answer.stamps
+        times = answer.output_times
         start = answer.start
         row = RequestRow(
             number=0,
@@ -341,21 +340,21 @@ class LoadDriver:
             asked_output=prompt.asked_output,
             prompt_tokens=answer.prompt_tokens or 0,
             cached_tokens=answer.cached_tokens,
-            ttft=stamps[0] - start if stamps else None,
-            ttfo=answer.first_said - start if answer.first_said is not None else None,
+            ttft=times[0] - start if times else None,
+            ttfo=answer.first_content - start if answer.first_content is not None else None,
             e2el=max(0.0, answer.end - start),
-            chunks=len(stamps),
+            chunks=len(times),
             together=answer.together,
             queue_ms=answer.queue_ms,
             prefill_ms=answer.prefill_ms,
             decode_ms=answer.decode_ms,
         )
-        if self._gaps + len(stamps) <= MOST_GAPS:
-            row.gaps = [round(after - before, 7) for before, after in pairwise(stamps)]
+        if self._gaps + len(times) <= MOST_GAPS:
+            row.gaps = [round(after - before, 7) for before, after in pairwise(times)]
             self._gaps += len(row.gaps)
-        elif len(stamps) > 1:
+        elif len(times) > 1:
             self.gaps_left_out += 1
-        self._count(row, answer)
+        self._count_tokens(row, answer)
         if ok:
             stage.done += 1
             self._done += 1
@@ -367,9 +366,9 @@ class LoadDriver:
             self._failed += 1
         return row
 
-    def _count(self, row: RequestRow, answer: TimedResponse) -> None:
-        """Output tokens, and what is kept to count them again."""
-        text = "".join(answer.thought) + "".join(answer.said)
+    def _count_tokens(self, row: RequestRow, answer: TimedResponse) -> None:
+        """Take the output tokens from the usage, and keep what is needed to recount them."""
+        text = "".join(answer.reasoning_parts) + "".join(answer.content_parts)
         if self._keep_texts:
             row.text = text
         if answer.output_tokens is not None:
@@ -386,7 +385,7 @@ class LoadDriver:
 
     # Watching
 
-    async def _watching(self, stage: _Stage) -> None:
+    async def _report_progress(self, stage: _Stage) -> None:
         then, outputs = self._clock(), self._tally.outputs
         while True:
             await asyncio.sleep(self._every)
@@ -430,7 +429,7 @@ class LoadDriver:
 
 
 def _percentiles(values: deque[float]) -> tuple[float | None, float | None]:
-    """p50 and p99 in milliseconds."""
+    """Return p50 and p99 in milliseconds."""
     if not values:
         return None, None
     p50, p99 = np.percentile(np.array(values), [50, 99]) * 1e3
@@ -438,10 +437,10 @@ def _percentiles(values: deque[float]) -> tuple[float | None, float | None]:
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    """Ends them, and waits until they have."""
-    left = list(tasks)
-    for task in left:
+    """Cancel tasks and wait for them."""
+    pending = list(tasks)
+    for task in pending:
         task.cancel()
-    for result in await asyncio.gather(*left, return_exceptions=True):
+    for result in await asyncio.gather(*pending, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result

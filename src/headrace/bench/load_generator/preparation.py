@@ -1,7 +1,6 @@
-"""What is found out before anything is measured: the model's name, who counts tokens, what words cost, what a chat
-template adds.
+"""Prepares a benchmark: finds the model's name, a token counter, the tokens of words and of the chat template.
 
-Owns Prepared. All of it is a few short requests; none is in any figure. Knows nothing of the load.
+Sends a few short requests, which are not measured.
 """
 
 from __future__ import annotations
@@ -29,40 +28,42 @@ from headrace.bench.load_generator.token_counters import ServerTokenCounter, Tok
 from headrace.bench.load_generator.workloads import ConversationTurn, PrefixKind, PromptPrefix, Session
 from headrace.errors import HeadraceError, RequestError
 
-MOST_COUNTS: Final = 2000  # texts that are counted to learn what words cost
-MOST_PROBES: Final = 60  # the same where each is a request for an answer
+MOST_COUNTS: Final = 2000  # texts counted to learn the tokens of words
+MOST_PROBES: Final = 60  # the same, if each takes a generation request
 
 
 class Preparation(msgspec.Struct, kw_only=True):
     model: str
     prompts: RequestBuilder
-    counter: TokenCounter | None  # None: only the server's usage counts
-    lengths_by: str  # who counted, in words
+    counter: TokenCounter | None  # None: only the server's usage is known
+    lengths_by: str  # description of the counter
     nonce: str
     warnings: list[str]
 
 
 async def prepare(client: HttpClient, options: BenchmarkOptions, *, made: bool) -> Preparation:
-    """`made`: there are prompts to be made, of given lengths. ConnectionError where the server does not answer."""
+    """Prepare a run; `made`: prompts of given lengths must be generated.
+
+    Raises ConnectionError if the server does not answer, RequestError if it rejects our requests.
+    """
     warnings: list[str] = []
     headers = dict(options.headers)
     keys = {tenant.name: tenant.key for tenant in options.tenants if tenant.key}
     first = options.tenants[0]
-    asking = headers | ({"authorization": f"Bearer {first.key}"} if first.key else {})
-    model = options.model or await _first_model(client, asking)
+    auth = headers | ({"authorization": f"Bearer {first.key}"} if first.key else {})
+    model = options.model or await _find_model(client, auth)
     chat = options.endpoint == "chat"
-    probe = _Probe(client, chat, {**_fields(options, model, stream=False), **options.body}, asking)
-    counter = await _counter(client, options, model, asking)
+    probe = _Probe(client, chat, {**_common_fields(options, model, stream=False), **options.body}, auth)
+    counter = await _counter(client, options, model, auth)
     nonce = secrets.token_hex(8) if options.nonce is None else options.nonce
     frames, writer, by = TemplateOverheads(), None, counter.name if counter is not None else ""
     if made:
         shapes = {shape_of(session, chat=chat) for session in _examples(options.tenants)} | {_plain(chat)}
         usages = {shape: await probe.tokens(sample_of(shape)) for shape in shapes}
-        told = all(tokens > 0 for tokens in usages.values())
-        if counter is None and not told:
+        has_usage = all(tokens > 0 for tokens in usages.values())
+        if counter is None and not has_usage:
             raise HeadraceError(
-                "the server tells no usage and has no /tokenize, so that nobody knows how long a prompt is: "
-                "give a --tokenizer"
+                "The server reports no usage and has no /tokenize, so prompts cannot be measured. Pass --tokenizer."
             )
         if counter is not None:
             costs = await measure(counter.count, most=MOST_COUNTS)
@@ -70,18 +71,22 @@ async def prepare(client: HttpClient, options: BenchmarkOptions, *, made: bool) 
             by = "usage"
             costs = await measure(probe.count, most=MOST_PROBES)
         if not costs.exact:
-            warnings.append("no word is known to be one token of the server's: lengths are only near what was asked")
-        if told:
+            warnings.append(
+                "No word is a single token for this server: prompt lengths are only close to the requested ones."
+            )
+        if has_usage:
             frames = TemplateOverheads(
                 {shape: tokens - costs.first * max(1, len(shape)) for shape, tokens in usages.items()}
             )
         else:
-            warnings.append("the server tells no usage: prompts are longer than asked by what its chat template adds")
+            warnings.append(
+                "The server reports no usage: prompts are longer than requested by the tokens of its chat template."
+            )
         writer = TextGenerator(costs, seed=options.seed, nonce=nonce)
     prompts = RequestBuilder(
         client.target,
         chat=chat,
-        body={**_fields(options, model, stream=options.stream), **options.body},
+        body={**_common_fields(options, model, stream=options.stream), **options.body},
         headers=headers,
         keys=keys,
         writer=writer,
@@ -91,7 +96,7 @@ async def prepare(client: HttpClient, options: BenchmarkOptions, *, made: bool) 
     return Preparation(model=model, prompts=prompts, counter=counter, lengths_by=by, nonce=nonce, warnings=warnings)
 
 
-def _fields(options: BenchmarkOptions, model: str, *, stream: bool) -> dict[str, Any]:
+def _common_fields(options: BenchmarkOptions, model: str, *, stream: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"model": model, "stream": stream}
     if options.temperature is not None:
         fields["temperature"] = options.temperature
@@ -100,24 +105,24 @@ def _fields(options: BenchmarkOptions, model: str, *, stream: bool) -> dict[str,
     return fields
 
 
-async def _first_model(client: HttpClient, headers: Mapping[str, str]) -> str:
-    answer = await client.fetch("GET", "/v1/models", headers=headers)
-    _answered(client, answer, "/v1/models")
+async def _find_model(client: HttpClient, headers: Mapping[str, str]) -> str:
+    response = await client.fetch("GET", "/v1/models", headers=headers)
+    _require_ok(client, response, "/v1/models")
     try:
-        return str(msgspec.json.decode(bytes(answer.body))["data"][0]["id"])
+        return str(msgspec.json.decode(bytes(response.body))["data"][0]["id"])
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
-        raise RequestError(f"{client.target.url}/v1/models names no model; give a --model", parameter="model") from None
+        raise RequestError(f"{client.target.url}/v1/models lists no model. Pass --model.", parameter="model") from None
 
 
-def problem(what: str, status: int) -> Exception:
-    """What a server refuses is our mistake; that it fails, has no time or is not there is its own."""
-    refused = 400 <= status < 500 and status not in (408, 429)
-    return RequestError(what) if refused else ConnectionError(what)
+def server_error(message: str, status: int) -> Exception:
+    """Return a RequestError if the server rejected our request, a ConnectionError if it failed, was busy or is down."""
+    rejected = 400 <= status < 500 and status not in (408, 429)
+    return RequestError(message) if rejected else ConnectionError(message)
 
 
-def _answered(client: HttpClient, answer: TimedResponse, path: str) -> None:
-    if answer.error or answer.status != 200:
-        raise problem(f"{client.target.url}{path}: {answer.error}: {answer.why}", answer.status)
+def _require_ok(client: HttpClient, response: TimedResponse, path: str) -> None:
+    if response.error or response.status != 200:
+        raise server_error(f"{client.target.url}{path}: {response.error}: {response.why}", response.status)
 
 
 async def _counter(
@@ -126,11 +131,11 @@ async def _counter(
     if options.tokenizer is not None:
         return TokenizerCounter(options.tokenizer)
     server = ServerTokenCounter(client, model, headers)
-    return server if await server.found() else None
+    return server if await server.detect() else None
 
 
 class _Probe:
-    """The usage that short answers tell."""
+    """Counts prompt tokens by the usage of one-token generations."""
 
     def __init__(self, client: HttpClient, chat: bool, fields: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         self._client = client
@@ -139,13 +144,13 @@ class _Probe:
         self._fields = {**fields, "stream": False, "max_tokens": 1}
         self._head = head_of(client.target, "POST", self._path, headers)
 
-    async def tokens(self, said: Mapping[str, Any]) -> int:
-        """Of a prompt; 0 where the server does not tell."""
-        answer = TimedResponse(stream=False)
-        await self._client.ask(request_of(self._head, msgspec.json.encode({**self._fields, **said})), answer)
-        _answered(self._client, answer, self._path)
-        answer.whole()
-        return answer.prompt_tokens or 0
+    async def tokens(self, prompt: Mapping[str, Any]) -> int:
+        """Return the tokens of a prompt; 0 if the server reports none."""
+        response = TimedResponse(stream=False)
+        await self._client.send(request_of(self._head, msgspec.json.encode({**self._fields, **prompt})), response)
+        _require_ok(self._client, response, self._path)
+        response.read_whole()
+        return response.prompt_tokens or 0
 
     async def count(self, text: str) -> int:
         return await self.tokens({"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text})
@@ -156,7 +161,7 @@ def _plain(chat: bool) -> Shape:
 
 
 def _examples(tenants: Iterable[LoadTenant]) -> list[Session]:
-    """A session of each kind that the workloads have."""
+    """Return one session for each kind of shared prefix in the workloads."""
     kinds: set[PrefixKind | None] = {
         workload.shared.kind if workload.shared is not None else None
         for tenant in tenants

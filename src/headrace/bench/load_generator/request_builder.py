@@ -1,7 +1,6 @@
-"""Requests as they go over the wire: a session's texts, its messages or prompt, its body, its head.
+"""Builds requests: a session's texts, its messages or prompt, the body and the HTTP head.
 
-Owns Prompts, which builds them, and Frames, the tokens that a chat template adds. The texts are headrace.bench.
-texts's. Knows nothing of when requests are sent.
+Does not decide when they are sent.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from headrace.bench.load_generator.workloads import EXAMPLES, PromptPrefix, Sess
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
-MOST_KEPT_TEXTS: Final = 4096  # shared beginnings whose texts are kept
-MOST_AHEAD: Final = 4096  # requests that are built before they are needed
-MOST_AHEAD_BYTES: Final = 64 * 1024 * 1024  # 64 MiB of them
+MOST_KEPT_TEXTS: Final = 4096  # shared prefixes whose texts are cached
+MOST_AHEAD: Final = 4096  # requests built before they are due
+MOST_AHEAD_BYTES: Final = 64 * 1024 * 1024  # 64 MiB
 
-Shape = tuple[str, ...]  # the roles of a chat's messages; empty: a prompt
+Shape = tuple[str, ...]  # the roles of a chat's messages; empty for a completion
 Message = dict[str, str]
 
 
 class BuiltRequest(msgspec.Struct, frozen=True):
     request: bytes
-    text: str  # of the user's latest message
-    asked_input: int  # tokens that the server should count; 0: nobody knows
+    text: str  # the user's latest message
+    asked_input: int  # prompt tokens that the server should count; 0: unknown
     asked_output: int
 
 
 class TemplateOverheads(msgspec.Struct):
-    """Tokens of a prompt beyond those of its texts, by its shape."""
+    """Tokens that the chat template adds to a prompt, by its shape."""
 
     known: dict[Shape, int] = {}
 
@@ -43,7 +42,7 @@ class TemplateOverheads(msgspec.Struct):
 
 
 def shape_of(session: Session, *, chat: bool) -> Shape:
-    """Of a session's first request."""
+    """Return the shape of a session's first request."""
     if not chat:
         return ()
     kind = session.prefix.kind if session.prefix is not None else "documents"
@@ -51,7 +50,7 @@ def shape_of(session: Session, *, chat: bool) -> Shape:
 
 
 def sample_of(shape: Shape) -> dict[str, Any]:
-    """The messages or the prompt of a shape, each text the cheapest that there is."""
+    """Return the smallest prompt of a shape."""
     return {"messages": [{"role": role, "content": FIRST} for role in shape]} if shape else {"prompt": FIRST}
 
 
@@ -68,7 +67,7 @@ class RequestBuilder:
         frames: TemplateOverheads | None = None,
         ignore_eos: bool = True,
     ) -> None:
-        """`body`: fields of every request; `keys`: tenants' API keys. Without a writer only literal prompts go."""
+        """`body`: fields of every request; `keys`: tenants' API keys. Without a writer, prompts are literal."""
         self.chat = chat
         self.frames = frames or TemplateOverheads()
         self.writer = writer
@@ -81,63 +80,65 @@ class RequestBuilder:
         self._texts: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def build(
-        self, session: Session, turn: int, history: Sequence[tuple[str, str]], *, to_its_end: bool = False
+        self, session: Session, turn: int, history: Sequence[tuple[str, str]], *, until_eos: bool = False
     ) -> BuiltRequest:
-        """`history`: what the user said in earlier turns, and the answers; `to_its_end`: the model may end its own."""
-        asked = session.turns[turn]
+        """Build one turn. `history`: earlier questions and answers; `until_eos`: let the model end its answer."""
+        length = session.turns[turn]
         shape = shape_of(session, chat=self.chat)
         frame = self.frames.of(shape)
-        before, counted = self._before(session)
+        prefix, prefix_tokens = self._prefix(session)
         if session.text is not None:
             text, total = session.text, 0
         elif session.blocks:
-            text, tokens = self._blocks(session, asked.tokens - frame)
+            text, tokens = self._blocks(session, length.tokens - frame)
             total = tokens + frame
         else:
-            own, tokens = self._write(f"{session.name} {turn}", asked.tokens - (0 if turn else frame))
+            own, tokens = self._write(f"{session.name} {turn}", length.tokens - (0 if turn else frame))
             text = own
-            total = counted + tokens + frame if not turn else 0
-        body = self._body | self._said(session, before, history, text)
-        if asked.answer:
-            body["max_tokens"] = asked.answer
-            if self._ignore_eos and not to_its_end:
+            total = prefix_tokens + tokens + frame if not turn else 0
+        body = self._body | self._prompt_fields(session, prefix, history, text)
+        if length.answer:
+            body["max_tokens"] = length.answer
+            if self._ignore_eos and not until_eos:
                 body["ignore_eos"] = True
         request = request_of(self._head(session), msgspec.json.encode(body))
-        return BuiltRequest(request, text, total, asked.answer)
+        return BuiltRequest(request, text, total, length.answer)
 
-    def _said(self, session: Session, before: str, history: Sequence[tuple[str, str]], text: str) -> dict[str, object]:
+    def _prompt_fields(
+        self, session: Session, prefix: str, history: Sequence[tuple[str, str]], text: str
+    ) -> dict[str, object]:
         if not self.chat:
-            parts = [before] if before else []
-            for said, answer in history:
-                parts += [said, answer]
+            parts = [prefix] if prefix else []
+            for question, answer in history:
+                parts += [question, answer]
             return {"prompt": " ".join([*parts, text])}
         messages: list[Message] = []
         kind = session.prefix.kind if session.prefix is not None else None
         if kind == "system":
-            messages.append({"role": "system", "content": before})
+            messages.append({"role": "system", "content": prefix})
         elif kind == "few-shot" and session.prefix is not None:
             messages += self._examples(session.prefix)
-        asks = [*(said for said, _ in history), text]
+        questions = [*(question for question, _ in history), text]
         if kind == "documents":
-            asks[0] = f"{before} {asks[0]}"
-        for place, ask in enumerate(asks):
-            messages.append({"role": "user", "content": ask})
+            questions[0] = f"{prefix} {questions[0]}"
+        for place, question in enumerate(questions):
+            messages.append({"role": "user", "content": question})
             if place < len(history):
                 messages.append({"role": "assistant", "content": history[place][1]})
         return {"messages": messages}
 
-    def _before(self, session: Session) -> tuple[str, int]:
-        """The shared beginning, and its tokens."""
+    def _prefix(self, session: Session) -> tuple[str, int]:
+        """Return the shared prefix and its tokens."""
         prefix = session.prefix
         if prefix is None:
             return "", 0
         if prefix.kind == "few-shot":
             parts = [each["content"] for each in self._examples(prefix)]
-            return " ".join(parts), sum(_even(prefix.tokens, 2 * EXAMPLES))
+            return " ".join(parts), sum(_split_evenly(prefix.tokens, 2 * EXAMPLES))
         return self._shared(f"prefix {prefix.name}", prefix.tokens), prefix.tokens
 
     def _examples(self, prefix: PromptPrefix) -> list[Message]:
-        lengths = _even(prefix.tokens, 2 * EXAMPLES)
+        lengths = _split_evenly(prefix.tokens, 2 * EXAMPLES)
         return [
             {
                 "role": "assistant" if place % 2 else "user",
@@ -147,7 +148,7 @@ class RequestBuilder:
         ]
 
     def _blocks(self, session: Session, tokens: int) -> tuple[str, int]:
-        """Blocks in order, the last as long as there is room; what they leave is the session's own."""
+        """Concatenate the session's blocks, cut to `tokens`; fill the rest with unique text."""
         parts: list[str] = []
         total = 0
         for name in session.blocks:
@@ -196,7 +197,7 @@ class RequestBuilder:
 
 
 class PrebuiltRequests:
-    """Sessions with their first requests, some of them built before they are due."""
+    """A stream of sessions with their first requests, some of them built before they are due."""
 
     def __init__(self, sessions: Iterator[Session], prompts: RequestBuilder) -> None:
         self._sessions = sessions
@@ -205,7 +206,7 @@ class PrebuiltRequests:
         self._bytes = 0
 
     def fill(self, count: int) -> None:
-        """Builds so many, or as many as there is room for."""
+        """Build up to `count` requests in advance, within the memory limit."""
         while len(self._built) < min(count, MOST_AHEAD) and self._bytes < MOST_AHEAD_BYTES:
             session = next(self._sessions, None)
             if session is None:
@@ -214,7 +215,7 @@ class PrebuiltRequests:
             self._bytes += len(self._built[-1][1].request)
 
     def next(self) -> tuple[Session, BuiltRequest] | None:
-        """None at the end."""
+        """Return the next session, or None at the end."""
         if self._built:
             session, prompt = self._built.popleft()
             self._bytes -= len(prompt.request)
@@ -226,6 +227,6 @@ class PrebuiltRequests:
         return session, self._prompts.build(session, 0, ())
 
 
-def _even(total: int, parts: int) -> list[int]:
-    """As even as whole numbers are; none below 1."""
+def _split_evenly(total: int, parts: int) -> list[int]:
+    """Split `total` into parts that differ by at most 1; none is below 1."""
     return [max(1, (place + 1) * total // parts - place * total // parts) for place in range(parts)]

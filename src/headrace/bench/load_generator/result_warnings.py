@@ -1,6 +1,6 @@
-"""What a reader should know before the figures: late requests, lengths that are not those asked for, tokens miscounted.
+"""Warnings about a result: late requests, prompts of the wrong length, miscounted tokens.
 
-Owns the bounds beyond which something is said, and the sentences. Pure: a result in, sentences out.
+Pure: takes a result, returns sentences.
 """
 
 from __future__ import annotations
@@ -12,56 +12,61 @@ from headrace.bench.load_generator.load_driver import MOST_GAPS
 from headrace.bench.load_generator.token_check import MOST_DIFFERENCE
 from headrace.bench.results.benchmark_result import BenchmarkResult
 
-_OFF: Final = 0.05  # of the asked prompt tokens, beyond which the workload is not what was asked
+_OFF: Final = 0.05  # difference from the requested prompt tokens that is worth a warning
 
 
-def caveats(found: BenchmarkResult, *, most_lag: float, ignore_eos: bool) -> list[str]:
-    """`most_lag`: milliseconds of p99 lag that are no matter; `ignore_eos`: answers were to have a given length."""
-    said: list[str] = []
-    well = [row for row in found.rows if row.ok]
-    lag = found.figures.lag
+def collect_warnings(result: BenchmarkResult, *, most_lag: float, ignore_eos: bool) -> list[str]:
+    """`most_lag`: acceptable p99 lag in milliseconds; `ignore_eos`: answers were requested at a fixed length."""
+    warnings: list[str] = []
+    ok_rows = [row for row in result.rows if row.ok]
+    lag = result.figures.lag
     if lag is not None and lag.p99 > most_lag:
-        said.append(
-            f"requests were sent late: p99 of the lag behind the schedule is {lag.p99:.1f} ms, more than "
-            f"{most_lag:g} ms; the client or this machine is the bottleneck"
+        warnings.append(
+            f"Requests were sent late: the p99 lag behind the schedule is {lag.p99:.1f} ms, above {most_lag:g} ms. "
+            "The client or this machine is the bottleneck."
         )
-    made = [row for row in well if row.asked_input and row.prompt_tokens]
+    made = [row for row in ok_rows if row.asked_input and row.prompt_tokens]
     asked, came = sum(row.asked_input for row in made), sum(row.prompt_tokens for row in made)
     if asked and abs(came - asked) / asked > _OFF:
-        said.append(f"prompts have {came / asked - 1.0:+.1%} tokens of what was asked, by the server's own count")
-    if ignore_eos:
-        short = sum(row.output_tokens < row.asked_output for row in well if row.tokens_from == "usage")
-        if short:
-            said.append(
-                f"{short} of {len(well)} answers are shorter than asked: the server does not know ignore_eos, or its "
-                "context was full"
-            )
-    counted = {row.tokens_from for row in well}
-    if "chunks" in counted:
-        said.append("the server tells no usage and nothing here counts its tokens: each streamed chunk counts as one")
-    elif "text" in counted:
-        said.append("the server tells no usage: output tokens are counted from the texts")
-    token_check = found.token_check
-    if token_check is not None and token_check.difference > MOST_DIFFERENCE:
-        said.append(mismatch_of(found))
-    elif token_check is not None and token_check.past_ends is not None:
-        said.append(
-            f"{token_check.past_ends:.1%} of the output tokens are in no text: the model went on past its ends, as "
-            "ignore_eos asks, and those are not written"
+        warnings.append(
+            f"Prompts have {came / asked - 1.0:+.1%} tokens compared with the requested length, by the server's count."
         )
-    if found.gaps_left_out:
-        said.append(f"{found.gaps_left_out} answers are in no ITL: {MOST_GAPS:,} gaps are kept")
-    if len(found.rows) >= MOST_REQUESTS:
-        said.append(f"the run ended at {MOST_REQUESTS:,} requests, the most that it keeps")
-    return said
+    if ignore_eos:
+        short = sum(row.output_tokens < row.asked_output for row in ok_rows if row.tokens_from == "usage")
+        if short:
+            warnings.append(
+                f"{short} of {len(ok_rows)} answers are shorter than requested: the server ignores ignore_eos, "
+                "or its context was full."
+            )
+    counted = {row.tokens_from for row in ok_rows}
+    if "chunks" in counted:
+        warnings.append(
+            "The server reports no usage and no tokenizer is known: each streamed chunk counts as one token."
+        )
+    elif "text" in counted:
+        warnings.append("The server reports no usage: output tokens are counted from the texts.")
+    token_check = result.token_check
+    if token_check is not None and token_check.difference > MOST_DIFFERENCE:
+        warnings.append(describe_mismatch(result))
+    elif token_check is not None and token_check.past_ends is not None:
+        warnings.append(
+            f"{token_check.past_ends:.1%} of the output tokens are not in the text: with ignore_eos the model went "
+            "on past its end tokens, which servers do not print."
+        )
+    if result.gaps_left_out:
+        warnings.append(f"ITL leaves out {result.gaps_left_out} answers: at most {MOST_GAPS:,} gaps are kept.")
+    if len(result.rows) >= MOST_REQUESTS:
+        warnings.append(f"The run ended at its limit of {MOST_REQUESTS:,} requests.")
+    return warnings
 
 
-def mismatch_of(found: BenchmarkResult) -> str:
-    """The sentence on token counts that are too far apart; empty where they are not."""
-    token_check = found.token_check
+def describe_mismatch(result: BenchmarkResult) -> str:
+    """Describe token counts that differ too much; empty if they agree."""
+    token_check = result.token_check
     if token_check is None or token_check.difference <= MOST_DIFFERENCE:
         return ""
     return (
-        f"the server says {token_check.usage:,} output tokens where the {token_check.by} counts "
-        f"{token_check.counted:,} in the texts of {token_check.answers} answers: {token_check.difference:.1%} apart"
+        f"The server reports {token_check.usage:,} output tokens where the {token_check.by} counts "
+        f"{token_check.counted:,} in the texts of {token_check.answers} answers, "
+        f"a difference of {token_check.difference:.1%}"
     )

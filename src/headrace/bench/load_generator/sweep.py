@@ -1,6 +1,6 @@
-"""The search for the knee: which rate comes next, and whether a server kept up with one.
+"""Searches for the knee: chooses the next rate, and judges whether the server kept up with a stage.
 
-Owns Climb and `shortfall`. Pure: figures in, a rate or a reason out. Knows nothing of requests.
+Pure: statistics in, a rate or a reason out.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import msgspec
 
 from headrace.bench.results.benchmark_result import RequestStats
 
-MOST_DOWN: Final = 3  # times that the rate is lowered where the server cannot keep up with the first
+MOST_DOWN: Final = 3  # times the rate is lowered if the server cannot keep up with the first one
 _FAILED: Final = 0.01  # share of requests that may fail
-_TAIL: Final = 1.5  # times the first stage's p99 E2EL that may pass after the last request, a tenth of the stage apart
+_TAIL: Final = 1.5  # how long a stage may drain: this many p99 E2EL of the first stage, plus a tenth of the stage
 
 
 class RateSearch(msgspec.Struct):
-    """Rates go up by `factor` from `low` until one is too high, and then between that and the last good one."""
+    """Raise the rate by `factor` from `low` until the server falls behind, then bisect."""
 
     low: float
-    high: float = math.inf  # no rate is above
+    high: float = math.inf  # the highest rate to try
     factor: float = 2.0
-    refine: int = 2  # stages between the last good rate and the first bad one
+    refine: int = 2  # stages for bisecting
     good: list[float] = []
     bad: list[float] = []
 
     def next(self) -> float | None:
-        """The rate to try; None when the knee is known."""
+        """Return the next rate; None once the knee is stats."""
         if not self.good and not self.bad:
             return self.low
         if not self.bad:
@@ -47,7 +47,7 @@ class RateSearch(msgspec.Struct):
 
 
 def shortfall(
-    found: RequestStats,
+    stats: RequestStats,
     *,
     sending: float,
     first: RequestStats | None,
@@ -55,29 +55,29 @@ def shortfall(
     good_share: float,
     latency: float,
 ) -> str:
-    """Why a server did not keep up with a stage; empty where it did.
+    """Return why a server fell behind in a stage; empty if it kept up.
 
-    `sending`: seconds in which requests were sent; `first`: figures of the first stage, None where this is it;
-    `good_share`: of the requests that must meet the objectives; `latency`: times the first stage's p90 TTFT (or E2EL,
-    where nothing was streamed) that is too long, where there are no objectives.
+    `sending`: seconds in which requests were sent; `first`: statistics of the first stage, None if this is it;
+    `good_share`: share of the requests that must meet the objectives; `latency`: without objectives, the multiple of
+    the first stage's p90 TTFT (or E2EL, without streaming) at which the server has fallen behind.
     """
-    if not found.requests:
+    if not stats.requests:
         return "no request was sent"
-    failed = found.failed / found.requests
+    failed = stats.failed / stats.requests
     if failed > _FAILED:
         return f"{failed:.1%} of the requests failed"
     if objectives:
-        share = (found.good or 0) / found.requests
+        share = (stats.good or 0) / stats.requests
         if share < good_share:
             return f"{share:.0%} of the requests met the objectives, fewer than {good_share:.0%}"
         return ""
     if first is None:
         return ""
-    name = "ttft" if found.ttft is not None and first.ttft is not None else "e2el"
-    now, then = getattr(found, name), getattr(first, name)
+    name = "ttft" if stats.ttft is not None and first.ttft is not None else "e2el"
+    now, then = getattr(stats, name), getattr(first, name)
     if now is not None and then is not None and now.p90 > latency * then.p90:
         return f"p90 {name.upper()} is {now.p90 / then.p90:.1f} times that of the first stage"
-    tail = found.seconds - sending
+    tail = stats.seconds - sending
     if first.e2el is not None and tail > 0.1 * sending + _TAIL * first.e2el.p99 / 1e3:
-        return f"it took {tail:.1f} s to finish after the last request"
+        return f"took {tail:.1f} s to finish after the last request"
     return ""

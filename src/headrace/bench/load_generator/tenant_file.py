@@ -1,7 +1,6 @@
-"""Several tenants at once, from a TOML file: each with its key, its surface, its load and its workload.
+"""Reads the tenants of a benchmark from a TOML file: each with a key, a surface, a load and a workload.
 
-Owns the file's form and its bounds. Keys are read from the environment, by the names that the file gives: a file that
-says how a server was measured can be shown to anybody.
+The file names environment variables in place of keys, so that it can be published with the results.
 """
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ from typing import Any, Final
 import msgspec
 
 from headrace.bench.load_generator.arrivals import ArrivalProcess
-from headrace.bench.load_generator.benchmark_options import LoadTenant, WorkloadMix, WorkloadOptions, bounded, mix_of
+from headrace.bench.load_generator.benchmark_options import (
+    LoadTenant,
+    WorkloadMix,
+    WorkloadOptions,
+    build_mix,
+    check_minimum,
+)
 from headrace.bench.load_generator.workloads import PrefixKind
 from headrace.errors import RequestError
 
@@ -23,8 +28,8 @@ MOST_TENANTS: Final = 1000
 MOST_FILE: Final = 1024 * 1024  # bytes: 1 MiB
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True, rename="kebab"):
-    """One [[tenant]]; the names are those of the command's flags."""
+class _TenantEntry(msgspec.Struct, forbid_unknown_fields=True, rename="kebab"):
+    """One [[tenant]] table; its names are those of the command's flags."""
 
     name: str
     key_env: str | None = None
@@ -47,49 +52,49 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True, rename="kebab"):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    tenant: list[_Line]
+    tenant: list[_TenantEntry]
 
 
 def read_tenants(path: Path, environ: Mapping[str, str], mix: WorkloadMix) -> tuple[LoadTenant, ...]:
-    """Those that say nothing of a workload have `mix`."""
+    """Read the file; tenants without a workload get `mix`."""
     with path.open("rb") as file:
         raw = file.read(MOST_FILE + 1)
     try:
         if len(raw) > MOST_FILE:
-            raise ValueError(f"longer than {MOST_FILE} bytes")
-        lines = msgspec.convert(tomllib.loads(raw.decode()), _File).tenant
-        if not lines or len({line.name for line in lines}) < len(lines) or len(lines) > MOST_TENANTS:
-            raise ValueError(f"expected 1 to {MOST_TENANTS} tenants, each with a name of its own")
-        return tuple(_tenant(line, environ, mix) for line in lines)
+            raise ValueError(f"the file is longer than {MOST_FILE} bytes")
+        entries = msgspec.convert(tomllib.loads(raw.decode()), _File).tenant
+        if not entries or len({entry.name for entry in entries}) < len(entries) or len(entries) > MOST_TENANTS:
+            raise ValueError(f"expected 1 to {MOST_TENANTS} tenants with unique names")
+        return tuple(_tenant(entry, environ, mix) for entry in entries)
     except (ValueError, msgspec.ValidationError, RequestError) as error:  # tomllib's errors are ValueErrors
         raise RequestError(f"{path}: {error}", parameter="tenants") from None
 
 
-def _tenant(line: _Line, environ: Mapping[str, str], mix: WorkloadMix) -> LoadTenant:
-    if line.rate is not None and line.concurrency is not None:
-        raise RequestError(f"tenant '{line.name}' has a rate or a concurrency, not both")
+def _tenant(entry: _TenantEntry, environ: Mapping[str, str], mix: WorkloadMix) -> LoadTenant:
+    if entry.rate is not None and entry.concurrency is not None:
+        raise RequestError(f"tenant '{entry.name}' has a rate and a concurrency. Give one of them.")
     for what, value in (
-        ("rate", line.rate),
-        ("concurrency", line.concurrency),
-        ("burstiness", line.burstiness),
+        ("rate", entry.rate),
+        ("concurrency", entry.concurrency),
+        ("burstiness", entry.burstiness),
     ):
         if value is not None:
-            bounded(f"the {what} of '{line.name}'", value, 1e-6)
+            check_minimum(f"{what} of tenant '{entry.name}'", value, 1e-6)
     key = None
-    if line.key_env is not None and not (key := environ.get(line.key_env)):
-        raise RequestError(f"the environment has no {line.key_env}, which is to be the key of '{line.name}'")
-    asked: dict[str, Any] = {
+    if entry.key_env is not None and not (key := environ.get(entry.key_env)):
+        raise RequestError(f"environment variable {entry.key_env}, the key of tenant '{entry.name}', is not set.")
+    workload: dict[str, Any] = {
         each.name: value
         for each in dataclasses.fields(WorkloadOptions)
-        if (value := getattr(line, each.name)) is not None
+        if (value := getattr(entry, each.name)) is not None
     }
     return LoadTenant(
-        name=line.name,
+        name=entry.name,
         key=key,
-        surface=line.surface,
-        mix=mix_of(WorkloadOptions(**asked)) if asked else mix,
-        rate=line.rate,
-        concurrency=line.concurrency,
-        arrivals=line.arrivals,
-        burstiness=line.burstiness,
+        surface=entry.surface,
+        mix=build_mix(WorkloadOptions(**workload)) if workload else mix,
+        rate=entry.rate,
+        concurrency=entry.concurrency,
+        arrivals=entry.arrivals,
+        burstiness=entry.burstiness,
     )

@@ -1,10 +1,7 @@
-"""Texts of a given length in a server's tokens, made of common words.
+"""Generates texts with a given number of the server's tokens, from common words.
 
-Owns the list of words, Costs (what each word comes to), the measuring of costs with any counter, and Writer. Knows
-neither where counts come from nor what the texts are for.
-
-Words are apart by blanks, and tokenizers do not join across those, so that a text comes to the sum of its words and a
-constant. Words of one token each are preferred: then a text of n tokens is n words.
+Words are separated by blanks, and tokenizers do not merge tokens across those, so a text has the sum of its words'
+tokens plus a constant. Words of one token each are preferred: a text of n tokens then has n words.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-FIRST: Final = "the"  # every text begins with it: a first word has no blank before it, and may cost otherwise
-OPENING: Final = 8  # words after the first that no other run has
-_ENOUGH: Final = 128  # words of one token: with so many the others are not needed
-_GROUP: Final = 32  # words that are counted together at first
-_FEW: Final = 16  # words that are counted one by one where nothing came of groups
+FIRST: Final = "the"  # first word of every text: without a blank before it, a word may have other tokens
+OPENING: Final = 8  # words after the first that differ from run to run
+_ENOUGH: Final = 128  # one-token words that make the others unnecessary
+_GROUP: Final = 32  # words counted together at first
+_FEW: Final = 16  # words counted one by one if groups give no result
 
 WORDS: Final = tuple(
     """
@@ -74,38 +71,38 @@ WORDS: Final = tuple(
     """.split()
 )
 
-CountTokens = Callable[[str], Awaitable[int]]  # tokens of a text, with whatever a text always has around it
+CountTokens = Callable[[str], Awaitable[int]]  # counts a text's tokens, including any constant overhead
 
 
 class WordCosts(msgspec.Struct, frozen=True):
-    """Tokens of words after a blank."""
+    """The tokens of words that follow a blank."""
 
     words: tuple[str, ...]
     tokens: tuple[int, ...]
-    first: int  # of FIRST after a blank
-    constant: int  # of any text beyond its words: what the counter always adds, and what FIRST costs otherwise in front
+    first: int  # of FIRST, after a blank
+    constant: int  # of any text in addition to its words
 
     @property
     def exact(self) -> bool:
-        """Any length can be made."""
+        """Whether texts of any length can be generated exactly."""
         return 1 in self.tokens
 
     def of(self, words: int) -> float:
-        """Tokens to expect of so many words."""
+        """Return the expected tokens of this many words."""
         return words * sum(self.tokens) / len(self.tokens)
 
 
 async def measure(count: CountTokens, words: Sequence[str] = WORDS, *, most: int) -> WordCosts:
-    """Counts groups of words and halves those that are not one token a word; `most`: texts that are counted at most."""
+    """Find words of one token by counting groups and halving those with more; `most`: limit of counted texts."""
     once, many = await count(FIRST), await count(" ".join([FIRST] * 9))
     first = max(1, round((many - once) / 8))
     constant = once - first
     known: dict[str, int] = {}
     groups = deque(list(words[place : place + _GROUP]) for place in range(0, len(words), _GROUP))
-    left = most - 2
-    while groups and left > 0 and sum(tokens == 1 for tokens in known.values()) < _ENOUGH:
+    budget = most - 2
+    while groups and budget > 0 and sum(tokens == 1 for tokens in known.values()) < _ENOUGH:
         group = groups.popleft()
-        left -= 1
+        budget -= 1
         total = await count(f"{FIRST} {' '.join(group)}") - once
         if total == len(group):
             known |= dict.fromkeys(group, 1)
@@ -123,22 +120,24 @@ async def measure(count: CountTokens, words: Sequence[str] = WORDS, *, most: int
 
 
 class TextGenerator:
-    """Texts by name: the same name, seed and nonce make the same text; another nonce makes another opening."""
+    """Generates texts by name: the same name, seed and nonce give the same text; the nonce changes its opening."""
 
     def __init__(self, costs: WordCosts, *, seed: int, nonce: str) -> None:
-        """Without a nonce the opening is the seed's, so that later runs repeat it."""
+        """An empty nonce makes later runs with this seed repeat the texts."""
         self.costs = costs
         self._words: NDArray[np.object_] = np.array(costs.words, dtype=object)
         self._tokens = np.array(costs.tokens)
-        self._even = costs.tokens[0] if len(set(costs.tokens)) == 1 else 0  # all words cost the same
+        self._even = (
+            costs.tokens[0] if len(set(costs.tokens)) == 1 else 0
+        )  # if all words have the same number of tokens
         self._by_cost = {cost: np.flatnonzero(self._tokens == cost) for cost in sorted(set(costs.tokens), reverse=True)}
         self._seed = seed
         self._nonce = nonce
 
     def text(self, name: str, tokens: int) -> tuple[str, int]:
-        """About so many tokens: exactly so where words of one token are known, and FIRST at least. With its tokens."""
+        """Return a text and its tokens: exactly `tokens` if one-token words are known; at least FIRST."""
         opening = self._draw(f"opening {self._nonce} {self._seed} {name}", OPENING)
-        # No word is cheaper than a token, so there are never more words than this.
+        # A word has at least one token, so this many words suffice.
         rest = self._draw(f"rest {self._seed} {name}", max(0, tokens - OPENING))
         places = np.concatenate([opening, rest])
         left = tokens - self.costs.first
@@ -160,6 +159,6 @@ class TextGenerator:
         return " ".join([FIRST, *words]), tokens - left
 
     def _draw(self, name: str, count: int) -> NDArray[np.int64]:
-        # A hash as long as is wanted: to seed a generator of numbers for each text would take longer than the text.
+        # An extendable hash: seeding a random generator for each text would take longer than the text.
         drawn = np.frombuffer(hashlib.shake_128(name.encode()).digest(4 * count), dtype="<u4")
         return (drawn % len(self._words)).astype(np.int64)

@@ -1,7 +1,4 @@
-"""Whether a server's counts of output tokens are to be believed: the texts of some answers, counted again.
-
-Owns the comparison, and the second look where an answer holds tokens that are in no text. Who counts is tokens's.
-"""
+"""Checks a server's counts of output tokens by recounting the texts of some answers."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from headrace.bench.load_generator.request_builder import BuiltRequest
 from headrace.bench.load_generator.token_counters import TokenCounter
 from headrace.bench.results.benchmark_result import TokenCheck
 
-MOST_DIFFERENCE: Final = 0.05  # of the server's count of output tokens and ours
-_LEAST_TOKENS: Final = 32  # of answers that say anything of how a server counts
+MOST_DIFFERENCE: Final = 0.05  # between the server's count of output tokens and ours
+_LEAST_TOKENS: Final = 32  # fewer show nothing about how a server counts
 
-CountedAnswer = tuple[str, int, bool]  # an answer's text, the server's count, and whether it ended by itself
+CountedAnswer = tuple[str, int, bool]  # text, the server's count, and whether the model ended the answer
 
 
-async def recount(
+async def check_tokens(
     answers: Iterable[CountedAnswer],
     counter: TokenCounter,
     client: HttpClient,
@@ -29,41 +26,41 @@ async def recount(
     stream: bool,
     past_ends: bool,
 ) -> TokenCheck | None:
-    """None where there is nothing to count.
+    """Recount the answers; return None if there is nothing to count.
 
-    An answer that goes on past its ends holds tokens that are in no text. So where answers did (`past_ends`) and the
-    counts are apart, `prompts` are asked, whose answers may end, and those decide.
+    An answer that continues past its end tokens has tokens that its text does not show. If answers did (`past_ends`)
+    and the counts differ, `prompts`, whose answers may end, are sent and decide instead.
     """
-    found = await check(answers, counter)
-    if found is None or found.difference <= MOST_DIFFERENCE or not past_ends:
-        return found
+    result = await compare_counts(answers, counter)
+    if result is None or result.difference <= MOST_DIFFERENCE or not past_ends:
+        return result
     ended: list[CountedAnswer] = []
     for prompt in prompts:
         answer = TimedResponse(stream=stream, keep_text=True)
-        await client.ask(prompt.request, answer)
+        await client.send(prompt.request, answer)
         if not stream:
-            answer.whole()
+            answer.read_whole()
         if not answer.error and answer.output_tokens is not None and not answer.tools:
-            text = "".join(answer.thought) + "".join(answer.said)
+            text = "".join(answer.reasoning_parts) + "".join(answer.content_parts)
             ended.append((text, answer.output_tokens, answer.finish == "stop"))
-    again = await check(ended, counter)
+    again = await compare_counts(ended, counter)
     if again is None or again.usage < _LEAST_TOKENS:
-        return found
-    again.past_ends = found.difference
+        return result
+    again.past_ends = result.difference
     return again
 
 
-async def check(answers: Iterable[tuple[str, int, bool]], counter: TokenCounter) -> TokenCheck | None:
-    """Of answers: their text, the server's count, and whether they ended by themselves. None where there is none.
+async def compare_counts(answers: Iterable[CountedAnswer], counter: TokenCounter) -> TokenCheck | None:
+    """Compare the server's counts with ours; return None without any.
 
-    The token that ends an answer is in the server's count, or it is not; it is in no text. Either is right.
+    A server may count the token that ends an answer or not; it is never in the text.
     """
     number = usage = counted = 0
-    for text, said, ended in answers:
+    for text, reported, ended in answers:
         ours = await counter.count(text)
         number += 1
-        usage += said
-        counted += min(ours + 1, max(ours, said)) if ended else ours
+        usage += reported
+        counted += min(ours + 1, max(ours, reported)) if ended else ours
     if not usage:
         return None
     return TokenCheck(

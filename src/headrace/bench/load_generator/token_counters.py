@@ -1,7 +1,4 @@
-"""Who counts a server's tokens: a tokenizer folder here, the server's /tokenize, or the usage that its answers tell.
-
-Owns the ways to count here and there. Knows nothing of how prompts are built.
-"""
+"""Counts tokens with a local tokenizer, or with the server's /tokenize endpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model
 from headrace.models.text.tokenizer import Tokenizer
 
-_NO_BOUND: Final = 1 << 30  # a vocabulary's size where no config.json says it
+_NO_BOUND: Final = 1 << 30  # vocabulary size without a config.json
 
 
 class TokenCounter(Protocol):
-    """Tokens of a text without a beginning or an end."""
+    """Counts the tokens of a text, without special tokens."""
 
     name: str
     by: str  # tokenizer or server
@@ -28,7 +25,7 @@ class TokenCounter(Protocol):
 
 
 class TokenizerCounter:
-    """A tokenizer folder."""
+    """Counts with a local tokenizer."""
 
     by = "tokenizer"
 
@@ -47,7 +44,7 @@ class TokenizerCounter:
 
 
 class ServerTokenCounter:
-    """The server's /tokenize: as Headrace and vLLM have it, or llama.cpp's, or text-generation-inference's."""
+    """Counts with the server's /tokenize, in the form of Headrace and vLLM, llama.cpp, or text-generation-inference."""
 
     name = "the server's /tokenize"
     by = "server"
@@ -61,26 +58,26 @@ class ServerTokenCounter:
             lambda text: {"inputs": text, "add_special_tokens": False},
         ]
 
-    async def found(self) -> bool:
-        """Whether there is one; the shape that it takes is kept."""
+    async def detect(self) -> bool:
+        """Return whether the server has a /tokenize, and remember its form."""
         for shape in self._shapes:
-            if await self._asked(shape("the wheel turns")):
+            if await self._request(shape("the wheel turns")):
                 self._shapes = [shape]
                 return True
         return False
 
     async def count(self, text: str) -> int:
-        found = await self._asked(self._shapes[0](text)) if text else 0
-        if found is None:
-            raise ConnectionError(f"{self._client.target.url}/tokenize answered once, and then it did not")
-        return found
+        tokens = await self._request(self._shapes[0](text)) if text else 0
+        if tokens is None:
+            raise ConnectionError(f"{self._client.target.url}/tokenize worked at first and now fails")
+        return tokens
 
-    async def _asked(self, body: dict[str, Any]) -> int | None:
-        answer = await self._client.fetch("POST", "/tokenize", body, self._headers)
-        if answer.error or answer.status != 200:
+    async def _request(self, body: dict[str, Any]) -> int | None:
+        response = await self._client.fetch("POST", "/tokenize", body, self._headers)
+        if response.error or response.status != 200:
             return None
         try:
-            found: object = msgspec.json.decode(bytes(answer.body))
+            found: object = msgspec.json.decode(bytes(response.body))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         if isinstance(found, list):

@@ -1,7 +1,6 @@
-"""Requests from a JSONL file: Headrace's own traces, Mooncake's, and the prompts of vLLM's custom data sets.
+"""Reads requests from a JSONL file: Headrace's traces, Mooncake's, or vLLM's custom data sets.
 
-Owns the three formats and the bounds on what is read. A line's problem is a RequestError that names the line. Knows
-nothing of texts: it says how long they are and which beginnings they share.
+An invalid line is a RequestError that names it. Yields lengths and shared prefixes, not texts.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from headrace.bench.simulation.synthetic_traffic import TraceLine, trace_lines
 from headrace.errors import RequestError
 
 TraceFormat = Literal["auto", "headrace", "mooncake", "vllm"]
-MOST_LINE: Final = 8 * 1024 * 1024  # bytes of a line: 8 MiB, as prompts may be in it
-MOST_TOKENS: Final = 1_000_000  # of a prompt or an answer
-BLOCK: Final = 512  # tokens of one of Mooncake's blocks
+MOST_LINE: Final = 8 * 1024 * 1024  # bytes per line, which may contain a prompt: 8 MiB
+MOST_TOKENS: Final = 1_000_000  # per prompt or answer
+BLOCK: Final = 512  # tokens per Mooncake block
 
 
 class _Mooncake(msgspec.Struct):
@@ -34,11 +33,11 @@ class _Mooncake(msgspec.Struct):
 
 class _Custom(msgspec.Struct):
     prompt: str
-    output_tokens: int = 0  # 0: as long as the server likes
+    output_tokens: int = 0  # 0: no limit
 
 
-class _Any(msgspec.Struct):
-    """Which of the formats a line has."""
+class _FormatProbe(msgspec.Struct):
+    """Distinguishes the formats."""
 
     at: msgspec.Raw = msgspec.Raw()
     timestamp: msgspec.Raw = msgspec.Raw()
@@ -46,43 +45,43 @@ class _Any(msgspec.Struct):
 
 
 def read_trace(path: Path, *, form: TraceFormat = "auto", speed: float = 1.0) -> Iterator[Session]:
-    """`speed`: 2 replays it in half the time. A format that is not named is that of the first line."""
-    readers = {"headrace": _ours, "mooncake": _mooncake, "vllm": _custom}
+    """Yield the file's requests. `speed` 2 replays them in half the time; the first line decides the `auto` format."""
+    readers = {"headrace": _headrace, "mooncake": _mooncake, "vllm": _custom}
     reader: Callable[[bytes, int], Session] | None = readers.get(form)
     last = 0.0
     numbers = itertools.count()
     for line, raw in trace_lines(path, MOST_LINE):
         try:
             if reader is None:
-                reader = readers[_form_of(raw)]
+                reader = readers[_detect_format(raw)]
             session = reader(raw, next(numbers))
             if session.at is not None:
                 if not last <= session.at < math.inf:
-                    raise msgspec.ValidationError(f"its time is {session.at:g} s, before that of the line above")
+                    raise msgspec.ValidationError(f"its time, {session.at:g} s, is before that of the line above")
                 last = session.at
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"{path}, line {line}: {error}", parameter="trace") from None
         yield session if session.at is None else replace(session, at=session.at / speed)
 
 
-def _form_of(raw: bytes) -> str:
-    found = msgspec.json.decode(raw, type=_Any)
-    if bytes(found.timestamp) and bytes(found.input_length):
+def _detect_format(raw: bytes) -> str:
+    probe = msgspec.json.decode(raw, type=_FormatProbe)
+    if bytes(probe.timestamp) and bytes(probe.input_length):
         return "mooncake"
-    return "headrace" if bytes(found.at) else "vllm"
+    return "headrace" if bytes(probe.at) else "vllm"
 
 
-_OURS: Final = msgspec.json.Decoder(TraceLine)
+_HEADRACE: Final = msgspec.json.Decoder(TraceLine)
 _MOONCAKE: Final = msgspec.json.Decoder(_Mooncake)
 _CUSTOM: Final = msgspec.json.Decoder(_Custom)
 
 
-def _ours(raw: bytes, number: int) -> Session:
-    line = _OURS.decode(raw)
-    _check("at", line.at, 0.0)
-    _check("prompt", line.prompt, 1)
-    _check("answer", line.answer, 1)
-    _check("prefix_tokens", line.prefix_tokens, 0)
+def _headrace(raw: bytes, number: int) -> Session:
+    line = _HEADRACE.decode(raw)
+    _check_range("at", line.at, 0.0)
+    _check_range("prompt", line.prompt, 1)
+    _check_range("answer", line.answer, 1)
+    _check_range("prefix_tokens", line.prefix_tokens, 0)
     shared = min(line.prefix_tokens, line.prompt) if line.prefix else 0
     return Session(
         number=number,
@@ -100,12 +99,12 @@ def _ours(raw: bytes, number: int) -> Session:
 
 def _mooncake(raw: bytes, number: int) -> Session:
     line = _MOONCAKE.decode(raw)
-    _check("timestamp", line.timestamp, 0.0)
-    _check("input_length", line.input_length, 1)
-    _check("output_length", line.output_length, 1)
-    # The last block is not full, and it is told apart by its id as well.
+    _check_range("timestamp", line.timestamp, 0.0)
+    _check_range("input_length", line.input_length, 1)
+    _check_range("output_length", line.output_length, 1)
+    # The last block may be partial; it has an id too.
     if len(line.hash_ids) > math.ceil(line.input_length / BLOCK):
-        raise msgspec.ValidationError(f"{len(line.hash_ids)} hash_ids, but only {line.input_length} tokens")
+        raise msgspec.ValidationError(f"it has {len(line.hash_ids)} hash_ids for only {line.input_length} tokens")
     return Session(
         number=number,
         turns=(ConversationTurn(line.input_length, line.output_length),),
@@ -119,7 +118,7 @@ def _mooncake(raw: bytes, number: int) -> Session:
 
 def _custom(raw: bytes, number: int) -> Session:
     line = _CUSTOM.decode(raw)
-    _check("output_tokens", line.output_tokens, 0)
+    _check_range("output_tokens", line.output_tokens, 0)
     return Session(
         number=number,
         turns=(ConversationTurn(0, line.output_tokens),),
@@ -129,7 +128,7 @@ def _custom(raw: bytes, number: int) -> Session:
     )
 
 
-def _check(name: str, value: float, least: float) -> None:
+def _check_range(name: str, value: float, least: float) -> None:
     most = math.inf if name in ("at", "timestamp") else MOST_TOKENS
     if not least <= value <= most or math.isinf(value):
         raise msgspec.ValidationError(f"`{name}` must be {least:g} to {most:g}, not {value}")

@@ -1,7 +1,6 @@
-"""What is asked: lengths of prompts and answers, prefixes that are shared, conversations; all of it by a seed.
+"""Workloads: lengths of prompts and answers, shared prefixes, conversations; all drawn from a seed.
 
-Owns Workload with the mixes that have a name, and Session, one conversation of one turn or more. Knows neither texts
-nor tokens nor when anything is sent.
+Knows lengths only: no texts, no tokens, no timing.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from headrace.bench.simulation.synthetic_traffic import LogNormalLengths
 
 PrefixKind = Literal["system", "few-shot", "documents"]
 EXAMPLES: Final = 4  # pairs of messages of a few-shot prefix
-MOST_THINK: Final = 10.0  # times the mean: no user thinks for longer
+MOST_THINK: Final = 10.0  # times the mean: the longest think time
 
 
 class LengthSampler(Protocol):
-    """Lengths in tokens."""
+    """Draws lengths in tokens."""
 
     def draw(self, rng: random.Random) -> int: ...
 
 
 class UniformLengths(msgspec.Struct, frozen=True):
-    """Evenly between tokens * (1 - ratio) and tokens * (1 + ratio); always `tokens` without a ratio."""
+    """Uniform between tokens * (1 - ratio) and tokens * (1 + ratio)."""
 
     tokens: int
     ratio: float = 0.0
@@ -40,20 +39,20 @@ class UniformLengths(msgspec.Struct, frozen=True):
 
 
 class SharedPrefixes(msgspec.Struct, frozen=True, kw_only=True):
-    """Beginnings that requests share."""
+    """Prefixes that requests share."""
 
-    count: int  # how many different ones
+    count: int  # of different prefixes
     tokens: int  # of each
     kind: PrefixKind = "system"
-    share: float = 1.0  # of the sessions that have one
+    share: float = 1.0  # of the sessions with a shared prefix
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    own: LengthSampler  # tokens of each message of the user, the first with all that the chat template adds
+    own: LengthSampler  # tokens per user message; the first includes the chat template
     answer: LengthSampler
     shared: SharedPrefixes | None = None
-    turns: tuple[int, int] = (1, 1)  # least and most of a conversation
+    turns: tuple[int, int] = (1, 1)  # minimum and maximum per conversation
     think: float = 0.0  # mean seconds between an answer and the next turn, exponentially distributed
 
 
@@ -65,24 +64,24 @@ class PromptPrefix(msgspec.Struct, frozen=True):
 
 class ConversationTurn(msgspec.Struct, frozen=True):
     tokens: int  # of the user's message
-    answer: int  # tokens; 0: as long as the server likes
+    answer: int  # tokens; 0: no limit
     think: float = 0.0  # seconds before it
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation: later turns carry the answers to the earlier ones."""
+    """One conversation; later turns carry the earlier answers."""
 
     number: int
     turns: tuple[ConversationTurn, ...]
-    name: str  # of its own texts, and no other session's
+    name: str  # seeds its unique texts
     tenant: str = ""
     surface: str = ""
     workload: str = ""
     prefix: PromptPrefix | None = None
-    at: float | None = None  # of a trace: seconds from its start
-    blocks: tuple[str, ...] = ()  # in place of a prefix: names of blocks of the prompt, each of `block_tokens`
+    at: float | None = None  # seconds from a trace's start
+    blocks: tuple[str, ...] = ()  # instead of a prefix: named blocks of the prompt, `block_tokens` each
     block_tokens: int = 0
-    text: str | None = None  # the prompt itself
+    text: str | None = None  # the literal prompt
     priority: int = 0
     deadline: float | None = None  # seconds from its arrival
 
@@ -127,7 +126,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
 
 
 def scaled(workload: Workload, scale: float) -> Workload:
-    """The same with lengths so many times as long."""
+    """Multiply all lengths of a workload."""
 
     def lengths(draws: LengthSampler) -> LengthSampler:
         match draws:
@@ -147,7 +146,7 @@ def scaled(workload: Workload, scale: float) -> Workload:
 def sessions(
     mix: Sequence[tuple[Workload, float]], *, seed: int, tenant: str = "", surface: str = ""
 ) -> Iterator[Session]:
-    """Without an end. `mix`: workloads and their shares."""
+    """Yield sessions without end. `mix`: workloads and their shares."""
     sums = list(itertools.accumulate(share for _, share in mix))
     for number in itertools.count():
         rng = random.Random(f"{seed} {tenant} {number}")
@@ -158,7 +157,7 @@ def sessions(
         )
         shared, prefix = workload.shared, None
         if shared is not None and shared.count > 0 and rng.random() < shared.share:
-            # A tenant's prefixes are its own: what two tenants send alike is nothing that a cache may share.
+            # Tenants do not share prefixes, since caches must not share entries between tenants either.
             name = f"{tenant} {workload.name} {rng.randrange(shared.count)}"
             prefix = PromptPrefix(name, shared.kind, shared.tokens)
         yield Session(
