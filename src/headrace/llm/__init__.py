@@ -37,8 +37,8 @@ from headrace.llm.prompting import (
     as_generation,
     as_prompts,
     as_score,
+    params_of,
     stack_vectors,
-    wishes_of,
 )
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
@@ -90,9 +90,9 @@ class LLM:
         """The parts: variant, model folder, executor, engine."""
         return self._opened
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], **wanted: Any) -> list[Generation]:
+    def generate(self, prompts: Prompt | Iterable[Prompt], **params: Any) -> list[Generation]:
         """Continues each prompt, all of them together; the results are in the prompts' order."""
-        return self._generations(self._asking.generations(prompts, wishes_of(**wanted)))
+        return self._generations(self._asking.generations(prompts, params_of(**params)))
 
     def chat(
         self,
@@ -100,14 +100,14 @@ class LLM:
         *,
         tools: Sequence[Message] | None = None,
         template: dict[str, Any] | None = None,
-        **wanted: Any,
+        **params: Any,
     ) -> list[Generation]:
         """The answer to a chat, or to each of several. `template`: further values for the chat template."""
-        return self._generations(self._asking.chats(messages, tools, template or {}, wishes_of(**wanted)))
+        return self._generations(self._asking.chats(messages, tools, template or {}, params_of(**params)))
 
-    def stream(self, prompt: Prompt, **wanted: Any) -> Iterator[SequenceOutput]:
+    def stream(self, prompt: Prompt, **params: Any) -> Iterator[SequenceOutput]:
         """The continuation of one prompt, piece by piece: `text` and `tokens` of each, and at last its `ending`."""
-        request = self._asking.generate(self._asking.tokens(prompt), wishes_of(**wanted))
+        request = self._asking.generate(self._asking.tokens(prompt), params_of(**params))
         with self._turn:
             self._submit(request)
             open_sequences = request.n
@@ -252,13 +252,13 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer:
         return self._asking.tokenizer
 
-    def stream(self, prompt: Prompt, **wanted: Any) -> OutputStream:
+    def stream(self, prompt: Prompt, **params: Any) -> OutputStream:
         """The continuation of one prompt, piece by piece."""
-        return self.client.stream(self._asking.generate(self._asking.tokens(prompt), wishes_of(**wanted)))
+        return self.client.stream(self._asking.generate(self._asking.tokens(prompt), params_of(**params)))
 
-    async def generate(self, prompts: Prompt | Iterable[Prompt], **wanted: Any) -> list[Generation]:
+    async def generate(self, prompts: Prompt | Iterable[Prompt], **params: Any) -> list[Generation]:
         """Several prompts are one job in the background; one alone is as urgent as a stream."""
-        return await self._generations(self._asking.generations(prompts, wishes_of(**wanted)))
+        return await self._generations(self._asking.generations(prompts, params_of(**params)))
 
     async def chat(
         self,
@@ -266,9 +266,9 @@ class AsyncLLM:
         *,
         tools: Sequence[Message] | None = None,
         template: dict[str, Any] | None = None,
-        **wanted: Any,
+        **params: Any,
     ) -> list[Generation]:
-        return await self._generations(self._asking.chats(messages, tools, template or {}, wishes_of(**wanted)))
+        return await self._generations(self._asking.chats(messages, tools, template or {}, params_of(**params)))
 
     async def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         requests = [self._asking.score(before, text) for before, text in pairs]

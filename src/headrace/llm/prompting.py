@@ -1,4 +1,4 @@
-"""From prompts and wishes to the engine's requests, and from its answers to results: what LLM and AsyncLLM share.
+"""From prompts and params to the engine's requests, and from its answers to results: what LLM and AsyncLLM share.
 
 Owns Wishes (what a caller may ask of a as_generation), the results, and the making of requests for texts, token ids,
 chats, scores and embeddings. Knows neither loops nor processes.
@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.outputs import SequenceUsage
-from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.request import FinishReason, GenerationParams, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.errors import HeadraceError, RequestError
@@ -30,22 +29,10 @@ BULK: Final = "batch"  # the surface of what nobody waits for token by token
 _SAMPLING: Final = frozenset(SamplingParams.__struct_fields__)
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a as_generation, beside its prompt."""
+class LocalParams(GenerationParams, frozen=True, kw_only=True):
+    """The keyword arguments of a generation, those of the sampling apart."""
 
-    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or as as_prompts as the context has room for
-    min_tokens: int = 0
-    sampling: SamplingParams = SamplingParams()
-    stop: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()  # beside the model's own ends
-    ignore_eos: bool = False
-    n: int = 1
-    grammar: Grammar | None = None
-    prompt_logprobs: int | None = None
-    speculate: bool = True
-    skip_special_tokens: bool = True
     tenant: str = ""
-    surface: str = ""  # by default "batch", and for one prompt alone what the caller's object says
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -81,25 +68,25 @@ class Score(msgspec.Struct, frozen=True):
     likeliest: bool  # every token is the one that the model would have chosen
 
 
-def wishes_of(**wanted: Any) -> Wishes:
-    """Wishes from keyword arguments, those of the sampling among them; RequestError for an unknown one."""
-    sampling = {name: value for name, value in wanted.items() if name in _SAMPLING}
-    others = {name: value for name, value in wanted.items() if name not in _SAMPLING}
-    for name in others:
-        if name not in Wishes.__struct_fields__:
-            raise RequestError(f"there is no parameter '{name}'", parameter=name)
-    if isinstance(others.get("stop"), str):
-        others["stop"] = (others["stop"],)
+def params_of(**given: Any) -> LocalParams:
+    """Build parameters from keyword arguments, those of SamplingParams included. RequestError names a wrong one."""
+    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    fields = {name: value for name, value in given.items() if name not in _SAMPLING}
+    for name in fields:
+        if name not in LocalParams.__struct_fields__:
+            raise RequestError(f"Unknown parameter '{name}'.", parameter=name)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = (fields["stop"],)
     if sampling:
-        others["sampling"] = msgspec.structs.replace(others.get("sampling", SamplingParams()), **sampling)
+        fields["sampling"] = msgspec.structs.replace(fields.get("sampling", SamplingParams()), **sampling)
     try:
-        return msgspec.convert({name: msgspec.to_builtins(value) for name, value in others.items()}, Wishes)
+        return msgspec.convert({name: msgspec.to_builtins(value) for name, value in fields.items()}, LocalParams)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error), parameter=_named(str(error))) from None
+        raise RequestError(str(error), parameter=_parameter_in(str(error))) from None
 
 
-def _named(message: str) -> str | None:
-    """The parameter that msgspec's message is about."""
+def _parameter_in(message: str) -> str | None:
+    """Return the parameter that msgspec's message names."""
     _, _, path = message.partition("$.")
     return path.split("`")[0].split(".")[-1].split("[")[0] or None
 
@@ -118,46 +105,38 @@ class RequestFactory:
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
-    def generations(self, prompts: Prompt | Iterable[Prompt], wishes: Wishes) -> list[GenerationRequest]:
-        return self._requests([self.tokens(prompt) for prompt in as_prompts(prompts)], wishes)
+    def generations(self, prompts: Prompt | Iterable[Prompt], params: LocalParams) -> list[GenerationRequest]:
+        return self._requests([self.tokens(prompt) for prompt in as_prompts(prompts)], params)
 
     def chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         tools: Sequence[Message] | None,
         template: Mapping[str, Any],
-        wishes: Wishes,
+        params: LocalParams,
     ) -> list[GenerationRequest]:
         """One chat, or several."""
         given: list[Any] = list(messages)
         chats: list[Sequence[Message]] = [given] if given and isinstance(given[0], Mapping) else given
         texts = [self.tokenizer.apply_template(chat, tools=tools, **template) for chat in chats]
         encode = self.tokenizer.encode
-        return self._requests([tuple(encode(text, add_special_tokens=False)) for text in texts], wishes)
+        return self._requests([tuple(encode(text, add_special_tokens=False)) for text in texts], params)
 
-    def _requests(self, prompts: list[tuple[int, ...]], wishes: Wishes) -> list[GenerationRequest]:
-        return [self.generate(prompt, wishes, alone=len(prompts) == 1) for prompt in prompts]
+    def _requests(self, prompts: list[tuple[int, ...]], params: LocalParams) -> list[GenerationRequest]:
+        return [self.generate(prompt, params, alone=len(prompts) == 1) for prompt in prompts]
 
-    def generate(self, prompt: tuple[int, ...], wishes: Wishes, *, alone: bool = True) -> GenerationRequest:
-        ends = frozenset[int]() if wishes.ignore_eos else self.tokenizer.eos_ids
-        most = wishes.max_tokens
-        if most is None:
-            most = max(1, min(DEFAULT_TOKENS, self._context - len(prompt)))
-        return GenerationRequest(
+    def generate(self, prompt: tuple[int, ...], params: LocalParams, *, alone: bool = True) -> GenerationRequest:
+        limit = params.max_tokens
+        if limit is None:
+            limit = max(1, min(DEFAULT_TOKENS, self._context - len(prompt)))
+        return GenerationRequest.of(
+            params,
             id=self._id(),
             prompt=prompt,
-            sampling=wishes.sampling,
-            max_tokens=most,
-            min_tokens=wishes.min_tokens,
-            stop_ids=ends | wishes.stop_ids,
-            stop=wishes.stop,
-            n=wishes.n,
-            grammar=wishes.grammar,
-            prompt_logprobs=wishes.prompt_logprobs,
-            tenant=wishes.tenant,
-            surface=wishes.surface or (self._alone if alone else BULK),
-            speculate=wishes.speculate,
-            skip_special_tokens=wishes.skip_special_tokens,
+            eos_ids=self.tokenizer.eos_ids,
+            max_tokens=limit,
+            surface=params.surface or (self._alone if alone else BULK),
+            tenant=params.tenant,
         )
 
     def score(self, before: Prompt, text: Prompt) -> GenerationRequest:

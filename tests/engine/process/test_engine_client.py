@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams, sequence_seed
@@ -148,7 +149,7 @@ async def refuse_all(worker: Played, *, never: bool) -> None:
     while True:
         submit = await worker.submitted()
         reason = {"parameter": "deadline"} if never else {"retry_after": 0.01}
-        worker.say(wire.Rejected(id=submit.id, reason="too late", **reason))  # type: ignore[arg-type]
+        worker.say(wire.Rejected(id=submit.request.id, reason="too late", **reason))  # type: ignore[arg-type]
 
 
 def request(id: str = "r", **changes: Any) -> GenerationRequest:
@@ -160,10 +161,10 @@ async def test_a_stream_is_what_the_worker_says(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
         stream = client.stream(request(deadline=time.monotonic() + 2.0, arrival=time.monotonic()))
         submit = await worker.submitted()
-        assert (submit.prompt, submit.output, submit.max_tokens) == (PROMPT, (), 10)
-        assert submit.budget == pytest.approx(2.0, abs=0.5)
-        worker.tell(submit.id, [1])
-        worker.tell(submit.id, [2, 3], end=FinishReason.STOP)
+        assert (submit.request.prompt, submit.output, submit.request.max_tokens) == (PROMPT, (), 10)
+        assert submit.deadline_in_s == pytest.approx(2.0, abs=0.5)
+        worker.tell(submit.request.id, [1])
+        worker.tell(submit.request.id, [2, 3], end=FinishReason.STOP)
         outputs = [output async for output in stream]
     assert [output.tokens for output in outputs] == [[1], [2, 3]]
     assert "".join(output.text for output in outputs) == "<1><2><3>"
@@ -176,14 +177,14 @@ async def test_a_stream_goes_on_where_a_lost_worker_left_it(tmp_path: Path) -> N
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request(sampling=SamplingParams(seed=7))))
         submit = await worker.submitted()
-        worker.tell(submit.id, [1, 2])
+        worker.tell(submit.request.id, [1, 2])
         worker.hang_up()
         again = await worker.submitted()
-        assert again.id != submit.id
-        assert (again.prompt, again.output, again.max_tokens) == (PROMPT, (1, 2), 10)
-        assert again.sampling == submit.sampling
-        worker.tell(submit.id, [99])  # of the lost submission: nobody listens
-        worker.tell(again.id, [3], end=FinishReason.LENGTH)
+        assert again.request.id != submit.request.id
+        assert (again.request.prompt, again.output, again.request.max_tokens) == (PROMPT, (1, 2), 10)
+        assert again.request.sampling == submit.request.sampling
+        worker.tell(submit.request.id, [99])  # of the lost submission: nobody listens
+        worker.tell(again.request.id, [3], end=FinishReason.LENGTH)
         (answer,) = await task
     assert (answer.tokens, answer.text) == ([1, 2, 3], "<1><2><3>")
 
@@ -193,8 +194,8 @@ async def test_a_frame_that_came_in_part_counts_for_nothing(tmp_path: Path) -> N
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.tell(submit.id, [1])
-        whole = wire.encode_frame(wire.Outputs([SequenceOutput(submit.id, 0, [2], "<2>")]))
+        worker.tell(submit.request.id, [1])
+        whole = wire.encode_frame(wire.Outputs([SequenceOutput(submit.request.id, 0, [2], "<2>")]))
         for writer in worker._writers:  # pyright: ignore[reportPrivateUsage]
             writer.write(whole[:-3])
             await writer.drain()
@@ -209,11 +210,11 @@ async def test_another_replica_takes_over_at_once(tmp_path: Path) -> None:
         task = asyncio.create_task(client.complete(request()))
         lost, heir = await asked_first(first, second)
         submit = await lost.submitted()
-        lost.tell(submit.id, [5])
+        lost.tell(submit.request.id, [5])
         await lost.die()
         again = await heir.submitted()
         assert again.output == (5,)
-        heir.tell(again.id, [6], end=FinishReason.LENGTH)
+        heir.tell(again.request.id, [6], end=FinishReason.LENGTH)
         (answer,) = await task
     assert answer.tokens == [5, 6]
 
@@ -223,18 +224,18 @@ async def test_sequences_that_have_parted_go_on_one_by_one(tmp_path: Path) -> No
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request(n=3, sampling=SamplingParams(temperature=1.0, seed=7))))
         submit = await worker.submitted()
-        assert submit.n == 3
-        worker.tell(submit.id, [10], index=0)
-        worker.tell(submit.id, [11], index=1, end=FinishReason.STOP)
-        worker.tell(submit.id, [12, 13], index=2)
+        assert submit.request.n == 3
+        worker.tell(submit.request.id, [10], index=0)
+        worker.tell(submit.request.id, [11], index=1, end=FinishReason.STOP)
+        worker.tell(submit.request.id, [12, 13], index=2)
         worker.hang_up()
         again = [await worker.submitted(), await worker.submitted()]
-        assert [(s.n, s.output, s.sampling.seed) for s in again] == [
+        assert [(s.request.n, s.output, s.request.sampling.seed) for s in again] == [
             (1, (10,), 7),
             (1, (12, 13), sequence_seed(7, 2)),
         ]
-        worker.tell(again[1].id, [14], end=FinishReason.LENGTH)
-        worker.tell(again[0].id, [15], end=FinishReason.LENGTH)
+        worker.tell(again[1].request.id, [14], end=FinishReason.LENGTH)
+        worker.tell(again[0].request.id, [15], end=FinishReason.LENGTH)
         answers = await task
     assert [answer.tokens for answer in answers] == [[10, 15], [11], [12, 13, 14]]
 
@@ -246,7 +247,7 @@ async def test_a_request_of_which_nothing_came_begins_again_whole(tmp_path: Path
         await worker.submitted()
         worker.hang_up()
         again = await worker.submitted()
-        assert (again.n, again.output, again.prompt_logprobs) == (2, (), 1)
+        assert (again.request.n, again.output, again.request.prompt_logprobs) == (2, (), 1)
         task.cancel()
 
 
@@ -279,8 +280,17 @@ async def test_requests_wait_for_a_worker_that_is_yet_to_come(tmp_path: Path) ->
         await asyncio.sleep(0.05)
         async with Played(tmp_path / "s") as worker:
             submit = await worker.submitted()
-            worker.tell(submit.id, [1], end=FinishReason.STOP)
+            worker.tell(submit.request.id, [1], end=FinishReason.STOP)
             assert (await task)[0].tokens == [1]
+
+
+@asynchronous
+async def test_an_unknown_grammar_kind_is_rejected_before_it_reaches_a_worker(tmp_path: Path) -> None:
+    async with one_of(tmp_path / "s") as (worker, client):
+        with pytest.raises(RequestError, match="Unknown grammar kind 'paint'") as wrong:
+            await client.complete(request(grammar=Grammar("paint")))  # type: ignore[arg-type]
+        assert wrong.value.parameter == "grammar"
+        assert worker.received.empty()
 
 
 @asynchronous
@@ -288,13 +298,13 @@ async def test_a_refusal_is_an_error_of_its_kind(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.say(wire.Rejected(id=submit.id, reason="no such token", parameter="prompt"))
+        worker.say(wire.Rejected(id=submit.request.id, reason="no such token", parameter="prompt"))
         with pytest.raises(RequestError, match="no such token") as wrong:
             await task
         assert wrong.value.parameter == "prompt"
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.say(wire.Rejected(id=submit.id, reason="too many wait", retry_after=1.5, predicted=9.0))
+        worker.say(wire.Rejected(id=submit.request.id, reason="too many wait", retry_after=1.5, predicted=9.0))
         with pytest.raises(OverloadedError, match="too many") as full:
             await task
         assert (full.value.retry_after, full.value.predicted) == (1.5, 9.0)
@@ -306,9 +316,9 @@ async def test_what_one_replica_has_no_room_for_goes_to_another(tmp_path: Path) 
         task = asyncio.create_task(client.complete(request()))
         full, other = await asked_first(first, second)
         submit = await full.submitted()
-        full.say(wire.Rejected(id=submit.id, reason="too many wait", retry_after=1.0))
+        full.say(wire.Rejected(id=submit.request.id, reason="too many wait", retry_after=1.0))
         again = await other.submitted()
-        other.tell(again.id, [1], end=FinishReason.STOP)
+        other.tell(again.request.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -317,13 +327,13 @@ async def test_a_continuation_is_not_refused_but_tried_again(tmp_path: Path) -> 
     async with one_of(tmp_path / "s") as (worker, client):
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
-        worker.tell(submit.id, [1])
+        worker.tell(submit.request.id, [1])
         worker.hang_up()
         again = await worker.submitted()
-        worker.say(wire.Rejected(id=again.id, reason="too many wait", retry_after=0.01))
+        worker.say(wire.Rejected(id=again.request.id, reason="too many wait", retry_after=0.01))
         again = await worker.submitted()
         assert again.output == (1,)
-        worker.tell(again.id, [2], end=FinishReason.STOP)
+        worker.tell(again.request.id, [2], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1, 2]
 
 
@@ -333,7 +343,7 @@ async def test_a_continuation_that_comes_too_late_ends_at_its_deadline(tmp_path:
         for kind in ("never in time", "not now", "nobody there"):
             task = asyncio.create_task(client.complete(request(deadline=time.monotonic() + 1.0)))
             submit = await worker.submitted()
-            worker.tell(submit.id, [1])
+            worker.tell(submit.request.id, [1])
             if kind == "nobody there":
                 await worker.die()
             else:
@@ -357,8 +367,8 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(tmp_p
         await asyncio.sleep(0.05)
         fresh = [asyncio.create_task(client.complete(request(str(n)))) for n in range(3)]
         for _ in range(3):
-            other.tell((await other.submitted()).id, [2], end=FinishReason.STOP)
-        draining.tell(submit.id, [1], end=FinishReason.STOP)
+            other.tell((await other.submitted()).request.id, [2], end=FinishReason.STOP)
+        draining.tell(submit.request.id, [1], end=FinishReason.STOP)
         assert (await running)[0].tokens == [1]
         assert [(await task)[0].tokens for task in fresh] == [[2]] * 3
         assert draining.received.empty()
@@ -370,8 +380,8 @@ async def test_a_request_refused_for_draining_goes_elsewhere_unharmed(tmp_path: 
         task = asyncio.create_task(client.complete(request()))
         draining, other = await asked_first(first, second)
         submit = await draining.submitted()
-        draining.say(wire.Rejected(id=submit.id, reason="draining", draining=True))
-        other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
+        draining.say(wire.Rejected(id=submit.request.id, reason="draining", draining=True))
+        other.tell((await other.submitted()).request.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -380,13 +390,13 @@ async def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
         async with client.stream(request()) as stream:
             submit = await worker.submitted()
-            worker.tell(submit.id, [1])
+            worker.tell(submit.request.id, [1])
             assert (await stream.__anext__()).tokens == [1]
-        assert await worker.received.get() == wire.Cancel(submit.id)
+        assert await worker.received.get() == wire.Cancel(submit.request.id)
         task = asyncio.create_task(client.complete(request()))
         submit = await worker.submitted()
         task.cancel()
-        assert await worker.received.get() == wire.Cancel(submit.id)
+        assert await worker.received.get() == wire.Cancel(submit.request.id)
 
 
 @asynchronous
@@ -403,11 +413,11 @@ async def test_who_listens_is_called_for_each_output_and_for_the_end(tmp_path: P
                 over.set()
 
         submit = await worker.submitted()
-        worker.tell(submit.id, [1])
+        worker.tell(submit.request.id, [1])
         assert (await stream.__anext__()).tokens == [1]  # until somebody listens
         stream.listen(listener)
-        worker.tell(submit.id, [2])
-        worker.tell(submit.id, [3], end=FinishReason.STOP)
+        worker.tell(submit.request.id, [2])
+        worker.tell(submit.request.id, [3], end=FinishReason.STOP)
         await over.wait()
         assert heard == [[2], [3]]
         assert stream.take() is None
@@ -425,7 +435,7 @@ async def test_a_worker_that_falls_silent_is_given_up(tmp_path: Path) -> None:
         silent, other = await asked_first(first, second)
         silent.pongs = False
         again = await other.submitted()
-        other.tell(again.id, [1], end=FinishReason.STOP)
+        other.tell(again.request.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -436,7 +446,7 @@ async def test_a_worker_that_is_stuck_in_a_step_is_given_up(tmp_path: Path) -> N
         task = asyncio.create_task(client.complete(request()))
         stuck, other = await asked_first(first, second)
         stuck.busy = 61.0
-        other.tell((await other.submitted()).id, [1], end=FinishReason.STOP)
+        other.tell((await other.submitted()).request.id, [1], end=FinishReason.STOP)
         assert (await task)[0].tokens == [1]
 
 
@@ -496,7 +506,7 @@ async def test_many_requests_are_answered_in_their_order(tmp_path: Path) -> None
             held: list[str] = []
             for n in range(20):
                 submit = await worker.submitted()
-                held.append(submit.id)
+                held.append(submit.request.id)
                 if len(held) == 4 or n == 19:  # backwards, four at a time
                     for id in reversed(held):
                         worker.tell(id, [int(id.split(".")[1])], end=FinishReason.STOP)

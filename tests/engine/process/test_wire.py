@@ -7,22 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
-from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.process import wire
 from headrace.errors import RequestError
 from headrace.variant import Variant
 
 SUBMIT = wire.Submit(
-    id="a.1",
-    prompt=tuple(range(40)),
+    request=GenerationRequest(
+        id="a.1",
+        prompt=tuple(range(40)),
+        sampling=SamplingParams(temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, logprobs=3),
+        stop_ids=frozenset({2, 3}),
+        stop=("\n\n", "é"),
+        grammar=Grammar("json_object"),
+    ),
     output=(5, 6),
-    sampling=SamplingParams(temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, logprobs=3),
-    stop_ids=frozenset({2, 3}),
-    stop=("\n\n", "é"),
-    grammar=("json_object", ""),
-    budget=1.5,
+    deadline_in_s=1.5,
 )
 USAGE = SequenceUsage(40, 3, 16, 4, 2, 0.1, 0.2, 0.3)
 OUTPUT = SequenceOutput(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.engine.executors.runner import greedy
-from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process import wire
 from headrace.engine.process.open_engine import OpenedVariant
@@ -38,8 +39,11 @@ def worker(opened: OpenedVariant, path: Path) -> Iterator[Worker]:
         yield worker
 
 
-def submit(id: str = "a", **changes: Any) -> wire.Submit:
-    return wire.Submit(**({"id": id, "prompt": PROMPT, "max_tokens": 16} | changes))
+def submit(
+    id: str = "a", *, output: tuple[int, ...] = (), deadline_in_s: float | None = None, **changes: Any
+) -> wire.Submit:
+    request = GenerationRequest(**({"id": id, "prompt": PROMPT, "max_tokens": 16} | changes))
+    return wire.Submit(request=request, output=output, deadline_in_s=deadline_in_s)
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -101,11 +105,10 @@ def test_a_wrong_request_is_refused_with_its_parameter(worker: Worker, path: Pat
         for changes, parameter in (
             ({"prompt": (10**6,)}, "prompt"),
             ({"max_tokens": 10**6}, "max_tokens"),
-            ({"grammar": ("paint", "")}, "grammar"),
-            ({"grammar": ("json_schema", "[")}, "grammar"),
-            ({"grammar": ("regex", "(")}, "grammar"),  # found out by the compiler
+            ({"grammar": Grammar("json_schema", "[")}, "grammar"),
+            ({"grammar": Grammar("regex", "(")}, "grammar"),  # found out by the compiler
             ({"output": (1, 2), "n": 2}, "output"),
-            ({"budget": float("inf")}, "deadline"),
+            ({"deadline_in_s": float("inf")}, "deadline"),
         ):
             peer.send(submit(**changes))
             assert peer.expect(wire.Rejected).parameter == parameter
@@ -118,7 +121,7 @@ def test_a_wrong_request_is_refused_with_its_parameter(worker: Worker, path: Pat
 def test_a_grammar_is_compiled_while_others_run(worker: Worker, path: Path) -> None:
     schema = json.dumps({"type": "object", "properties": {"x": {"enum": ["water"]}}, "required": ["x"]})
     with Peer(path) as peer:
-        peer.send(submit("free", max_tokens=64), submit("held", grammar=("json_schema", schema), max_tokens=200))
+        peer.send(submit("free", max_tokens=64), submit("held", grammar=Grammar("json_schema", schema), max_tokens=200))
         found = peer.answers("free", "held")
     assert len(found["free"].tokens) == 64
     assert found["held"].text.lstrip().startswith("{")

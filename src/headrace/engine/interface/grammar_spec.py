@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 
 from headrace.errors import RequestError
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+GRAMMAR_KINDS: Final[tuple[str, ...]] = get_args(GrammarKind)
 
 # Whitespace between the parts of JSON: a space or a few, or a new line and its indentation. Unbounded, it is where
 # small models get stuck.

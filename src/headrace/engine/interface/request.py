@@ -1,64 +1,88 @@
-"""What is asked of the engine, and how far one sequence of it has come.
+"""A request to the engine, the state of its sequences, and how a sequence ends.
 
-Owns GenerationRequest (fixed once it is made), SequenceState (one of a request's `n`, changed by the scheduler and the
-engine as steps go by) and FinishReason (how a sequence ended). Knows no blocks, no clock and no hardware.
+`GenerationParams` holds the fields that a caller may set. The API's `TextRequest` and the engine's `GenerationRequest`
+both extend it, and the wire carries a `GenerationRequest` as it is, so a new parameter is declared once. Does not know
+blocks, clocks or hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from operator import attrgetter
+from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from headrace.engine.interface.grammar_spec import Grammar
 
 RequestKind = Literal["generate", "score", "embed"]
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # a stop id, a stop string, a finished grammar; for scoring and embedding: done
-    LENGTH = "length"  # max_tokens, or the context is full
-    DEADLINE = "deadline"  # cut with what there is
+    STOP = "stop"  # a stop id, a stop string or a complete grammar; for scoring and embedding: done
+    LENGTH = "length"  # max_tokens reached, or the context is full
+    DEADLINE = "deadline"  # cut at the deadline, with the output so far
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    prompt: tuple[int, ...]
-    kind: RequestKind = "generate"  # score: log-probabilities of the prompt's tokens, nothing new; embed: hidden states
-    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    max_tokens: int = 256
-    min_tokens: int = 0  # no stop before: stop ids are masked, stop strings ignored
-    stop_ids: frozenset[int] = frozenset()  # with end-of-sequence ids, unless they are to be ignored
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a caller may ask of a generation, beside its prompt."""
+
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None  # None: as many as fit in the context, or the endpoint's default
+    min_tokens: int = 0  # no stop before this: stop ids are masked, stop strings ignored
     stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False  # True: end-of-sequence ids are not added to `stop_ids`
     n: int = 1
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
-    score_from: int = 0  # the first prompt token whose log-probability is wanted (the very first has none)
-    tenant: str = ""  # of the fair share and the statistics
-    weight: float = 1.0  # of the tenant's share
-    salt: str = ""  # of the prefix cache; derived by the server from the tenant
-    surface: str = "chat"
+    surface: str = ""  # empty: the default of the API key, the variant or the caller
     priority: int = 0  # higher first, within a tenant
-    deadline: float | None = None  # on the engine's monotonic clock
+    speculate: bool = True  # speculative decoding may be used; it does not change the output
+    skip_special_tokens: bool = True  # special tokens are left out of the text
+
+
+class GenerationRequest(GenerationParams, frozen=True, kw_only=True, omit_defaults=True):
+    """A tokenised request with every default resolved: `stop_ids` includes the end-of-sequence ids."""
+
+    id: str
+    prompt: tuple[int, ...]
+    kind: RequestKind = "generate"  # score: log-probabilities of prompt tokens; embed: hidden states
+    max_tokens: int = 256
+    surface: str = "chat"
+    score_from: int = 0  # first prompt token to score; the very first token has no log-probability
+    tenant: str = ""  # for the fair share and the statistics
+    weight: float = 1.0  # the tenant's weight in the fair share
+    salt: str = ""  # of the prefix cache; the server derives it from the tenant
+    deadline: float | None = None  # on the monotonic clock of the process that holds the request
     arrival: float = 0.0  # on the same clock
-    speculate: bool = True
-    skip_special_tokens: bool = True  # special tokens have no part in the text
+
+    @classmethod
+    def of(
+        cls, params: GenerationParams, *, eos_ids: frozenset[int], max_tokens: int, surface: str, **fields: Any
+    ) -> GenerationRequest:
+        """Build a request from a caller's parameters. `fields` are this class's own, or replace parameters."""
+        given: dict[str, Any] = dict(zip(_PARAMS, _param_values(params), strict=True))
+        given["stop_ids"] = params.stop_ids if params.ignore_eos else params.stop_ids | eos_ids
+        given.update(fields, max_tokens=max_tokens, surface=surface)
+        return cls(**given)
 
     @property
     def first_result(self) -> int:
-        """The first position of the prompt whose result is wanted; the prompt's length where none is but the last."""
+        """Return the first prompt position whose result is needed; the prompt's length if only the last one is."""
         if self.kind == "embed" or self.prompt_logprobs is not None:
             return 0
         if self.kind == "score":
-            return max(self.score_from - 1, 0)  # the row of a token foretells the next one
+            return max(self.score_from - 1, 0)  # the row of a token predicts the next one
         return len(self.prompt)
+
+
+_PARAMS: Final = GenerationParams.__struct_fields__
+_param_values = attrgetter(*_PARAMS)
 
 
 class SequenceState(msgspec.Struct, eq=False):

@@ -19,7 +19,9 @@ from os import PathLike, fspath
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from headrace.engine.interface.grammar_spec import GRAMMAR_KINDS
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import sequence_seed
@@ -268,8 +270,11 @@ class EngineClient:
         assert replica.connection is not None
         try:
             replica.connection.send(submission(request, job.id, job.indices, output))
+        except RequestError as error:
+            self._fail(job, error)
+            return
         except (wire.WireError, msgspec.MsgspecError, TypeError, OverflowError) as error:
-            self._fail(job, RequestError(f"the request cannot be sent: {error}"))
+            self._fail(job, RequestError(f"The request cannot be sent to a worker: {error}"))
             return
         job.replica, job.load = replica, load
         replica.jobs[job.id] = job
@@ -497,32 +502,24 @@ async def _unless(ended: asyncio.Future[None], wanted: Awaitable[T], seconds: fl
 
 
 def submission(request: GenerationRequest, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
-    """A request for the wire: all of its sequences from the start, or one of them from the tokens so far."""
+    """Return the wire message for a request: all of its sequences from the start, or one of them after `output`."""
     now = time.monotonic()
+    if request.grammar is not None and request.grammar.kind not in GRAMMAR_KINDS:
+        raise RequestError(f"Unknown grammar kind '{request.grammar.kind}'.", parameter="grammar")
     sampling = request.sampling
     if len(indices) == 1 and indices[0]:
-        sampling = msgspec.structs.replace(sampling, seed=sequence_seed(sampling.seed, indices[0]))
+        sampling = replace(sampling, seed=sequence_seed(sampling.seed, indices[0]))
     return wire.Submit(
-        id=id,
-        prompt=request.prompt,
+        request=replace(
+            request,
+            id=id,
+            n=len(indices),
+            sampling=sampling,
+            prompt_logprobs=None if output else request.prompt_logprobs,
+            deadline=None,
+            arrival=0.0,
+        ),
         output=tuple(output),
-        kind=request.kind,
-        sampling=sampling,
-        max_tokens=request.max_tokens,
-        min_tokens=request.min_tokens,
-        stop_ids=request.stop_ids,
-        stop=request.stop,
-        n=len(indices),
-        grammar=None if request.grammar is None else (request.grammar.kind, request.grammar.text),
-        prompt_logprobs=None if output else request.prompt_logprobs,
-        score_from=request.score_from,
-        tenant=request.tenant,
-        weight=request.weight,
-        salt=request.salt,
-        surface=request.surface,
-        priority=request.priority,
-        budget=None if request.deadline is None else request.deadline - now,
-        waited=max(0.0, now - request.arrival) if request.arrival else 0.0,
-        speculate=request.speculate,
-        skip_special_tokens=request.skip_special_tokens,
+        deadline_in_s=None if request.deadline is None else request.deadline - now,
+        waited_s=max(0.0, now - request.arrival) if request.arrival else 0.0,
     )

@@ -13,12 +13,11 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from headrace.engine.interface.outputs import SequenceOutput
-from headrace.engine.interface.request import RequestKind
-from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 1  # of the messages; a client and a worker of different versions part at once
+VERSION: Final = 2  # of the messages; a client and a worker of different versions part at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; the prompt's log-probabilities of a long text are the largest
 _LENGTH: Final = 4  # bytes before each encode_frame
 
@@ -28,30 +27,13 @@ class WireError(HeadraceError):
 
 
 class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True, frozen=True):
-    """A request; see engine.request.Request for the fields that it shares."""
+    """A request. Its `id` is unique among all clients of a worker; its `deadline` and `arrival` are left out, because
+    clocks of two processes are never compared."""
 
-    id: str  # unique among all clients of a worker
-    prompt: tuple[int, ...]
-    output: tuple[int, ...] = ()  # tokens that a worker has made and handed out already: the answer goes on after them
-    kind: RequestKind = "generate"
-    sampling: SamplingParams = SamplingParams()
-    max_tokens: int = 256  # `output` counts
-    min_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    n: int = 1
-    grammar: tuple[str, str] | None = None  # kind and text
-    prompt_logprobs: int | None = None
-    score_from: int = 0
-    tenant: str = ""
-    weight: float = 1.0
-    salt: str = ""
-    surface: str = "chat"
-    priority: int = 0
-    budget: float | None = None  # seconds until the deadline
-    waited: float = 0.0  # seconds since the request arrived
-    speculate: bool = True
-    skip_special_tokens: bool = True
+    request: GenerationRequest
+    output: tuple[int, ...] = ()  # tokens already generated and delivered by another worker; `max_tokens` counts them
+    deadline_in_s: float | None = None  # from now
+    waited_s: float = 0.0  # since the request arrived
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process import wire
@@ -287,7 +287,7 @@ class Worker:
         )
 
     def _submit(self, client: _Client, message: wire.Submit, grammar: GrammarState | None = None) -> None:
-        id = message.id
+        id = message.request.id
         try:
             if self._drain_until is not None:
                 self._send(client, wire.Rejected(id=id, reason="the worker is draining", draining=True))
@@ -467,37 +467,14 @@ class _Handler:
 
 
 def request_of(message: wire.Submit, now: float) -> GenerationRequest:
-    """A submission as the engine takes it, with instants on this process's clock."""
-    if message.output and (message.kind != "generate" or message.n != 1):
-        raise RequestError("the output so far does not fit the request", parameter="output")
-    grammar = None
-    if message.grammar is not None:
-        try:
-            grammar = msgspec.convert({"kind": message.grammar[0], "text": message.grammar[1]}, Grammar)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"no such grammar: {error}", parameter="grammar") from None
-    return GenerationRequest(
-        id=message.id,
-        prompt=message.prompt,
-        kind=message.kind,
-        sampling=message.sampling,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_ids=message.stop_ids,
-        stop=message.stop,
-        n=message.n,
-        grammar=grammar,
-        prompt_logprobs=message.prompt_logprobs,
-        score_from=message.score_from,
-        tenant=message.tenant,
-        weight=message.weight,
-        salt=message.salt,
-        surface=message.surface,
-        priority=message.priority,
-        deadline=None if message.budget is None else now + message.budget,
-        arrival=now - min(max(0.0, message.waited), _MOST_WAITED),
-        speculate=message.speculate,
-        skip_special_tokens=message.skip_special_tokens,
+    """Return the submitted request with its times on this process's clock."""
+    request = message.request
+    if message.output and (request.kind != "generate" or request.n != 1):
+        raise RequestError("Only one sequence of a generation can go on after earlier output.", parameter="output")
+    return replace(
+        request,
+        deadline=None if message.deadline_in_s is None else now + message.deadline_in_s,
+        arrival=now - min(max(0.0, message.waited_s), _MOST_WAITED),
     )
 
 

@@ -16,7 +16,7 @@ async def generate(course: Course) -> None:
         shared, plan = derive_exchange(exchange, exchange.served, exchange.asked), course.plan
         # What may begin anew, unheard, is not for those who hear it as it comes.
         whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
-        terms = JoinTerms(_deadline(course), exchange.surface, exchange.asked.priority, whole)
+        terms = JoinTerms(exchange.deadline, exchange.surface, exchange.asked.priority, whole)
         generation = services.dispatcher.generation
         course.answer = services.exact.generate(looked, terms, lambda: Shared(generation(shared, plan), plan))
         course.follows = True
@@ -29,11 +29,3 @@ async def generate(course: Course) -> None:
         course.answer = UncachedAnswer(course.own)
     if services.ladder.has_steps(exchange.surface):
         course.wait = services.pressure.wait(exchange.served.name, exchange.caller.tenant)
-
-
-def _deadline(course: Course) -> float | None:
-    exchange = course.exchange
-    seconds = exchange.asked.deadline_s
-    if seconds is None:
-        seconds = exchange.served.deadlines.get(exchange.surface)
-    return None if seconds is None else exchange.arrival + seconds

@@ -69,12 +69,11 @@ def degrade(course: Course) -> None:
         return
     asked, served, tenant = exchange.asked, exchange.served, exchange.caller.tenant
     settings = settings_of(exchange.caller)
-    deadline = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(exchange.surface)
     course.signals = services.pressure.signals(
         served.name,
         tenant,
         surface=exchange.surface,
-        deadline_s=None if deadline is None else deadline - (time.monotonic() - exchange.arrival),
+        deadline_s=None if exchange.deadline is None else exchange.deadline - time.monotonic(),
         max_tokens=asked.max_tokens,
         budget_left=None if services.ledger is None else services.ledger.budget_left(tenant, exchange.endpoint),
     )

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.config.shaping_section import DegradeMode
-from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.request import GenerationParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "deadline"]
 ToolChoiceMode = Literal["auto", "none", "required"]
@@ -37,9 +36,8 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool = False  # arguments are held to the schema while they are written
 
 
-class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for text. Of `messages` and `prompts` one is there. A Struct, since one is made for every request and
-    changed on its way: a frozen dataclass takes eight times as long."""
+class TextRequest(GenerationParams, frozen=True, kw_only=True):
+    """A request for text, with either `messages` or `prompts`. Its generation fields are those of GenerationParams."""
 
     model: str
     messages: list[dict[str, Any]] | None = None  # in the shape that chat templates take; contents are texts
@@ -48,31 +46,20 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     choosing: ToolChoiceMode = "auto"
     only_tool: str | None = None  # with choosing "required": this one
     parallel_calls: bool = True
-    grammar: Grammar | None = None  # of the answer's text
     grammar_of: str = "grammar"  # the parameter that asks for it, for errors
     template: Mapping[str, Any] = {}  # further values for the chat template
     think: bool | None = None  # whether the model is to reason first; None: as it likes
     sources: tuple[SourceText, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 
-    sampling: SamplingParams = SamplingParams()
     seeded: bool = False  # the client chose the seed
-    max_tokens: int | None = None  # None: as many as the context has room for, or the endpoint's own default
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    n: int = 1
-    prompt_logprobs: int | None = None
     echo: bool = False  # the prompt's text before the answer's
 
     stream: bool = False
     include_usage: bool = False  # with a stream: a last chunk with the usage
 
     deadline_s: float | None = None  # from the request's arrival
-    surface: str = ""  # the key's or the configuration's by default
     profile: str = "standard"
-    priority: int = 0
     cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
     degrade: DegradeMode | None = None  # what may become of the answer under pressure; None: all that is declared
     user: str | None = None

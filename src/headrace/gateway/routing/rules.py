@@ -41,7 +41,7 @@ class RoutingFacts:
 
     @property
     def surface(self) -> str:
-        return self.asked.surface or self.exchange.caller.surface or self.exchange.served.surface
+        return self.exchange.effective_surface
 
     @property
     def tokens(self) -> int:

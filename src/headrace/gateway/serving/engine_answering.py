@@ -249,8 +249,6 @@ def _too_long(served: ServedVariant, count: str, parameter: str) -> ApiError:
 def _request(exchange: Exchange, prompt: tuple[int, ...]) -> GenerationRequest:
     asked, served, caller = exchange.asked, exchange.served, exchange.caller
     tokenizer = served.tokenizer
-    surface = asked.surface or caller.surface or served.surface
-    deadline = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(surface)
     room = served.context - len(prompt)
     most = asked.max_tokens if asked.max_tokens is not None else served.max_tokens
     grammar = asked.grammar
@@ -266,24 +264,20 @@ def _request(exchange: Exchange, prompt: tuple[int, ...]) -> GenerationRequest:
     if grammar is not None:
         grammar_source(grammar, _GRAMMAR_LIMITS)  # what is wrong with it at a glance is said before anything is queued
     asked.sampling.check(tokenizer.vocab_size)
-    return GenerationRequest(
-        id="",  # the client of the engine gives its own
+    return GenerationRequest.of(
+        asked,
+        id="",  # the engine's client assigns its own
         prompt=prompt,
-        sampling=asked.sampling,
+        eos_ids=tokenizer.eos_ids,
         max_tokens=room if most is None else min(most, room),
         min_tokens=min(asked.min_tokens, room),
-        stop_ids=(frozenset[int]() if asked.ignore_eos else tokenizer.eos_ids) | asked.stop_ids,
-        stop=asked.stop,
-        n=asked.n,
+        surface=exchange.effective_surface,
         grammar=grammar,
-        prompt_logprobs=asked.prompt_logprobs,
         tenant=caller.tenant,
         weight=caller.weight,
-        # Nobody else has this salt, so nothing is found and nothing can be found by others.
+        # A random salt is shared with no other request, so nothing is found in the cache and nothing can be found.
         salt=caller.tenant if asked.cache == "on" else f"alone {secrets.token_hex(8)}",
-        surface=surface,
-        priority=asked.priority,
-        deadline=None if deadline is None else exchange.arrival + deadline,
+        deadline=exchange.deadline,
         arrival=exchange.arrival,
-        skip_special_tokens=not shown,
+        skip_special_tokens=asked.skip_special_tokens and not shown,
     )

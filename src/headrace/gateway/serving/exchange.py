@@ -64,6 +64,19 @@ class Exchange(msgspec.Struct, kw_only=True):
         return self.served.name
 
     @property
+    def effective_surface(self) -> str:
+        """The surface that the request names, else the key's, else the variant's."""
+        return self.asked.surface or self.caller.surface or self.served.surface
+
+    @property
+    def deadline(self) -> float | None:
+        """When the answer must end, on the monotonic clock: the request's deadline, else its surface's."""
+        seconds = self.asked.deadline_s
+        if seconds is None:
+            seconds = self.served.deadlines.get(self.effective_surface)
+        return None if seconds is None else self.arrival + seconds
+
+    @property
     def fingerprint(self) -> str:
         return self.served.fingerprint
 

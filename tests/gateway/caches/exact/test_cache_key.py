@@ -32,6 +32,7 @@ OTHER_ASKED: dict[str, Any] = {
     "ignore_eos": True,
     "n": 2,
     "prompt_logprobs": 1,
+    "skip_special_tokens": False,
     "echo": True,
     "profile": "fast",
 }
@@ -55,6 +56,7 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "deadline_s": 1.0,
     "surface": "voice",
     "priority": 3,
+    "speculate": False,
     "cache": "off",
     "seeded": True,
     "sources": (SourceText("mill", "The mill is old."),),

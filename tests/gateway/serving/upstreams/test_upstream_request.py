@@ -67,6 +67,8 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "ignore_eos": ({"ignore_eos": True}, "ignore_eos"),
     "n": ({"n": 2}, "n"),
     "prompt_logprobs": ({"prompts": ["Hi"], "prompt_logprobs": 1, "echo": True}, "echo"),
+    "speculate": ({"speculate": False}, None),
+    "skip_special_tokens": ({"skip_special_tokens": False}, None),
     "echo": ({"prompts": ["Hi"], "echo": True, "sampling": SamplingParams(logprobs=1)}, "echo"),
     "stream": ({"stream": True}, None),
     "include_usage": ({"stream": True, "include_usage": True}, None),

@@ -41,6 +41,7 @@ WITHOUT_EFFECT: Final = {
     "deadline_s": "an answer that a deadline cut is not stored",
     "surface": "when the request runs, not what it says",
     "priority": "when the request runs, not what it says",
+    "speculate": "speculative decoding does not change an answer",
     "cache": "a request with cache off has no key",
     "seeded": "whether the seed is in the key",
     "sources": "they are in the messages by then",

@@ -223,16 +223,13 @@ class UpstreamGeneration:
 
     def _attempts(self, reader: Callable[[], AttemptReader[Any]]) -> Attempts[Any]:
         exchange, upstream = self.exchange, self.upstream
-        asked, served = exchange.asked, exchange.served
-        surface = asked.surface or exchange.caller.surface or served.surface
-        seconds = asked.deadline_s if asked.deadline_s is not None else served.deadlines.get(surface)
         attempts: Attempts[Any] = Attempts(
             upstream,
             self._built_request(),
             reader,
             arrival=exchange.arrival,
-            deadline=None if seconds is None else exchange.arrival + seconds,
-            priority=asked.priority,
+            deadline=exchange.deadline,
+            priority=exchange.asked.priority,
         )
         if self.gone:
             attempts.cancel()

@@ -41,6 +41,8 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "ignore_eos": "sent",
     "n": "sent",
     "prompt_logprobs": "sent, with echo",
+    "speculate": "done here: it does not change an answer, and upstreams decide for themselves",
+    "skip_special_tokens": "done here: no endpoint offers it",
     "echo": "sent where the server takes it; without log-probabilities done here",
     "stream": "done here: the upstream streams wherever it can, so that it can be cancelled and timed",
     "include_usage": "done here: the upstream is always asked for the usage",
