@@ -456,7 +456,7 @@ async def test_requests_with_one_prefix_go_to_one_replica(tmp_path: Path) -> Non
         for n in range(6):
             task = asyncio.create_task(client.complete(request(str(n), prompt=(*range(500), n))))
             worker, _ = await asked_first(first, second)
-            worker.tell((await worker.submitted()).id, [1], end=FinishReason.STOP)
+            worker.tell((await worker.submitted()).request.id, [1], end=FinishReason.STOP)
             await task
             if n == 0:
                 chosen = worker
