@@ -100,7 +100,7 @@ async def test_tenants(terminal: Terminal, tmp_path: Path) -> None:
         done = await terminal("create-tenant", "green", "--set", "weight")
         assert (done.code, done.error) == (WRONG_USAGE, "headrace: Expected NAME=VALUE, found 'weight'.")
         done = await terminal("create-tenant", "green", "--set", "weihgt=1")
-        assert "there is no parameter 'weihgt'" in done.error
+        assert "Unknown parameter 'weihgt'. Did you mean 'weight'?" in done.error
 
 
 @asynchronous

@@ -36,13 +36,13 @@ from headrace.server.api.common_parameters import with_headers
 from headrace.server.api.completions import COMPLETION_PARAMETERS as COMPLETIONS
 from headrace.server.api.completions import CompletionStream, completion_body, read_completion_request
 from headrace.server.api.messages import (
-    COUNT_TOKENS_PARAMETERS,
     MessageStream,
     message_body,
     read_count_request,
     read_message_request,
 )
-from headrace.server.api.messages import MESSAGE_PARAMETERS as MESSAGES
+from headrace.server.api.messages_parameters import COUNT_TOKENS_PARAMETERS
+from headrace.server.api.messages_parameters import MESSAGE_PARAMETERS as MESSAGES
 from headrace.server.api.metered_endpoint import run_metered
 from headrace.server.api.text_endpoint import Dialect, deliver
 from headrace.server.api.tokenize import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, detokenize, tokenize

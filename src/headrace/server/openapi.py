@@ -112,7 +112,9 @@ def _rows(table: ParameterTable) -> str:
     rows: list[str] = []
     for name, parameter in table.items():
         about = (
-            f"<b>refused:</b> {html.escape(parameter.refused)}" if parameter.refused else html.escape(parameter.about)
+            f"<b>refused:</b> {html.escape(parameter.unsupported)}"
+            if parameter.unsupported
+            else html.escape(parameter.description)
         )
         needed = " (required)" if parameter.required else ""
         rows.append(f"<tr><td><code>{name}</code>{needed}</td><td>{about}</td></tr>")

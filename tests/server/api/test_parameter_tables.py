@@ -16,7 +16,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.server import durable_state as state
 from headrace.server.api import chat_completions as chat
-from headrace.server.api import completions, messages, responses, vectors
+from headrace.server.api import completions, messages_parameters, responses_parameters, vectors
 from headrace.server.api import tokenize as tokens
 from headrace.server.api.common_parameters import extra_fields
 from headrace.server.http.body_parameters import (
@@ -31,8 +31,8 @@ from headrace.server.http.body_parameters import (
 TABLES: Mapping[str, ParameterTable] = {
     "chat": chat.CHAT_PARAMETERS,
     "completions": completions.COMPLETION_PARAMETERS,
-    "responses": responses.RESPONSE_PARAMETERS,
-    "messages": messages.MESSAGE_PARAMETERS,
+    "responses": responses_parameters.RESPONSE_PARAMETERS,
+    "messages": messages_parameters.MESSAGE_PARAMETERS,
     "embeddings": vectors.EMBEDDINGS_PARAMETERS,
     "rerank": vectors.RERANK_PARAMETERS,
     "score": vectors.SCORE_PARAMETERS,
@@ -57,25 +57,25 @@ def error_of(values: Mapping[str, Any], table: ParameterTable) -> ApiError:
 @pytest.mark.parametrize(("table", "name"), EACH)
 def test_every_parameter_is_honoured_or_refused_with_a_reason(table: ParameterTable, name: str) -> None:
     parameter = table[name]
-    if parameter.refused is None:
-        assert parameter.about
-        assert not parameter.harmless
+    if parameter.unsupported is None:
+        assert parameter.description
+        assert not parameter.no_op_values
         msgspec.json.schema(parameter.type)  # it can be documented
     else:
-        assert len(parameter.refused) > 8
+        assert len(parameter.unsupported) > 8
         assert not parameter.required
 
 
 @pytest.mark.parametrize(("table", "name"), EACH)
 def test_a_refused_parameter_is_named_with_the_reason(table: ParameterTable, name: str) -> None:
     parameter = table[name]
-    if parameter.refused is None:
+    if parameter.unsupported is None:
         return
     error = error_of({name: Nothing()}, table)
     assert (error.parameter, error.code) == (name, "unsupported_parameter")
-    assert parameter.refused in error.message
+    assert parameter.unsupported in error.message
     alone = {name: parameter}
-    for value in (None, *parameter.harmless):
+    for value in (None, *parameter.no_op_values):
         assert parse_parameters({name: value}, alone) == {}  # it asks for nothing
 
 
@@ -149,6 +149,18 @@ def test_null_is_the_same_as_nothing() -> None:
         parse_parameters({"a": None}, {"a": Parameter("", int, required=True)})
 
 
+def test_a_misspelled_parameter_gets_a_suggestion() -> None:
+    error = error_of({"max_token": 5}, chat.CHAT_PARAMETERS)
+    assert error.message == "Unknown parameter 'max_token'. Did you mean 'max_tokens'?"
+    # A parameter that is not supported is no help.
+    assert error_of({"audios": 5}, chat.CHAT_PARAMETERS).message == "Unknown parameter 'audios'."
+
+
+def test_a_misspelled_header_gets_a_suggestion() -> None:
+    with pytest.raises(ApiError, match="Did you mean .x-headrace-deadline-ms."):
+        extra_fields({}, {"x-headrace-deadline": "5"})
+
+
 def test_a_long_name_is_cut_in_the_error() -> None:
     assert len(error_of({"x" * 10_000: 1}, {}).message) < 200
 
@@ -158,7 +170,7 @@ def test_the_schema_has_what_is_honoured_and_no_more(where: str) -> None:
     components: dict[str, Any] = {}
     body_schema(TABLES[where], "Body", components)
     body = components["Body"]
-    assert set(body["properties"]) == {name for name, each in TABLES[where].items() if each.refused is None}
+    assert set(body["properties"]) == {name for name, each in TABLES[where].items() if each.unsupported is None}
     assert body["additionalProperties"] is False
     assert set(body["required"]) == {name for name, each in TABLES[where].items() if each.required}
 

@@ -15,7 +15,6 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.server.api.responses import (
-    RESPONSE_PARAMETERS,
     ResponseRequest,
     ResponseStream,
     output_items,
@@ -23,6 +22,7 @@ from headrace.server.api.responses import (
     response_body,
     with_history,
 )
+from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
 from headrace.server.http import body_parameters as parameters
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
 
@@ -132,7 +132,7 @@ def test_allowed_tools_are_those_that_are_offered() -> None:
     found = found_of(tools=[WEATHER, clock], tool_choice=choice)
     assert [tool.name for tool in found.asked.tools] == ["clock"]
     assert found.asked.choosing == "required"
-    assert [tool["name"] for tool in found.told["tools"]] == ["weather", "clock"]
+    assert [tool["name"] for tool in found.echoed["tools"]] == ["weather", "clock"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_format_holds_the_answer(form: dict[str, Any], kind: str, text: str) -
     found = found_of(text={"format": form})
     assert found.asked.grammar is not None
     assert (found.asked.grammar.kind, found.asked.grammar.text) == (kind, text)
-    assert found.told["text"]["format"] == form
+    assert found.echoed["text"]["format"] == form
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_going_on_from_a_response_puts_its_items_first_and_not_its_instructions(
     ]
     assert [item["type"] for item in found.items] == ["message", "function_call", "function_call_output"]
     assert found.items[-1]["id"].startswith("fco_")
-    assert (found.store, found.told["previous_response_id"]) == (False, "resp_1")
+    assert (found.store, found.echoed["previous_response_id"]) == (False, "resp_1")
 
 
 def test_a_result_of_no_call_is_found_out_once_the_history_is_known() -> None:

@@ -27,7 +27,7 @@ from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.admin_protocols import UsageExport, UsageFilters
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import ParameterTable, parse_json_object, parse_parameters
+from headrace.server.http.body_parameters import ParameterTable, parse_body_object, parse_parameters
 
 if TYPE_CHECKING:
     from headrace.server.http.route import Route
@@ -123,7 +123,7 @@ class AdminRoutes:
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
             raise _secret_where_none_belongs()
-        values = {} if empty and not body else parse_json_object(body)
+        values = {} if empty and not body else parse_body_object(body)
         if not tables.is_utf8(values):
             raise invalid_request("the body has texts that are no Unicode", code="invalid_value")
         return parse_parameters(values, table)

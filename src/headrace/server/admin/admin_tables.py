@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from headrace.config import Weight
 from headrace.config.tenant_section import BudgetConfig, CachesConfig, Rights, TenantConfig
-from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.ledger.ledger_store import Dimension
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.http.api_call import ApiCall
-from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value
+from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value, unknown_parameter
 from headrace.surfaces import SURFACES
 
 MOST_LISTED: Final = 1000
@@ -127,7 +127,7 @@ def query(call: ApiCall, table: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, text in call.query().items():
         if name not in table:
-            raise ApiError(f"there is no parameter '{name[:100]}'", parameter=name[:100], code="unknown_parameter")
+            raise unknown_parameter(name, table)
         value: Any = text
         if table[name] is int:
             if not (text.isascii() and text.isdigit() and len(text) < 16):

@@ -1,6 +1,6 @@
-"""An answer's pieces as runs, each of one kind, for dialects whose streams are blocks with a beginning and an end.
+"""Splits an answer's deltas into blocks with a beginning and an end, for dialects that stream blocks.
 
-Owns Runs and its Steps. Knows no dialect.
+Does not know any dialect.
 """
 
 from __future__ import annotations
@@ -9,57 +9,62 @@ from typing import Literal
 
 import msgspec
 
+from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, ToolCallDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 
 
 class BlockEvent(msgspec.Struct, frozen=True):
-    """What a piece does to a run."""
+    """The beginning, the continuation or the end of a block."""
 
-    does: Literal["begin", "more", "end"]
+    action: Literal["begin", "more", "end"]
     kind: BlockKind
-    text: str = ""  # of "more"
-    call: ToolCallDelta | None = None  # of a call's "begin"
+    text: str = ""  # with "more"
+    call: ToolCallDelta | None = None  # with the "begin" of a call
+
+
+def restart_error() -> ApiError:
+    """Build the error for an answer that begins anew: a dialect of blocks cannot take back what it has sent."""
+    return ApiError("The answer broke off.", kind="server_error", code="generation_failed")
 
 
 class BlockSplitter:
-    """An answer as a row of runs, each of one kind and one call: pieces go in, and what begins, goes on and ends comes
-    out. One run is open at a time, and none after the last piece."""
+    """Turns deltas into block events. One block is open at a time, and none after the last delta."""
 
     def __init__(self) -> None:
         self._kind: BlockKind | None = None
         self._call = -1  # index of the last call that began
 
-    def take(self, piece: ChoiceDelta) -> list[BlockEvent]:
-        steps: list[BlockEvent] = []
+    def split(self, piece: ChoiceDelta) -> list[BlockEvent]:
+        events: list[BlockEvent] = []
         calls = list(piece.calls)
-        # What else is new came after the end of the call that is open.
+        # The rest of an open call came before the piece's reasoning and content.
         while self._kind == "call" and calls and calls[0].index == self._call:
-            steps.append(BlockEvent("more", "call", calls.pop(0).arguments))
+            events.append(BlockEvent("more", "call", calls.pop(0).arguments))
         if piece.reasoning:
-            self._say("reasoning", piece.reasoning, steps)
+            self._add_text("reasoning", piece.reasoning, events)
         if piece.content:
-            self._say("text", piece.content, steps)
+            self._add_text("text", piece.content, events)
         for call in calls:
             if self._kind != "call" or call.index != self._call:
-                self._end(steps)
+                self._end_block(events)
                 self._kind, self._call = "call", call.index
-                steps.append(BlockEvent("begin", "call", call=call))
+                events.append(BlockEvent("begin", "call", call=call))
             if call.arguments:
-                steps.append(BlockEvent("more", "call", call.arguments))
+                events.append(BlockEvent("more", "call", call.arguments))
         if piece.finish is not None:
-            self._end(steps)
-        return steps
+            self._end_block(events)
+        return events
 
-    def _say(self, kind: BlockKind, text: str, steps: list[BlockEvent]) -> None:
+    def _add_text(self, kind: BlockKind, text: str, events: list[BlockEvent]) -> None:
         if self._kind != kind:
-            self._end(steps)
+            self._end_block(events)
             self._kind = kind
-            steps.append(BlockEvent("begin", kind))
-        steps.append(BlockEvent("more", kind, text))
+            events.append(BlockEvent("begin", kind))
+        events.append(BlockEvent("more", kind, text))
 
-    def _end(self, steps: list[BlockEvent]) -> None:
+    def _end_block(self, events: list[BlockEvent]) -> None:
         if self._kind is not None:
-            steps.append(BlockEvent("end", self._kind))
+            events.append(BlockEvent("end", self._kind))
         self._kind = None

@@ -1,7 +1,6 @@
-"""`/v1/chat/completions`: its parameters, and its answers, whole and as chunks.
+"""`/v1/chat/completions`: reads a request into a TextRequest and writes its answer, whole or as chunks.
 
-Owns the table of the endpoint, the checking of messages, and the shapes of the answers. What is asked comes out as an
-TextRequest; what is answered comes in as Pieces and Choices.
+Holds the endpoint's parameter table, the checks of messages, and the shapes of answers.
 """
 
 from __future__ import annotations
@@ -33,24 +32,30 @@ from headrace.server.api.common_parameters import (
     AUDIO,
     EXTRAS,
     HOSTED,
+    MODEL,
     SAMPLING,
     STREAM,
     build_sampling,
     check_count,
     check_min_tokens,
+    check_stream_options,
     extra_fields,
-    guided_grammar,
     guided_parameter,
+    json_schema_grammar,
     parse_stops,
+    select_grammar,
+)
+from headrace.server.api.tool_parameters import (
+    ToolName,
+    check_has_tools,
+    check_named_tool,
+    check_tools,
+    decode_arguments,
 )
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 
-ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-
 
 class ChatContentPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -73,7 +78,7 @@ class ChatToolCall(Struct, forbid_unknown_fields=True):
     custom: Any = None
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True):
+class ChatInputMessage(Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatContentPart] | None = None
     name: str | None = None
@@ -126,30 +131,35 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 CHAT_PARAMETERS: Final[ParameterTable] = {
-    "model": Parameter("The model that answers; the configured one where none is named.", str),
-    "messages": Parameter("The conversation so far.", Annotated[list[ChatMessage], Meta(min_length=1)], required=True),
-    "max_completion_tokens": Parameter("Most tokens of an answer, reasoning included.", Annotated[int, Meta(ge=1)]),
-    "max_tokens": Parameter("The older name of max_completion_tokens.", Annotated[int, Meta(ge=1)]),
+    "model": MODEL,
+    "messages": Parameter(
+        "Messages of the conversation.", Annotated[list[ChatInputMessage], Meta(min_length=1)], required=True
+    ),
+    "max_completion_tokens": Parameter("Maximum tokens of an answer, including reasoning.", Annotated[int, Meta(ge=1)]),
+    "max_tokens": Parameter("Older name of max_completion_tokens.", Annotated[int, Meta(ge=1)]),
     **SAMPLING,
-    "logprobs": Parameter("Whether the tokens' log-probabilities are reported.", bool),
-    "top_logprobs": Parameter("How many likeliest tokens are reported at each place.", Annotated[int, Meta(ge=0)]),
+    "logprobs": Parameter("Returns the log-probabilities of the answer's tokens.", bool),
+    "top_logprobs": Parameter("Number of most likely tokens to return at each position.", Annotated[int, Meta(ge=0)]),
     "tools": Parameter("Functions that the model may call.", list[ChatTool]),
     "tool_choice": Parameter(
-        "auto, none, required, or a function that must be called.", Literal["auto", "none", "required"] | ChatToolChoice
+        "auto, none, required, or a function that the model must call.",
+        Literal["auto", "none", "required"] | ChatToolChoice,
     ),
-    "parallel_tool_calls": Parameter("Whether several calls may be made in one answer.", bool),
-    "response_format": Parameter("Text, a JSON object, or JSON of a schema.", ChatResponseFormat),
+    "parallel_tool_calls": Parameter("Allows several calls in one answer.", bool),
+    "response_format": Parameter(
+        "Format of the answer: text, a JSON object, or JSON that matches a schema.", ChatResponseFormat
+    ),
     "stream": STREAM["stream"],
-    "stream_options": Parameter("include_usage: a last chunk with the usage.", StreamOptions),
+    "stream_options": Parameter("include_usage: sends a last chunk with the usage.", StreamOptions),
     "reasoning_effort": Parameter(
-        "`none` asks a model that can reason first not to; every other asks it to.",
+        "none: a model that can reason answers without reasoning. Any other value: it reasons first.",
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
     ),
     **EXTRAS,
     **HOSTED,
     **AUDIO,
-    "functions": Parameter("", refused="it was replaced by tools"),
-    "function_call": Parameter("", refused="it was replaced by tool_choice"),
+    "functions": Parameter("", unsupported="use `tools`"),
+    "function_call": Parameter("", unsupported="use `tool_choice`"),
 }
 
 
@@ -158,14 +168,13 @@ def read_chat_request(body: bytes, headers: Mapping[str, str], limits: RequestLi
 
 
 def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    """`given`: converted by the table."""
-    tools = _tools(given.get("tools") or [], limits)
-    choosing, only = _choosing(given.get("tool_choice"), tools)
+    """Build a request from parameters that the table has converted."""
+    tools = _read_tools(given.get("tools") or [], limits)
+    choosing, only = _read_tool_choice(given.get("tool_choice"), tools)
+    check_stream_options(given)
     options: StreamOptions | None = given.get("stream_options")
-    if options is not None and not given.get("stream"):
-        raise invalid_request("'stream_options' goes with stream: true", "stream_options")
-    most = given.get("max_completion_tokens", given.get("max_tokens"))
-    check_min_tokens(given, most)
+    max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
+    check_min_tokens(given, max_tokens)
     n = check_count("n", given.get("n", 1), limits.choices)
     effort = given.get("reasoning_effort")
     return TextRequest(
@@ -175,11 +184,11 @@ def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits
         choosing=choosing,
         only_tool=only,
         parallel_calls=given.get("parallel_tool_calls", True),
-        grammar=_grammar(given),
+        grammar=_read_grammar(given),
         grammar_of=guided_parameter(given) or "response_format",
         think=None if effort is None else effort != "none",
-        sampling=_sampling(given, limits),
-        max_tokens=most,
+        sampling=_read_sampling(given, limits),
+        max_tokens=max_tokens,
         stop=parse_stops(given.get("stop"), limits),
         n=n,
         stream=given.get("stream", False),
@@ -188,25 +197,23 @@ def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits
     )
 
 
-def template_messages(messages: Sequence[ChatMessage], limits: RequestLimits) -> list[dict[str, Any]]:
-    """As chat templates take them."""
+def template_messages(messages: Sequence[ChatInputMessage], limits: RequestLimits) -> list[dict[str, Any]]:
+    """Return messages in the shape that chat templates take."""
     check_count("messages", len(messages), limits.messages)
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _template_message(message: ChatInputMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": join_content(message.content, where)}
     if message.role == "tool" and message.tool_call_id is None:
-        raise invalid_request(
-            f"'{where}': a tool's message has the id of the call that it answers", f"{where}.tool_call_id"
-        )
+        raise invalid_request(f"'{where}' has the role tool but no tool_call_id.", f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls and message.refusal is None:
-        raise invalid_request(f"'{where}': a message needs content", f"{where}.content")
+        raise invalid_request(f"'{where}' has no content.", f"{where}.content")
     if message.content is None and message.refusal is not None:
         plain["content"] = message.refusal
     if message.function_call is not None or message.audio is not None:
-        raise invalid_request(f"'{where}': neither function_call nor audio can be read", where)
+        raise invalid_request(f"'{where}' has function_call or audio, which are not supported.", where)
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -215,21 +222,18 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
         plain["reasoning_content"] = message.reasoning_content or message.reasoning
     if message.tool_calls:
         if message.role != "assistant":
-            raise invalid_request(f"'{where}': only the assistant calls tools", f"{where}.tool_calls")
-        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)]
+            raise invalid_request(f"'{where}' has tool_calls but is not an assistant message.", f"{where}.tool_calls")
+        plain["tool_calls"] = [
+            _template_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
     return plain
 
 
-def _call(call: ChatToolCall, where: str) -> dict[str, Any]:
+def _template_call(call: ChatToolCall, where: str) -> dict[str, Any]:
     if call.type != "function" or call.function is None:
-        raise invalid_request(f"'{where}': only calls of functions can be read", where)
-    try:
-        arguments: object = msgspec.json.decode(call.function.arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        arguments = call.function.arguments
-    # Most templates write the arguments as JSON themselves.
+        raise invalid_request(f"'{where}' is of type '{call.type[:100]}'. Expected a function call.", where)
+    decoded = decode_arguments(call.function.arguments)  # most templates write the JSON themselves
+    arguments = call.function.arguments if decoded is None else decoded
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -237,74 +241,56 @@ def join_content(content: str | list[ChatContentPart] | None, where: str) -> str
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal", "input_text", "output_text") or text is None:
-            raise invalid_request(
-                f"'{where}.content[{place}]': only parts of text can be read", f"{where}.content[{place}]"
-            )
+            path = f"{where}.content[{index}]"
+            raise invalid_request(f"'{path}' is of type '{part.type[:100]}'. Models read text only.", path)
         texts.append(text)
     return "\n".join(texts)
 
 
-def _tools(tools: Sequence[ChatTool], limits: RequestLimits) -> tuple[Tool, ...]:
-    check_count("tools", len(tools), limits.tools, least=0)
-    found = tuple(
-        Tool(tool.function.name, tool.function.description, tool.function.parameters, bool(tool.function.strict))
-        for tool in tools
+def _read_tools(tools: Sequence[ChatTool], limits: RequestLimits) -> tuple[Tool, ...]:
+    functions = [tool.function for tool in tools]
+    return check_tools(
+        [Tool(each.name, each.description, each.parameters, bool(each.strict)) for each in functions],
+        limits,
+        name_field="function.name",
     )
-    check_unique_tools(found)
-    return found
 
 
-def check_unique_tools(tools: Sequence[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise invalid_request(f"two tools are called '{name}'", f"tools[{place}].function.name")
-
-
-def _choosing(choice: str | ChatToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+def _read_tool_choice(choice: str | ChatToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+    """Return the mode, and the tool that must be called if it must be a particular one."""
     if choice is None or choice == "auto":
         return "auto", None
     if choice == "none":
         return "none", None
-    if not tools:
-        raise invalid_request("'tool_choice' asks for a call, and there are no tools", "tool_choice")
+    check_has_tools(tools)
     if isinstance(choice, ChatToolChoice):
         return "required", check_named_tool(choice.function.name, tools)
     return "required", None
 
 
-def check_named_tool(name: str, tools: Sequence[Tool]) -> str:
-    if all(tool.name != name for tool in tools):
-        raise invalid_request(f"'tool_choice' names '{name[:100]}', which is none of the tools", "tool_choice")
-    return name
+def _read_grammar(given: Mapping[str, Any]) -> Grammar | None:
+    format: ChatResponseFormat | None = given.get("response_format")
+    grammar: Grammar | None = None
+    if format is not None and format.type == "json_object":
+        grammar = Grammar("json_object")
+    elif format is not None and format.type == "json_schema":
+        if format.json_schema is None or format.json_schema.schema is None:
+            raise invalid_request(
+                "'response_format' of type json_schema has no schema. Add 'response_format.json_schema.schema'.",
+                "response_format.json_schema.schema",
+            )
+        grammar = json_schema_grammar(format.json_schema.schema)
+    return select_grammar(given, grammar, "response_format")
 
 
-def _grammar(given: Mapping[str, Any]) -> Grammar | None:
-    wanted: ChatResponseFormat | None = given.get("response_format")
-    other = guided_grammar(given)
-    if wanted is None or wanted.type == "text":
-        return other
-    if other is not None:
-        raise invalid_request(
-            "'response_format' and a guided_* parameter cannot both hold an answer", "response_format"
-        )
-    if wanted.type == "json_object":
-        return Grammar("json_object")
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise invalid_request(
-            "'response_format' of the type json_schema needs a schema", "response_format.json_schema.schema"
-        )
-    return Grammar("json_schema", msgspec.json.encode(wanted.json_schema.schema).decode())
-
-
-def _sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
+def _read_sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
     top = given.get("top_logprobs")
-    if top is not None and not given.get("logprobs"):
-        raise invalid_request("'top_logprobs' goes with logprobs: true", "top_logprobs")
     if top is not None:
+        if not given.get("logprobs"):
+            raise invalid_request("'top_logprobs' requires `logprobs: true`.", "top_logprobs")
         check_count("top_logprobs", top, limits.logprobs, least=0)
     return build_sampling(given, logprobs=(top or 0) if given.get("logprobs") else None)
 
@@ -323,7 +309,7 @@ def chat_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def metadata_field(exchange: Exchange) -> dict[str, Any]:
-    """Handed back where it was given."""
+    """Return the request's metadata as a field of the answer, if it has any."""
     return {"metadata": dict(exchange.asked.metadata)} if exchange.asked.metadata else {}
 
 
@@ -364,37 +350,32 @@ def chat_usage(usage: TokenUsage) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
-            # Of `prediction`, which is refused. The engine's own drafts are no part of what a client pays for.
+            # These count `prediction`, which is unsupported. The client does not pay for the engine's draft tokens.
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },
     }
 
 
-def usages_by_index(usages: Mapping[int, TokenUsage]) -> list[TokenUsage]:
-    """Of choices that end in any order, by their places."""
-    return [usages[index] for index in sorted(usages)]
-
-
-def _logprobs(found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-    if found is None:
+def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if logprobs is None:
         return None
-    return {"content": [_logprob(each) for each in found], "refusal": None}
+    return {"content": [logprob_json(each) for each in logprobs], "refusal": None}
 
 
-def _logprob(each: TokenLogprob) -> dict[str, Any]:
+def logprob_json(each: TokenLogprob) -> dict[str, Any]:
     top = [{"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in each.top]
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes), "top_logprobs": top}
 
 
 class ChunkStream:
-    """What the streams of chats and of completions have in common: the head that all chunks begin with, and the end."""
+    """The common part of chat and completion streams: the head of every chunk, the end, restarts and errors."""
 
     def __init__(self, exchange: Exchange, head: dict[str, Any]) -> None:
         self._exchange = exchange
         self._head = head
         self._encode = msgspec.json.Encoder().encode
-        # What all chunks begin with is written once: it is most of a chunk.
+        # The head is most of a chunk, so it is encoded once.
         usage = b',"usage":null' if exchange.asked.include_usage else b""
         self._before = b"data: " + self._encode(head)[:-1] + b',"choices":['
         self._after = b"]" + usage + b"}\n\n"
@@ -404,7 +385,7 @@ class ChunkStream:
         exchange = self._exchange
         last = b""
         if exchange.asked.include_usage:
-            usages = usages_by_index(self._usages)
+            usages = [self._usages[index] for index in sorted(self._usages)]
             chunk: dict[str, Any] = {
                 **self._head,
                 "choices": [],
@@ -416,22 +397,21 @@ class ChunkStream:
         return last + b"data: [DONE]\n\n"
 
     def restart(self, piece: RestartDelta) -> bytes:
-        """A chunk without choices, for clients that know of it: what came of this choice before does not count."""
-        told = {"restart": {"index": piece.index, "model": piece.variant, "why": piece.why}}
-        return b"data: " + self._encode({**self._head, "choices": [], "headrace": told}) + b"\n\n"
+        """Write a chunk without choices that tells clients to discard what this choice has sent so far."""
+        report = {"restart": {"index": piece.index, "model": piece.variant, "why": piece.why}}
+        return b"data: " + self._encode({**self._head, "choices": [], "headrace": report}) + b"\n\n"
 
     def error(self, error: ApiError) -> bytes:
         return b"data: " + self._encode(error.openai()) + b"\n\n"
 
 
 class ChatStream(ChunkStream):
-    """The chunks of one exchange, as server-sent events."""
+    """Writes the chunks of one chat as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, _head(exchange, "chat.completion.chunk"))
-        # What is before and after a token's text, by the choice.
-        self._plain: dict[int, bytes] = {}
-        self._plain_after = b'},"logprobs":null,"finish_reason":null}' + self._after
+        self._text_prefixes: dict[int, bytes] = {}  # the bytes before a token's text, by choice
+        self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._after
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
@@ -439,11 +419,13 @@ class ChatStream(ChunkStream):
 
     def piece(self, piece: ChoiceDelta) -> bytes:
         if piece.content and not (piece.calls or piece.reasoning or piece.logprobs is not None or piece.finish):
-            # A token's text, as nearly all pieces are: the same bytes as below, without the objects.
-            before = self._plain.get(piece.index)
+            # Fast path for nearly every token: the same bytes as below, without building objects.
+            before = self._text_prefixes.get(piece.index)
             if before is None:
-                before = self._plain[piece.index] = self._before + b'{"index":%d,"delta":{"content":' % piece.index
-            return before + self._encode(piece.content) + self._plain_after
+                before = self._text_prefixes[piece.index] = (
+                    self._before + b'{"index":%d,"delta":{"content":' % piece.index
+                )
+            return before + self._encode(piece.content) + self._text_suffix
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning
@@ -451,13 +433,13 @@ class ChatStream(ChunkStream):
             delta["content"] = piece.content
         if piece.calls:
             delta["tool_calls"] = [_call_delta(call) for call in piece.calls]
-        found = b""
+        data = b""
         if delta:
-            found = self._chunk(piece.index, delta, logprobs=_logprobs(piece.logprobs))
+            data = self._chunk(piece.index, delta, logprobs=_logprobs(piece.logprobs))
         if piece.finish is not None:
-            found += self._chunk(piece.index, {}, finish=piece.finish)
+            data += self._chunk(piece.index, {}, finish=piece.finish)
             self._usages[piece.index] = piece.usage or TokenUsage()
-        return found
+        return data
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None

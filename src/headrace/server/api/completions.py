@@ -1,6 +1,6 @@
-"""`/v1/completions`: its parameters, and its answers, whole and as chunks.
+"""`/v1/completions`: reads a request into a TextRequest and writes its answer, whole or as chunks.
 
-Owns the table of the endpoint and the shapes of the answers. A prompt may be a text, token ids, or several of either.
+Holds the endpoint's parameter table and the shapes of answers. A prompt is a text, token ids, or a list of either.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.chat_completions import ChunkStream, StreamOptions, chat_usage, metadata_field
 from headrace.server.api.common_parameters import (
     EXTRAS,
+    MODEL,
     SAMPLING,
     STREAM,
     build_sampling,
     check_count,
     check_min_tokens,
+    check_stream_options,
     extra_fields,
     guided_grammar,
     guided_parameter,
@@ -36,22 +38,20 @@ from headrace.server.api.common_parameters import (
 )
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 
-DEFAULT_TOKENS: Final = 16  # of an answer that asks for no limit, as the service has it
-
-Ids = list[Annotated[int, Meta(ge=0)]]
+DEFAULT_TOKENS: Final = 16  # OpenAI's default for max_tokens
 
 COMPLETION_PARAMETERS: Final[ParameterTable] = {
-    "model": Parameter("The model that answers; the configured one where none is named.", str),
+    "model": MODEL,
     "prompt": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
-    "max_tokens": Parameter("Most tokens of an answer; 16 where it is not given.", Annotated[int, Meta(ge=0)]),
+    "max_tokens": Parameter("Maximum tokens of an answer. Default: 16.", Annotated[int, Meta(ge=0)]),
     **SAMPLING,
-    "logprobs": Parameter("How many likeliest tokens are reported at each place.", Annotated[int, Meta(ge=0)]),
-    "echo": Parameter("The prompt's text before the answer's.", bool),
+    "logprobs": Parameter("Number of most likely tokens to return at each position.", Annotated[int, Meta(ge=0)]),
+    "echo": Parameter("Puts the prompt's text before the answer's.", bool),
     "stream": STREAM["stream"],
-    "stream_options": Parameter("include_usage: a last chunk with the usage.", StreamOptions),
+    "stream_options": Parameter("include_usage: sends a last chunk with the usage.", StreamOptions),
     **{name: each for name, each in EXTRAS.items() if name not in ("chat_template_kwargs", "sources", "overflow")},
-    "best_of": Parameter("", refused="ask for n answers and choose", harmless=(1,)),
-    "suffix": Parameter("", refused="the models served here do not fill in the middle", harmless=("",)),
+    "best_of": Parameter("", unsupported="set `n` and choose among the answers", no_op_values=(1,)),
+    "suffix": Parameter("", unsupported="the models served here do not fill in the middle", no_op_values=("",)),
 }
 
 
@@ -60,20 +60,21 @@ def read_completion_request(body: bytes, headers: Mapping[str, str], limits: Req
 
 
 def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+    check_stream_options(given)
     options: StreamOptions | None = given.get("stream_options")
-    if options is not None and not given.get("stream"):
-        raise invalid_request("'stream_options' goes with stream: true", "stream_options")
     prompts = parse_prompts(given["prompt"], "prompt", limits.prompts)
     logprobs = given.get("logprobs")
     if logprobs is not None:
         check_count("logprobs", logprobs, limits.logprobs, least=0)
     echo = given.get("echo", False)
     if given.get("max_tokens") == 0:
-        raise invalid_request("'max_tokens' must be at least 1; /v1/score measures a prompt alone", "max_tokens")
+        raise invalid_request("'max_tokens' must be at least 1. To score a prompt alone, use /v1/score.", "max_tokens")
     check_min_tokens(given, given.get("max_tokens", DEFAULT_TOKENS))
     n = check_count("n", given.get("n", 1), limits.choices)
     if n * len(prompts) > limits.prompts:
-        raise invalid_request(f"'n' times the prompts may be {limits.prompts} at most, not {n * len(prompts)}", "n")
+        raise invalid_request(
+            f"'n' times the number of prompts is {n * len(prompts)}. Expected at most {limits.prompts}.", "n"
+        )
     return TextRequest(
         model=given.get("model", ""),
         prompts=prompts,
@@ -92,31 +93,32 @@ def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], 
 
 
 def parse_prompts(value: Any, name: str, most: int) -> list[str | list[int]]:
-    """A text, token ids, or a list of either, as a list."""
+    """Return a text, token ids, or a list of either, as a list. ApiError for anything else."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise invalid_request(f"'{name}' must be a text, token ids, or a list of either, and not empty", name)
+        raise invalid_request(f"'{name}' must be a text, token ids, or a list of either, and must not be empty.", name)
     items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
     if all(type(item) is int for item in items):
-        return [_ids(items, name)]
+        return [_check_ids(items, name)]
     check_count(name, len(items), most)
-    found: list[str | list[int]] = []
-    for place, item in enumerate(items):
+    prompts: list[str | list[int]] = []
+    for index, item in enumerate(items):
+        path = f"{name}[{index}]"
         if isinstance(item, str):
-            found.append(item)
+            prompts.append(item)
         elif isinstance(item, list) and item:
-            found.append(_ids(item, f"{name}[{place}]"))  # pyright: ignore[reportUnknownArgumentType]
+            prompts.append(_check_ids(item, path))  # pyright: ignore[reportUnknownArgumentType]
         else:
-            raise invalid_request(f"'{name}[{place}]' must be a text or token ids", f"{name}[{place}]")
-    return found
+            raise invalid_request(f"'{path}' must be a text or token ids.", path)
+    return prompts
 
 
-def _ids(value: Sequence[Any], name: str) -> list[int]:
-    for item in value:
-        if type(item) is not int or item < 0:
-            raise invalid_request(f"'{name}': a token id is a number from 0 on", name)
-    return list(value)
+def _check_ids(ids: Sequence[Any], name: str) -> list[int]:
+    for each in ids:
+        if type(each) is not int or each < 0:
+            raise invalid_request(f"'{name}' must contain token ids: integers from 0.", name)
+    return list(ids)
 
 
 # Answers
@@ -150,29 +152,29 @@ def _head(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _logprobs(found: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
-    if found is None:
+def _logprobs(logprobs: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+    if logprobs is None:
         return None
     offsets: list[int] = []
-    for each in found:
+    for each in logprobs:
         offsets.append(offset)
         offset += len(each.shown)
     return {
-        "tokens": [each.text for each in found],
-        # The very first token of a prompt has none.
-        "token_logprobs": [each.logprob for each in found],
-        "top_logprobs": [None if each.logprob is None else _likeliest(each) for each in found],
+        "tokens": [each.text for each in logprobs],
+        # The first token of a prompt has no log-probability.
+        "token_logprobs": [each.logprob for each in logprobs],
+        "top_logprobs": [None if each.logprob is None else _top_logprobs(each) for each in logprobs],
         "text_offset": offsets,
     }
 
 
-def _likeliest(each: TokenLogprob) -> dict[str, float]:
-    # Parts of characters look alike; the likelier one has the name.
+def _top_logprobs(each: TokenLogprob) -> dict[str, float]:
+    # Parts of characters share one text; the most likely token keeps it.
     return {text: logprob for text, _, logprob in reversed(each.top)}
 
 
 class CompletionStream(ChunkStream):
-    """The chunks of one exchange, as server-sent events."""
+    """Writes the chunks of one completion as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, _head(exchange))
@@ -187,7 +189,7 @@ class CompletionStream(ChunkStream):
         elif not piece.content and not piece.logprobs:
             return b""
         elif piece.logprobs is None:
-            # A token's text, as nearly all pieces are: the same bytes as below, without the objects.
+            # Fast path for nearly every token: the same bytes as below, without building objects.
             before, after = b'{"index":%d,"text":' % piece.index, b',"logprobs":null,"finish_reason":null}'
             return b"".join((self._before, before, self._encode(piece.content), after, self._after))
         offset = self._offsets.get(piece.index, 0)

@@ -1,20 +1,18 @@
-"""`/v1/messages`, as Anthropic's clients speak it: its parameters, and its answers, whole and as events.
+"""`/v1/messages`: reads Anthropic's requests into a TextRequest and writes their answers, whole or as events.
 
-Owns the tables of the endpoint and of its counting of tokens, and the way of content blocks into messages for chat
-templates and back. What is asked comes out as an TextRequest; what is answered comes in as Pieces and Choices. The
-header `anthropic-version` is not looked at: every version reads the same.
+Content blocks become messages for chat templates, and choices become content blocks. Ignores the header
+`anthropic-version`: every version reads the same. messages_parameters.py has the types and parameter tables.
 
-    user        text, tool_result                      ▶ tool messages, then a user message
-    assistant   thinking, text, tool_use               ▶ one assistant message
+    user        text, tool_result             ▶ tool messages, then a user message
+    assistant   thinking, text, tool_use      ▶ one assistant message
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
 
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
@@ -31,347 +29,174 @@ from headrace.gateway.requests.text_request import (
     ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
-from headrace.server.api.block_events import BlockEvent, BlockSplitter
-from headrace.server.api.chat_completions import ToolName, check_named_tool
+from headrace.server.api.block_events import BlockEvent, BlockSplitter, restart_error
 from headrace.server.api.common_parameters import (
-    EXTRAS,
-    SAMPLING,
-    STREAM,
-    Stop,
     build_sampling,
     check_count,
     extra_fields,
-    guided_grammar,
+    json_schema_grammar,
+    select_grammar,
 )
-from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value, parse_body
+from headrace.server.api.messages_parameters import (
+    COUNT_TOKENS_PARAMETERS,
+    MESSAGE_PARAMETERS,
+    AnthropicMessage,
+    AnthropicMetadata,
+    AnthropicTool,
+    AnthropicToolChoice,
+    AnthropicToolChoiceAuto,
+    AnthropicToolChoiceNone,
+    AnthropicToolChoiceTool,
+    ContentBlock,
+    DocumentBlock,
+    ImageBlock,
+    OutputConfig,
+    OutputFormat,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingAdaptive,
+    ThinkingBlock,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from headrace.server.api.tool_parameters import check_has_tools, check_named_tool, check_tools, decode_arguments
+from headrace.server.http.body_parameters import convert_value, parse_body, unsupported_parameter
 
-# Of our thinking blocks. Reasoning is handed out whole and taken back as it comes, so there is nothing to sign.
+# Headrace returns reasoning in full and takes it back unchanged, so there is nothing to sign.
 SIGNATURE: Final = "headrace"
-_RAW: Final = "_raw"  # in place of a call's input: arguments that are no JSON object, as the model wrote them
-
-
-class TextBlock(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    text: str
-    cache_control: Any = None  # of every block: prefixes are found without it
-    citations: Any = None
-
-
-class ToolUseBlock(Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
-    id: str
-    name: str
-    input: dict[str, Any]
-    cache_control: Any = None
-    caller: Any = None
-
-
-class ThinkingBlock(Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
-    thinking: str
-    signature: str = ""
-
-
-class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
-    data: str = ""  # another service's, and closed to us: nothing of it reaches the model
-
-
-class ImageBlock(Struct, tag_field="type", tag="image"):
-    pass
-
-
-class DocumentBlock(Struct, tag_field="type", tag="document"):
-    pass
-
-
-class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
-    pass
-
-
-ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
-
-
-class ToolResultBlock(Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
-    tool_use_id: str
-    content: str | list[ResultBlock] | None = None
-    is_error: bool | None = None
-    cache_control: Any = None
-
-
-ContentBlock = (
-    TextBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-)
-
-
-class AnthropicMessage(Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
-
-
-class AnthropicTool(Struct, forbid_unknown_fields=True):
-    name: ToolName
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
-    description: str | None = None
-    strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments come as they are written in any case
-    cache_control: Any = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-    input_examples: list[Any] | None = None
-
-
-class AnthropicToolChoiceAuto(Struct, tag_field="type", tag="auto", forbid_unknown_fields=True):
-    disable_parallel_tool_use: bool = False
-
-
-class AnthropicToolChoiceAny(Struct, tag_field="type", tag="any", forbid_unknown_fields=True):
-    disable_parallel_tool_use: bool = False
-
-
-class AnthropicToolChoiceTool(Struct, tag_field="type", tag="tool", forbid_unknown_fields=True):
-    name: str
-    disable_parallel_tool_use: bool = False
-
-
-class AnthropicToolChoiceNone(Struct, tag_field="type", tag="none", forbid_unknown_fields=True):
-    pass
-
-
-AnthropicToolChoice = (
-    AnthropicToolChoiceAuto | AnthropicToolChoiceAny | AnthropicToolChoiceTool | AnthropicToolChoiceNone
-)
-ThinkingDisplay = Literal["summarized"]  # what there is to show is shown; leaving it out ("omitted") is not offered
-
-
-class ThinkingEnabled(Struct, tag_field="type", tag="enabled", forbid_unknown_fields=True):
-    budget_tokens: Annotated[int, Meta(ge=1)]
-    display: ThinkingDisplay | None = None
-
-
-class ThinkingAdaptive(Struct, tag_field="type", tag="adaptive", forbid_unknown_fields=True):
-    display: ThinkingDisplay | None = None
-
-
-class ThinkingDisabled(Struct, tag_field="type", tag="disabled", forbid_unknown_fields=True):
-    pass
-
-
-class OutputFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
-    schema: dict[str, Any]
-
-
-class OutputConfig(Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-class AnthropicMetadata(Struct, forbid_unknown_fields=True):
-    user_id: Annotated[str, Meta(max_length=512)] | None = None
-
-
-# What a prompt follows from.
-_PROMPT: Final = {
-    "model": Parameter("The model that answers; the configured one where none is named.", str),
-    "messages": Parameter(
-        "The conversation so far.", Annotated[list[AnthropicMessage], Meta(min_length=1)], required=True
-    ),
-    "system": Parameter("What stands before the conversation.", str | list[TextBlock]),
-    "tools": Parameter("Tools that the model may call: name, description and input_schema.", list[dict[str, Any]]),
-    "tool_choice": Parameter("auto, any, tool (with its name) or none.", AnthropicToolChoice),
-    "thinking": Parameter(
-        "enabled, disabled or adaptive, for models that can reason first; disabled where it is not given. The budget "
-        "is not held apart: reasoning counts toward max_tokens.",
-        ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
-    ),
-    "output_config": Parameter(
-        "format: holds the answer to a JSON schema. effort: goes to the chat template, as reasoning_effort.",
-        OutputConfig,
-    ),
-    "output_format": Parameter("The older name of output_config.format.", OutputFormat),
-    "cache_control": Parameter("Accepted for clients that send it; common prefixes are found without it.", Any),
-    "speed": Parameter("fast: the same as profile: fast.", Literal["standard", "fast"]),
-    "chat_template_kwargs": EXTRAS["chat_template_kwargs"],
-    "container": Parameter("", refused="no code is run here"),
-    "mcp_servers": Parameter("", refused="the server calls no tools itself", harmless=([],)),
-    "context_management": Parameter(
-        "", refused="the conversation is taken as it is sent", harmless=({}, {"edits": []})
-    ),
-    "compaction": Parameter("", refused="the conversation is taken as it is sent"),
-    "user_profile_id": Parameter("", refused="there are no user profiles; use metadata.user_id"),
-}
-
-MESSAGE_PARAMETERS: Final[ParameterTable] = {
-    **_PROMPT,
-    "max_tokens": Parameter("Most tokens of the answer, thinking included.", Annotated[int, Meta(ge=1)], required=True),
-    "stop_sequences": Parameter("Texts at which the answer ends, before them.", list[Stop]),
-    "stream": STREAM["stream"],
-    "temperature": SAMPLING["temperature"],
-    "top_p": SAMPLING["top_p"],
-    "metadata": Parameter("user_id: whom the request is for; kept in the log.", AnthropicMetadata),
-    "service_tier": Parameter("", refused="use `priority` and `surface`", harmless=("auto", "standard_only")),
-    "inference_geo": Parameter("", refused="it is answered where the server runs"),
-    "diagnostics": Parameter("", refused="there are none"),
-    "fallbacks": Parameter("", refused="the model that is named answers"),
-    "fallback_credit_token": Parameter("", refused="there are no credits"),
-    "billing_policy": Parameter("", refused="there is no billing"),
-    "thread": Parameter("", refused="there are no threads; send the conversation"),
-    # Headrace's own.
-    **{name: SAMPLING[name] for name in ("seed", "frequency_penalty", "presence_penalty", "logit_bias")},
-    **{name: each for name, each in EXTRAS.items() if name not in ("user", "safety_identifier", "metadata")},
-}
-
-COUNT_TOKENS_PARAMETERS: Final[ParameterTable] = _PROMPT
+_RAW: Final = "_raw"  # key that holds a call's arguments if the model did not write a JSON object
 
 
 def read_message_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     given = parse_body(body, MESSAGE_PARAMETERS)
-    asked = build_message_request(given, headers, limits)
-    assert asked.messages is not None
-    if asked.messages[-1]["role"] == "assistant":
-        message = "the last message is the assistant's; an answer that is begun already cannot be gone on with"
-        raise invalid_request(message, f"messages[{len(given['messages']) - 1}]")
-    return asked
+    request = build_message_request(given, headers, limits)
+    assert request.messages is not None
+    if request.messages[-1]["role"] == "assistant":
+        path = f"messages[{len(given['messages']) - 1}]"
+        raise invalid_request(f"'{path}' is an assistant message. The last message must be the user's.", path)
+    return request
 
 
 def read_count_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    """For `/v1/messages/count_tokens`: what is asked is only a prompt."""
+    """Read a request to `/v1/messages/count_tokens`, which has only a prompt."""
     return build_message_request(parse_body(body, COUNT_TOKENS_PARAMETERS), headers, limits)
 
 
 def build_message_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    """`given`: converted by one of the tables."""
+    """Build a request from parameters that one of the tables has converted."""
     stops = check_count("stop_sequences", len(given.get("stop_sequences", ())), limits.stop, least=0)
-    tools = _tools(given.get("tools", []), limits)
+    tools = _read_tools(given.get("tools", []), limits)
     choice: AnthropicToolChoice | None = given.get("tool_choice")
-    choosing, only = _choosing(choice, tools)
+    choosing, only = _read_tool_choice(choice, tools)
     metadata: AnthropicMetadata | None = given.get("metadata")
     config: OutputConfig = given.get("output_config") or OutputConfig()
-    own = {**given, "metadata": None, "user": None if metadata is None else metadata.user_id}
+    extras = {**given, "metadata": None, "user": None if metadata is None else metadata.user_id}
     if given.get("speed") == "fast":
-        own.setdefault("profile", "fast")
+        extras.setdefault("profile", "fast")
     if config.effort is not None:
-        own["chat_template_kwargs"] = {"reasoning_effort": config.effort, **given.get("chat_template_kwargs", {})}
+        extras["chat_template_kwargs"] = {"reasoning_effort": config.effort, **given.get("chat_template_kwargs", {})}
     return TextRequest(
         model=given.get("model", ""),
-        messages=_messages(given.get("system"), given["messages"], limits),
+        messages=_template_messages(given.get("system"), given["messages"], limits),
         tools=tools,
         choosing=choosing,
         only_tool=only,
         parallel_calls=choice is None
         or isinstance(choice, AnthropicToolChoiceNone)
         or not choice.disable_parallel_tool_use,
-        grammar=_grammar(given, config),
-        think=_think(given.get("thinking")),
+        grammar=_read_grammar(given, config),
+        think=_read_thinking(given.get("thinking")),
         sampling=build_sampling(given, logprobs=None),
         max_tokens=given.get("max_tokens"),
         stop=tuple(given["stop_sequences"]) if stops else (),
         stream=given.get("stream", False),
-        **extra_fields(own, headers),
+        **extra_fields(extras, headers),
     )
 
 
-def _think(thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None) -> bool | None:
-    if isinstance(thinking, ThinkingAdaptive):
-        return None
-    return isinstance(thinking, ThinkingEnabled)
+def _read_thinking(thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None) -> bool | None:
+    """Return whether the model reasons first. None leaves it to the model."""
+    return None if isinstance(thinking, ThinkingAdaptive) else isinstance(thinking, ThinkingEnabled)
 
 
-def _grammar(given: Mapping[str, Any], config: OutputConfig) -> Grammar | None:
-    other = guided_grammar(given)
+def _read_grammar(given: Mapping[str, Any], config: OutputConfig) -> Grammar | None:
     older: OutputFormat | None = given.get("output_format")
     if older is not None and config.format is not None:
         raise invalid_request(
-            "'output_format' is the older name of output_config.format; send one of them", "output_format"
+            "'output_format' is the older name of output_config.format. Send only one of them.", "output_format"
         )
-    wanted = config.format or older
-    if wanted is None:
-        return other
-    if other is not None:
-        raise invalid_request(
-            "an output format and a guided_* parameter cannot both hold an answer", "output_config.format"
-        )
-    return Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
+    format = config.format or older
+    grammar = None if format is None else json_schema_grammar(format.schema)
+    return select_grammar(given, grammar, "output_config.format")
 
 
-def _tools(tools: Sequence[dict[str, Any]], limits: RequestLimits) -> tuple[Tool, ...]:
+def _read_tools(tools: Sequence[dict[str, Any]], limits: RequestLimits) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
-    found = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools))
-    check_unique_names(found)
-    return found
+    return check_tools([_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], limits)
 
 
-def _tool(given: dict[str, Any], where: str) -> Tool:
+def _read_tool(given: dict[str, Any], where: str) -> Tool:
     kind = given.get("type")
     if kind is not None and kind != "custom":
-        message = f"'{where}': there is no tool '{str(kind)[:100]}' here; a tool has a name and an input_schema"
+        message = f"'{where}' is of type '{str(kind)[:100]}'. Expected a custom tool with a name and an input_schema."
         raise ApiError(message, parameter=f"{where}.type", code="unsupported_parameter")
     tool = convert_value(given, AnthropicTool, where)
-    for name, asks in (
+    for name, is_set in (
         ("defer_loading", tool.defer_loading),
         ("allowed_callers", tool.allowed_callers not in (None, ["direct"])),
         ("input_examples", tool.input_examples),
     ):
-        if asks:
-            path = f"{where}.{name}"
-            raise ApiError(f"'{path}' is not supported", parameter=path, code="unsupported_parameter")
+        if is_set:
+            raise unsupported_parameter(f"{where}.{name}", "remove it")
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
 
 
-def check_unique_names(tools: Sequence[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise invalid_request(f"two tools are called '{name}'", f"tools[{place}].name")
-
-
-def _choosing(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+def _read_tool_choice(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
+    """Return the mode, and the tool that must be called if it must be a particular one."""
     if choice is None or isinstance(choice, AnthropicToolChoiceAuto):
         return "auto", None
     if isinstance(choice, AnthropicToolChoiceNone):
         return "none", None
-    if not tools:
-        raise invalid_request("'tool_choice' asks for a call, and there are no tools", "tool_choice")
+    check_has_tools(tools)
     return "required", check_named_tool(choice.name, tools) if isinstance(choice, AnthropicToolChoiceTool) else None
 
 
 # Messages
 
 
-def _messages(
+def _template_messages(
     system: str | list[TextBlock] | None, messages: Sequence[AnthropicMessage], limits: RequestLimits
 ) -> list[dict[str, Any]]:
     check_count("messages", len(messages), limits.messages)
     plain: list[dict[str, Any]] = []
     if system:
-        _add(plain, {"role": "system", "content": system if isinstance(system, str) else _joined(system, "system")})
-    calls: dict[str, str] = {}  # of the assistant's turn before: the names, by the ids that are not answered yet
-    before = ""
-    for place, message in enumerate(messages):
-        where = f"messages[{place}].content"
+        _add(plain, {"role": "system", "content": system if isinstance(system, str) else _join_text(system, "system")})
+    calls: dict[str, str] = {}  # names of the last assistant turn's calls without a result yet, by id
+    previous_role = ""
+    for index, message in enumerate(messages):
+        where = f"messages[{index}].content"
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         match message.role:
             case "assistant":
-                turn = _assistant(blocks, where)
-                if before != "assistant":
+                turn = _assistant_message(blocks, where)
+                if previous_role != "assistant":
                     calls = {}
                 calls |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
                 _add(plain, turn)
             case "user":
-                for each in _user(blocks, where, calls):
+                for each in _user_messages(blocks, where, calls):
                     _add(plain, each)
             case "system":
-                _add(plain, {"role": "system", "content": _joined(blocks, where)})
-        before = message.role
+                _add(plain, {"role": "system", "content": _join_text(blocks, where)})
+        previous_role = message.role
     return plain
 
 
 def _add(plain: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Turns of one role in a row are one turn; many templates know no other."""
+    """Append a turn, merging it into the last one if both have the same role: many templates require alternation."""
     last = plain[-1] if plain else turn
     if not plain or last["role"] != turn["role"] or turn["role"] == "tool":
         plain.append(turn)
@@ -383,29 +208,30 @@ def _add(plain: list[dict[str, Any]], turn: dict[str, Any]) -> None:
         last["tool_calls"] = last.get("tool_calls", []) + turn["tool_calls"]
 
 
-def _user(blocks: Sequence[ContentBlock], where: str, calls: dict[str, str]) -> list[dict[str, Any]]:
+def _user_messages(blocks: Sequence[ContentBlock], where: str, calls: dict[str, str]) -> list[dict[str, Any]]:
     if not blocks:
-        raise invalid_request(f"'{where}': a message needs content", where)
+        raise invalid_request(f"'{where}' is empty. Add content.", where)
     results: list[dict[str, Any]] = []
     rest: list[ContentBlock] = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if not isinstance(block, ToolResultBlock):
             rest.append(block)
             continue
-        at = f"{where}[{place}]"
+        path = f"{where}[{index}]"
         name = calls.pop(block.tool_use_id, None)
         if name is None:
-            message = f"'{at}': no call of the turn before has the id '{block.tool_use_id[:100]}' and no result yet"
-            raise invalid_request(message, f"{at}.tool_use_id")
+            path = f"{path}.tool_use_id"
+            given = block.tool_use_id[:100]
+            raise invalid_request(f"'{path}' is '{given}'. Expected an unanswered call of the previous turn.", path)
         content = block.content or ""
-        text = content if isinstance(content, str) else _joined(content, f"{at}.content")
+        text = content if isinstance(content, str) else _join_text(content, f"{path}.content")
         if block.is_error:
-            text = f"Error: {text}"  # templates have no other way to say so
+            text = f"Error: {text}"  # chat templates have no field for it
         results.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name})
-    return [*results, {"role": "user", "content": _joined(rest, where)}] if rest else results
+    return [*results, {"role": "user", "content": _join_text(rest, where)}] if rest else results
 
 
-def _assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
+def _assistant_message(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
     rest: list[ContentBlock] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -419,7 +245,7 @@ def _assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
                 calls.append({"id": block.id, "type": "function", "function": _function(block)})
             case _:
                 rest.append(block)
-    turn: dict[str, Any] = {"role": "assistant", "content": _joined(rest, where)}
+    turn: dict[str, Any] = {"role": "assistant", "content": _join_text(rest, where)}
     if any(reasoning):
         turn["reasoning_content"] = "\n".join(reasoning)
     if calls:
@@ -432,14 +258,14 @@ def _function(block: ToolUseBlock) -> dict[str, Any]:
     return {"name": block.name, "arguments": raw if isinstance(raw, str) and len(block.input) == 1 else block.input}
 
 
-def _joined(blocks: Sequence[ContentBlock], where: str) -> str:
+def _join_text(blocks: Sequence[ContentBlock], where: str) -> str:
     texts: list[str] = []
     for block in blocks:
         if not isinstance(block, TextBlock):
             kind = type(block).__struct_config__.tag
             if isinstance(block, (ImageBlock, DocumentBlock, SearchResultBlock)):
-                raise invalid_request(f"'{where}': blocks of the type '{kind}' cannot be read, only text", where)
-            raise invalid_request(f"'{where}': a block of the type '{kind}' does not belong here", where)
+                raise invalid_request(f"'{where}' has a block of type '{kind}'. Models read text only.", where)
+            raise invalid_request(f"'{where}' has a block of type '{kind}', which is not allowed here.", where)
         texts.append(block.text)
     return "\n".join(texts)
 
@@ -470,31 +296,22 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     if choice.content:
         blocks.append({"type": "text", "text": choice.content})
     for call in choice.calls:
-        found = decode_arguments(call.arguments)
-        given = {_RAW: call.arguments} if found is None else found
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        decoded = decode_arguments(call.arguments)
+        arguments = {_RAW: call.arguments} if decoded is None else decoded
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks
 
 
-def decode_arguments(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments; None where they are no JSON object. None at all are an empty one."""
-    try:
-        found: object = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None  # pyright: ignore[reportUnknownVariableType]
-
-
 def _stop_reason(exchange: Exchange, finish: FinishReason, stop: str | None, called: bool, usage: TokenUsage) -> str:
-    """`deadline` is ours: neither the model nor max_tokens ended it."""
-    most = exchange.asked.max_tokens
+    """Return Anthropic's name for the end of an answer. `deadline` is Headrace's extension."""
+    max_tokens = exchange.asked.max_tokens
     if stop is not None:
         return "stop_sequence"
     match finish:
         case "deadline":
             return "deadline"
         case "length":
-            full = most is not None and usage.output_tokens < most and not exchange.cut_by
+            full = max_tokens is not None and usage.output_tokens < max_tokens and not exchange.cut_by
             return "model_context_window_exceeded" if full else "max_tokens"
         case _:
             return "tool_use" if called else "end_turn"
@@ -511,18 +328,18 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
 
 
 class MessageStream:
-    """The events of one exchange."""
+    """Writes the events of one message."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._encode = msgspec.json.Encoder().encode
-        self._runs = BlockSplitter()
-        self._index = -1  # of the block that is open, or was last
+        self._splitter = BlockSplitter()
+        self._index = -1  # of the last block that began
         self._called = False
         self._last = ChoiceDelta(0, finish="stop")
 
     def begin(self) -> bytes:
-        # How much of the prompt was cached is known at the end; the last usage has it, and takes this one's place.
+        # The cached tokens are known only at the end; the last usage replaces this one.
         usage = _usage(TokenUsage(prompt_tokens=self._exchange.prompt_tokens))
         head: dict[str, Any] = {
             **_head(self._exchange),
@@ -534,14 +351,13 @@ class MessageStream:
         return self._event("message_start", message=head)
 
     def restart(self, piece: RestartDelta) -> bytes:
-        """This dialect has no word for it, and a client that goes on as before would have two answers in one."""
-        raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
+        raise restart_error()
 
     def piece(self, piece: ChoiceDelta) -> bytes:
         self._called = self._called or bool(piece.calls)
         if piece.finish is not None:
             self._last = piece
-        return b"".join([self._step(step) for step in self._runs.take(piece)])
+        return b"".join([self._write(event) for event in self._splitter.split(piece)])
 
     def end(self) -> bytes:
         last = self._last
@@ -557,13 +373,13 @@ class MessageStream:
     def error(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + self._encode(error.anthropic()) + b"\n\n"
 
-    def _step(self, step: BlockEvent) -> bytes:
-        if step.does == "begin":
+    def _write(self, event: BlockEvent) -> bytes:
+        if event.action == "begin":
             self._index += 1
-            return self._event("content_block_start", index=self._index, content_block=_empty(step))
-        if step.does == "more":
-            return self._delta(_delta(step))
-        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if step.kind == "reasoning" else b""
+            return self._event("content_block_start", index=self._index, content_block=_empty_block(event))
+        if event.action == "more":
+            return self._delta(_block_delta(event))
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if event.kind == "reasoning" else b""
         return signed + self._event("content_block_stop", index=self._index)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
@@ -573,23 +389,22 @@ class MessageStream:
         return b"event: %b\ndata: %b\n\n" % (name.encode(), self._encode({"type": name, **fields}))
 
 
-def _empty(step: BlockEvent) -> dict[str, Any]:
-    """A block as it begins."""
-    match step.kind:
+def _empty_block(event: BlockEvent) -> dict[str, Any]:
+    match event.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "text":
             return {"type": "text", "text": ""}
         case "call":
-            call = step.call or ToolCallDelta(0)
+            call = event.call or ToolCallDelta(0)
             return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": {}}
 
 
-def _delta(step: BlockEvent) -> dict[str, Any]:
-    match step.kind:
+def _block_delta(event: BlockEvent) -> dict[str, Any]:
+    match event.kind:
         case "reasoning":
-            return {"type": "thinking_delta", "thinking": step.text}
+            return {"type": "thinking_delta", "thinking": event.text}
         case "text":
-            return {"type": "text_delta", "text": step.text}
+            return {"type": "text_delta", "text": event.text}
         case "call":
-            return {"type": "input_json_delta", "partial_json": step.text}
+            return {"type": "input_json_delta", "partial_json": event.text}

@@ -19,13 +19,13 @@ from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.list_query import parse_list_query
 from headrace.server.api.response_store import ResponseStore
 from headrace.server.api.responses import (
-    RESPONSE_PARAMETERS,
     ResponseRequest,
     ResponseStream,
     read_response_request,
     response_body,
     with_history,
 )
+from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
 from headrace.server.api.text_endpoint import Dialect
 from headrace.server.http.api_call import ApiCall, Response
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.server.api.common_parameters import check_count
-from headrace.server.api.messages import decode_arguments
+from headrace.server.api.tool_parameters import decode_arguments
 from headrace.server.http.body_parameters import convert_value
 
 _TEXTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")

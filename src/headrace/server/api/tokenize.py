@@ -15,7 +15,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
-from headrace.server.api.chat_completions import ChatMessage, template_messages
+from headrace.server.api.chat_completions import ChatInputMessage, template_messages
 from headrace.server.http.body_parameters import Parameter, ParameterTable
 
 _LIMITS: Final = RequestLimits()
@@ -25,7 +25,7 @@ TOKENIZE_PARAMETERS: Final[ParameterTable] = {
     "model": _MODEL,
     "prompt": Parameter("A text; or else `messages`.", str),
     "messages": Parameter(
-        "A chat, put through the model's template.", Annotated[list[ChatMessage], Meta(min_length=1)]
+        "A chat, put through the model's template.", Annotated[list[ChatInputMessage], Meta(min_length=1)]
     ),
     "add_generation_prompt": Parameter("Whether the chat ends where the model is to speak.", bool),
     "add_special_tokens": Parameter("Whether a text gets the model's beginning and end.", bool),

@@ -50,8 +50,8 @@ RERANK_PARAMETERS: Final[ParameterTable] = {
     ),
     "top_n": Parameter("How many of them to hand back; all by default.", Annotated[int, Meta(ge=1)]),
     "return_documents": Parameter("Whether their texts are handed back too.", bool),
-    "max_chunks_per_doc": Parameter("", refused="documents are not cut", harmless=(1,)),
-    "rank_fields": Parameter("", refused="a document is its `text`", harmless=(["text"],)),
+    "max_chunks_per_doc": Parameter("", unsupported="documents are not cut", no_op_values=(1,)),
+    "rank_fields": Parameter("", unsupported="a document is its `text`", no_op_values=(["text"],)),
     **_OWN,
 }
 SCORE_PARAMETERS: Final[ParameterTable] = {
