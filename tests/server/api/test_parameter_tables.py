@@ -157,7 +157,7 @@ def test_a_misspelled_parameter_gets_a_suggestion() -> None:
 
 
 def test_a_misspelled_header_gets_a_suggestion() -> None:
-    with pytest.raises(ApiError, match="Did you mean .x-headrace-deadline-ms."):
+    with pytest.raises(ApiError, match=r"Did you mean 'x-headrace-deadline-ms'\?"):
         extra_fields({}, {"x-headrace-deadline": "5"})
 
 
