@@ -88,7 +88,7 @@ def test_an_open_one_lets_nothing_through_until_its_time_is_over() -> None:
     clock = Clock()
     breaker = opened(clock)
     assert breaker.enter() is None
-    assert breaker.why_not() == "its breaker is open for 5.0 s more"
+    assert breaker.why_not() == "its circuit breaker is open for 5.0 s more"
     assert breaker.retry_after() == 5.0
     clock.now += 4.9
     assert breaker.enter() is None

@@ -108,7 +108,7 @@ def test_labelled_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "wrong"),
-    [(b"", "no labelled answers"), (b"{}\n", "line 1"), (b"nonsense", "line 1")],
+    [(b"", "no labelled answers"), (b"{}\n", "Line 1"), (b"nonsense", "Line 1")],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_line(tmp_path: Path, content: bytes, wrong: str) -> None:
     path = tmp_path / "labelled.jsonl"

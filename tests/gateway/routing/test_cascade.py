@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from headrace.config.routing_section import CascadeConfig
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import ChoiceDelta
-from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
+from headrace.gateway.routing.cascade import CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import collect_choices, sum_usage
 from headrace.gateway.routing.confidence import MEASURES, TOP, Confidence
 from tests.support.running_server import asynchronous
@@ -32,11 +33,11 @@ from tests.support.scripted_answers import (
 )
 
 SURE, UNSURE = -0.01, -2.0
-CASCADE = Cascade(threshold=0.5)
+CASCADE = CascadeConfig(small="draft", large="mini", threshold=0.5)
 
 
 def cascade_of(
-    stage: Stage, small: list[Line], large: list[Line] | None = None, cascade: Cascade = CASCADE
+    stage: Stage, small: list[Line], large: list[Line] | None = None, cascade: CascadeConfig = CASCADE
 ) -> CascadeAnswerer:
     script = answer("large ", "answer") if large is None else large
     return CascadeAnswerer(stage.exchange, stage.plays("draft", small), stage.plays("mini", script), cascade)
@@ -103,11 +104,11 @@ async def test_after_so_many_tokens_the_rest_of_an_unsure_answer_is_not_waited_f
 @asynchronous
 async def test_a_small_model_that_says_nothing_in_time_is_left() -> None:
     stage, client = Stage(exchange_of()), Client()
-    cascade = cascade_of(stage, [asyncio.Event()], cascade=replace(CASCADE, within=0.01))
+    cascade = cascade_of(stage, [asyncio.Event()], cascade=replace(CASCADE, within_s=0.01))
     assert await deliver(cascade, client) is None
     assert client.texts == {0: "large answer"}
     assert stage.exchange.usage.output_tokens == 2
-    assert "within 0.01 s" in cascade.decisions[0].why
+    assert "undecided after 0.01 s" in cascade.decisions[0].why
 
 
 @asynchronous

@@ -24,7 +24,7 @@ def test_a_check_falls_and_rises_after_so_many_answers_in_a_row() -> None:
                 check.passed()
             else:
                 check.failed("gone")
-        assert check.well == well
+        assert check.healthy == well
 
 
 @asynchronous
@@ -41,13 +41,13 @@ async def test_a_variant_that_does_not_answer_is_left_alone_and_comes_back() -> 
 
     for _ in range(2):
         assert health.why_not("mini") is None
-        await health.ask("mini", probe)
-        await health.ask("upstream", fails)
-    assert health.why_not("mini") == "it does not answer: nothing came within 0.01 s"
+        await health.probe("mini", probe)
+        await health.probe("upstream", fails)
+    assert health.why_not("mini") == "it does not answer: no answer within 0.01 s"
     assert health.why_not("upstream") == "it does not answer: connection refused"
     assert health.why_not("draft") is None
     there = True
-    await health.ask("mini", probe)
+    await health.probe("mini", probe)
     assert health.why_not("mini") is None
 
 

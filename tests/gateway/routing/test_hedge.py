@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.config.routing_section import HedgeConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TokenUsage
-from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgeAllowance, HedgedAnswerer, HedgePolicy, LatencyWindow
+from headrace.gateway.routing.hedge import MIN_SAMPLES, HedgeAllowance, HedgedAnswerer, HedgePolicy, LatencyWindow
 from tests.support.running_server import asynchronous
 from tests.support.scripted_answers import PROMPT, Client, Line, Stage, answer, broken, deliver, exchange_of, said
 
@@ -20,10 +20,10 @@ QUICK = HedgeConfig(least_ms=5.0, most_ms=20.0)
 def hedging(*, idle: bool = True, known: bool = True, saved: int = 1, config: HedgeConfig = QUICK) -> HedgePolicy:
     """One that knows that first tokens take no time, and has saved up for so many hedges."""
     made = HedgePolicy(config, lambda: idle)
-    for _ in range(LEAST_SAMPLES if known else 0):
-        made.answered(0.001)
+    for _ in range(MIN_SAMPLES if known else 0):
+        made.record_first_token(0.001)
     for _ in range(round(saved / config.share)):
-        made.asked()
+        made.record_request()
     return made
 
 
@@ -53,7 +53,7 @@ async def test_where_the_first_is_late_the_second_answers_and_it_alone_is_charge
     assert answers.won
     assert [(each.variant, each.charged) for each in answers.charges] == [("first", False), ("second", True)]
     assert stage.exchange.usage == client.told()
-    assert [each.why for each in answers.decisions] == ["the second of two spoke first"]
+    assert [each.why for each in answers.decisions] == ["the second of two requests answered first"]
     stage.check_settled()
 
 
@@ -204,7 +204,7 @@ def test_a_quantile_is_that_of_the_latest_times(times: list[float], share: float
     for seconds in times:
         latencies.add(seconds)
     latest = sorted(times[-30:])
-    wanted = latest[min(len(latest) - 1, int(share * len(latest)))] if len(latest) >= LEAST_SAMPLES else None
+    wanted = latest[min(len(latest) - 1, int(share * len(latest)))] if len(latest) >= MIN_SAMPLES else None
     assert latencies.quantile(share) == wanted
 
 
@@ -213,5 +213,5 @@ def test_the_wait_for_the_first_is_bounded_on_both_sides() -> None:
     assert state.delay() is None
     for seconds, wanted in ((0.001, 0.05), (0.1, 0.1), (9.0, 0.2)):
         for _ in range(256):
-            state.answered(seconds)
+            state.record_first_token(seconds)
         assert state.delay() == wanted

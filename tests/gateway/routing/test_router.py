@@ -11,16 +11,15 @@ import msgspec
 import pytest
 
 from headrace.config.breaker_section import BreakerConfig
-from headrace.config.routing_section import HedgeConfig, RoutingConfig
+from headrace.config.routing_section import CascadeConfig, HedgeConfig, RoutingConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, LabelledAnswer, write_labelled
-from headrace.gateway.routing.cascade import Cascade
 from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, derive_exchange
 from headrace.gateway.routing.health import VariantHealth
-from headrace.gateway.routing.hedge import LEAST_SAMPLES
+from headrace.gateway.routing.hedge import MIN_SAMPLES
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies, routing_decisions
-from headrace.gateway.routing.router import HEADER, RoutePlan, Router, route_headers, variants_in
+from headrace.gateway.routing.router import HEADER, RoutePlan, Router, route_headers
 from headrace.gateway.routing.routing_checks import findings
 from headrace.gateway.serving.exchange import Exchange
 from tests.support.running_server import asynchronous
@@ -79,7 +78,7 @@ def test_a_split_is_sticky_and_says_which_part_it_was() -> None:
     again = [router.route(exchange_of(asked_for("Later", user=f"user {number}"))) for number in range(200)]
     assert [plan.variant for plan in plans] == [plan.variant for plan in again]
     assert {plan.variant for plan in plans} == {"mini", "mini@int4"}
-    assert plans[0].decisions[1] == RoutingDecision("split", plans[0].variant, "the conversation's part of int4")
+    assert plans[0].decisions[1] == RoutingDecision("split", plans[0].variant, "the conversation's share of int4")
 
 
 def test_a_part_that_is_not_well_goes_to_the_largest_that_is() -> None:
@@ -99,7 +98,7 @@ def test_a_cascade_has_its_small_model_and_its_threshold() -> None:
     router = router_of(rules=[{"name": "cheap", "cascade": "small"}], cascades={"small": CASCADE})
     plan = router.route(exchange_of())
     assert (plan.small, plan.variant) == ("draft", "mini")
-    assert plan.cascade == Cascade(threshold=0.5)
+    assert plan.cascade == CascadeConfig(small="draft", large="mini", threshold=0.5)
 
 
 @pytest.mark.parametrize("asked", [asked_for(echo=True), asked_for(prompt_logprobs=1), asked_for(ignore_eos=True)])
@@ -206,13 +205,13 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
             "routing.rules[0].when.most_tokens",
             "expected at least least_tokens, 9, found 8",
         ),
-        ({"splits": {"c": {"percent": {"mini": 99.0}}}}, "routing.splits.c.percent", "99 percent together, not 100"),
+        ({"splits": {"c": {"percent": {"mini": 99.0}}}}, "routing.splits.c.percent", "add up to 100 percent, found 99"),
         (
             {"splits": {"c": {"percent": {"mini": 50.0, "maxi@x": 50.0}}}},
             'routing.splits.c.percent."maxi@x"',
             "unknown variant",
         ),
-        ({"cascades": {"c": CASCADE | {"large": "draft"}}}, "routing.cascades.c.large", "another variant"),
+        ({"cascades": {"c": CASCADE | {"large": "draft"}}}, "routing.cascades.c.large", "a variant other than"),
         ({"cascades": {"c": {"small": "draft", "large": "mini"}}}, "routing.cascades.c", "found none"),
         (
             {"cascades": {"c": {"small": "draft", "large": "mini", "calibration": "/nowhere.jsonl"}}},
@@ -231,11 +230,6 @@ def test_a_mistake_is_told_with_its_place(sections: dict[str, Any], where: str, 
     found = dict(findings(config_of(**sections), VARIANTS))
     assert list(found) == [where]
     assert what in found[where]
-
-
-def test_every_variant_that_is_named_is_known() -> None:
-    config = config_of(rules=[LONG], splits={"c": CANARY}, cascades={"small": CASCADE}, chains={"safe": CHAIN})
-    assert list(variants_in(config)) == ["mini@int4", "mini", "draft", "cloud"]
 
 
 # What is done with a plan
@@ -306,7 +300,9 @@ async def test_a_cascade_within_a_chain_goes_on_where_its_large_model_breaks() -
 @asynchronous
 async def test_a_cascade_that_answers_by_its_small_model_says_its_name() -> None:
     house = House({"draft": [[said("sure", logprob=-0.01), *answer()]]})
-    client, exchange, _ = await house.answer(RoutePlan("mini", small="draft", cascade=Cascade(threshold=0.5)))
+    client, exchange, _ = await house.answer(
+        RoutePlan("mini", cascade=CascadeConfig(small="draft", large="mini", threshold=0.5))
+    )
     assert client.texts == {0: "sure"}
     assert exchange.model == "draft"
     assert exchange.served.name == "draft"
@@ -315,14 +311,14 @@ async def test_a_cascade_that_answers_by_its_small_model_says_its_name() -> None
 @asynchronous
 async def test_a_hedge_is_between_two_parts_of_one_variant_and_one_is_charged() -> None:
     hedgings = hedge_policies({"mini": HedgeConfig(least_ms=5.0, most_ms=10.0)}, lambda variant: variant == "mini")
-    for _ in range(LEAST_SAMPLES):
-        hedgings["mini"].answered(0.001)
-        hedgings["mini"].asked()
+    for _ in range(MIN_SAMPLES):
+        hedgings["mini"].record_first_token(0.001)
+        hedgings["mini"].record_request()
     house = House({"mini": [[asyncio.Event()], answer("quick")]}, hedgings=hedgings)
     client, exchange, decisions = await house.answer(RoutePlan("mini"))
     assert client.texts == {0: "quick"}
     assert exchange.usage == client.told()
-    assert [each.why for each in decisions] == ["the second of two spoke first"]
+    assert [each.why for each in decisions] == ["the second of two requests answered first"]
 
 
 @asynchronous

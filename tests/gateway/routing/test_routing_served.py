@@ -27,7 +27,7 @@ from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, Seque
 from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
-from headrace.gateway.routing.hedge import LEAST_SAMPLES
+from headrace.gateway.routing.hedge import MIN_SAMPLES
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import PATH, RED, Caching, caching, question, rest, told
 from tests.support.config_text import read
@@ -125,7 +125,7 @@ async def test_a_split_keeps_a_conversation_where_it_is(tmp_path: Path) -> None:
             chosen[f"Talk {place}"] = answer.json["model"]
             model = answer.json["model"]
             assert answer.headers["x-headrace-route"] == (
-                f"rule canary (to split half); split {model} (the conversation's part of half)"
+                f"rule canary (to split half); split {model} (the conversation's share of half)"
             )
         assert set(chosen.values()) == {"mini", "other"}
         for text, model in list(chosen.items())[:6]:
@@ -217,7 +217,7 @@ async def test_a_cascade_whose_small_model_fails_is_answered_by_the_large_one(tm
         engines["small"].answer = fails(LOST, "a beginning ")
         answer = await running.chat(key=RED)
         assert (answer.status, content(answer)) == (200, "mini says so")
-        assert "cascade mini (small: it failed (engine_lost))" in answer.headers["x-headrace-route"]
+        assert "cascade mini (small: failed (engine_lost))" in answer.headers["x-headrace-route"]
         engines["small"].answer = fails(OverloadedError("full", retry_after=1.0))
         assert (await running.chat(key=RED, stream=True)).text == "mini says so"
 
@@ -241,7 +241,7 @@ async def test_what_fails_before_its_first_piece_is_answered_by_the_next_step(tm
                 model = answer.events[0]["model"] if stream else answer.json["model"]
                 assert (answer.status, text, model) == (200, "other says so", "other")
                 assert (
-                    "chain mini (safe, then other); fallback other (the one before:"
+                    "chain mini (safe, then other); fallback other (the step before failed:"
                     in answer.headers["x-headrace-route"]
                 )
 
@@ -313,7 +313,7 @@ async def test_who_says_nothing_in_time_is_followed_by_the_next(tmp_path: Path) 
         engines["mini"].answer = None
         answer = await running.chat(key=RED, stream=True)
         assert answer.text == "other says so"
-        assert "fallback other (the one before: too_late)" in answer.headers["x-headrace-route"]
+        assert "fallback other (the step before failed: too_late)" in answer.headers["x-headrace-route"]
         await until(lambda: not engines["mini"].open)
 
 
@@ -355,23 +355,23 @@ async def test_a_late_first_token_is_asked_for_twice_where_a_replica_idles(tmp_p
     prices = {"other": PriceConfig(output=10.0)}
     async with routed(tmp_path, routing, "other", prices=prices) as (running, engines):
         other = engines["other"]
-        for _ in range(LEAST_SAMPLES):
+        for _ in range(MIN_SAMPLES):
             await running.chat(key=RED)
-        assert len(other.streams) == LEAST_SAMPLES
+        assert len(other.streams) == MIN_SAMPLES
         other.answer = None
         client = await running.client()
         await client.send(request("POST", PATH, question(stream=True), **RED))
-        await until(lambda: len(other.streams) == LEAST_SAMPLES + 2)
+        await until(lambda: len(other.streams) == MIN_SAMPLES + 2)
         first, second = other.streams[-2:]
         say(second, "the second ", end=False)
         status, headers = await client.head()
         assert status == 200
-        assert headers["x-headrace-route"].endswith("hedge other (the second of two spoke first)")
+        assert headers["x-headrace-route"].endswith("hedge other (the second of two requests answered first)")
         await until(lambda: first in other.dropped)
         say(second, "one", end=True)
         assert b'"one"' in await rest(client)
         (row,) = [row for row in await running.usage(by="variant") if row["output_tokens"]]
-        assert (row["requests"], row["output_tokens"]) == (LEAST_SAMPLES + 1, 3 * LEAST_SAMPLES + 2)
+        assert (row["requests"], row["output_tokens"]) == (MIN_SAMPLES + 1, 3 * MIN_SAMPLES + 2)
 
 
 @asynchronous

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from headrace.config.routing_section import RuleConditions, RuleConfig
 from headrace.engine.interface.grammar_spec import Grammar
+from headrace.gateway.language_detection import LANGUAGES, language_of
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.complexity import FEATURES, classifier, complexity, features
-from headrace.gateway.routing.language import LANGUAGES, language_of
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match, parse_hours
 from tests.support.scripted_answers import asked_for, exchange_of
 
@@ -31,7 +31,7 @@ def facts_of(
 
 
 def holds(when: RuleConditions, facts: RoutingFacts | None = None) -> bool:
-    return Rule.of(RuleConfig(name="rule", when=when, variant="mini")).holds(facts or facts_of())
+    return Rule.of(RuleConfig(name="rule", when=when, variant="mini")).matches(facts or facts_of())
 
 
 TOOLS = asked_for(tools=(Tool("look_up"),))
@@ -126,7 +126,7 @@ def test_what_no_rule_asks_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("hours", ["", "8:00-9:00", "08:00", "08:00-08:00", "24:00-01:00", "01:00-24:30", "08-09"])
 def test_hours_that_are_none_are_refused(hours: str) -> None:
-    with pytest.raises(ValueError, match="no hours"):
+    with pytest.raises(ValueError, match="Invalid hours"):
         parse_hours(hours)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.requests.text_request import TextRequest
-from headrace.gateway.routing.splits import UNITS, Split, bucket_of, conversation_key
+from headrace.gateway.routing.splits import BUCKETS, Split, bucket_of, conversation_key
 from tests.support.scripted_answers import asked_for, exchange_of
 
 CONVERSATIONS = [b"conversation %d" % number for number in range(20_000)]
@@ -34,7 +34,7 @@ def test_shares_are_what_they_say_within_what_chance_allows(percent: dict[str, f
 
 def test_the_ends_of_the_shares_are_exact() -> None:
     split = Split.of("canary", {"a": 33.3333, "b": 33.3333, "c": 33.3334})
-    assert split.ends == (("a", 333_333), ("b", 666_666), ("c", UNITS))
+    assert split.ends == (("a", 333_333), ("b", 666_666), ("c", BUCKETS))
 
 
 @pytest.mark.parametrize("percent", [{"a": 50.0, "b": 49.0}, {"a": 100.0, "b": 1.0}, {}, {"a": 99.99999, "b": 0.00001}])

@@ -6,17 +6,17 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from headrace.config.routing_section import HedgeConfig
+from headrace.config.routing_section import CascadeConfig, HedgeConfig
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.requests.text_request import TextRequest
-from headrace.gateway.routing.cascade import Cascade, CascadeAnswerer
+from headrace.gateway.routing.cascade import CascadeAnswerer
 from headrace.gateway.routing.composite_answerer import Answerer, AnswererFactory, derive_exchange
 from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
-from headrace.gateway.routing.hedge import LEAST_SAMPLES, HedgedAnswerer, HedgePolicy
+from headrace.gateway.routing.hedge import MIN_SAMPLES, HedgedAnswerer, HedgePolicy
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
@@ -72,7 +72,12 @@ async def test_a_cascade_asks_the_engine_for_log_probabilities_and_goes_by_them(
         draft.engine.answer = says("small", probability=probability)
         mini.engine.answer = says("large", "words")
         exchange, client = exchange_for(mini), Client()
-        cascade = CascadeAnswerer(exchange, draft.part(exchange), mini.part(exchange), Cascade(threshold=0.5))
+        cascade = CascadeAnswerer(
+            exchange,
+            draft.part(exchange),
+            mini.part(exchange),
+            CascadeConfig(small="draft", large="mini", threshold=0.5),
+        )
         assert await deliver(cascade, client) is None
         assert exchange.model == chosen
         assert client.told() == exchange.usage
@@ -105,9 +110,9 @@ async def test_a_stream_whose_engine_is_lost_goes_on_with_another_byte_for_byte(
 async def test_a_hedge_that_loses_is_cancelled_in_the_engine() -> None:
     variant = Variant("mini")
     hedging = HedgePolicy(HedgeConfig(least_ms=5.0, most_ms=10.0), lambda: True)
-    for _ in range(LEAST_SAMPLES):
-        hedging.answered(0.001)
-        hedging.asked()
+    for _ in range(MIN_SAMPLES):
+        hedging.record_first_token(0.001)
+        hedging.record_request()
     exchange, client = exchange_for(variant), Client()
     hedged = HedgedAnswerer(exchange, variant.part(exchange), variant.part(exchange), hedging)
     delivering = asyncio.ensure_future(deliver(hedged, client))

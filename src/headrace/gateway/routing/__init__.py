@@ -1,1 +1,1 @@
-"""CHOOSE who answers: rules, splits, cascades, hedges, fallback chains, and the health of what they choose among."""
+"""Chooses which variants answer a request: rules, splits, cascades, hedges, fallback chains and health."""

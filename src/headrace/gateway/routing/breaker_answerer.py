@@ -1,7 +1,7 @@
-"""One variant's answering under the eyes of its breaker and of whoever wants to know how long its first token took.
+"""Guards one variant's answerer with its circuit breaker.
 
-Owns Watched, which asks the breaker for a permit and tells it how the call ended. It looks at pieces up to the first
-that a client hears, and at none after it.
+Asks the breaker for a permit, reports how the call ended, and measures the time to the first output. Looks at no delta
+after that one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import Answerer, Clock, Take, has_output
 from headrace.gateway.serving.exchange import Exchange
 
-# Errors that say nothing of the variant: the request asks for too much, or the server itself is about to end.
-_NOT_ITS_FAULT = frozenset({"deadline_unreachable", "draining", "too_many_requests"})
+# Errors that say nothing about the variant: the request asks for too much, or the server itself shuts down.
+_NOT_VARIANT_FAILURES = frozenset({"deadline_unreachable", "draining", "too_many_requests"})
 
 
 def is_variant_failure(error: ApiError) -> bool:
-    """Whether an error says that the variant is not well."""
-    if error.code in _NOT_ITS_FAULT:
+    """Whether an error shows that the variant is unhealthy."""
+    if error.code in _NOT_VARIANT_FAILURES:
         return False
     return error.status >= 500 or error.kind == "rate_limit_error"
 
@@ -35,7 +35,7 @@ class BreakerAnswerer:
         answered: Callable[[float], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`answered` hears the seconds to the first token."""
+        """`answered` is called with the seconds to the first output."""
         self.exchange: Exchange = inner.exchange
         self.gone = False
         self._inner = inner
@@ -44,13 +44,13 @@ class BreakerAnswerer:
         self._answered = answered
         self._clock = clock
         self._began = 0.0
-        self._first: float | None = None  # seconds to it
+        self._first_s: float | None = None
 
     async def begin(self) -> None:
         self._permit = self._breaker.enter()
         if self._permit is None:
             raise ApiError(
-                f"'{self.exchange.served.name}' is left alone for now",
+                f"Variant '{self.exchange.served.name}' is unavailable: its circuit breaker is open. Retry later.",
                 kind="overloaded_error",
                 code="variant_unavailable",
                 retry_after=max(self._breaker.retry_after(), 0.1),
@@ -59,17 +59,17 @@ class BreakerAnswerer:
         try:
             await self._inner.begin()
         except Exception as error:
-            self._hear(error)
+            self._report(error)
             raise
 
     async def run(self, take: Take) -> bool:
         try:
-            ended = await self._inner.run(take if self._first is not None else self._looking(take))
+            ended = await self._inner.run(take if self._first_s is not None else self._timing(take))
         except Exception as error:
-            self._hear(error)
+            self._report(error)
             raise
         if ended and not self.gone and self._permit is not None:
-            self._permit.succeeded(self._first)
+            self._permit.succeeded(self._first_s)
         return ended
 
     def cancel(self) -> None:
@@ -78,23 +78,23 @@ class BreakerAnswerer:
 
     def settle(self, error: ApiError | None = None) -> None:
         if self._permit is not None:
-            if self._first is not None:
-                self._permit.succeeded(self._first)  # it answered, and was not needed to its end
+            if self._first_s is not None:
+                self._permit.succeeded(self._first_s)  # it answered, though not to its end
             else:
                 self._permit.dropped()
         self._inner.settle(error)
 
-    def _looking(self, take: Take) -> Take:
-        def looked(piece: ChoiceDelta) -> bool:
-            if self._first is None and has_output(piece):
-                self._first = max(0.0, self._clock() - self._began)
+    def _timing(self, take: Take) -> Take:
+        def timed(piece: ChoiceDelta) -> bool:
+            if self._first_s is None and has_output(piece):
+                self._first_s = max(0.0, self._clock() - self._began)
                 if self._answered is not None:
-                    self._answered(self._first)
+                    self._answered(self._first_s)
             return take(piece)
 
-        return looked
+        return timed
 
-    def _hear(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         if self._permit is None:
             return
         if not isinstance(error, ApiError) or is_variant_failure(error):

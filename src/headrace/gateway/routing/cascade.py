@@ -1,19 +1,20 @@
-"""Cascades: a small model answers first, and where it was not sure enough a large one answers instead.
+"""Cascades: a small model answers first, and a large one answers instead if the small one was not confident enough.
 
-Owns the decision and its accounting. Nothing reaches the client before it is decided: what the small model says is held
-until all of it is there, or so many tokens, or the time is over. Both models are charged for what they computed, and
-the client's usage is their sum. Whether a confidence is enough is the threshold's to say, and calibration finds that.
+Holds back the small model's output until all of it, enough tokens, or the timeout decides. Both models are charged for
+what they computed, and the client's usage is their sum. Does not choose the threshold: calibration does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Final
 
 import msgspec
 
+from headrace.config.routing_section import CascadeConfig
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenLogprob
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -27,18 +28,10 @@ from headrace.gateway.routing.composite_answerer import (
     choice_count,
     sum_usage,
 )
-from headrace.gateway.routing.confidence import TOP, Confidence, Measure
+from headrace.gateway.routing.confidence import TOP, Confidence
 from headrace.gateway.serving.exchange import Exchange
 
-
-class Cascade(msgspec.Struct, frozen=True, kw_only=True):
-    """When the small model's answer is taken."""
-
-    threshold: float
-    measure: Measure = "mean"
-    tokens: int | None = None  # of each choice, after which it is decided; None: all of them
-    most_tokens: int = 4096  # after which it is decided in any case
-    within: float = 5.0  # seconds that the small model has until then
+_MAX_TOKENS: Final = 4096  # of each choice, after which the cascade decides in any case
 
 
 class CascadeAnswerer(CompositeAnswerer):
@@ -47,21 +40,21 @@ class CascadeAnswerer(CompositeAnswerer):
         exchange: Exchange,
         small: AnswererFactory,
         large: AnswererFactory,
-        cascade: Cascade,
+        config: CascadeConfig,  # with a threshold
         *,
         settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(exchange, settled=settled, clock=clock)
-        self.cascade = cascade
-        self.confidence: float | None = None  # once it is decided by one: of the least sure choice
+        self.config = config
+        self.confidence: float | None = None  # of the least confident choice, once it has decided
         self._make_small = small
         self._make_large = large
         self._small: Answerer | None = None
-        self._after = min(cascade.tokens or cascade.most_tokens, cascade.most_tokens)
+        self._decisive_tokens = min(config.tokens or _MAX_TOKENS, _MAX_TOKENS)
         count = choice_count(exchange.asked)
         self._confidences = [Confidence() for _ in range(count)]
-        self._undecided = set(range(count))  # choices of which more is to be heard
+        self._undecided = set(range(count))  # choices that need more output
 
     @property
     def escalated(self) -> bool:
@@ -69,18 +62,18 @@ class CascadeAnswerer(CompositeAnswerer):
 
     @property
     def charges(self) -> list[VariantCharge]:
-        found: list[VariantCharge] = []
+        charges: list[VariantCharge] = []
         for part in self._parts:
             role = "first try" if part is self._small and self.escalated else "answer"
-            found += charges_for(part, role)
-        return found
+            charges += charges_for(part, role)
+        return charges
 
     async def begin(self) -> None:
-        small = self._small = self._start(self._make_small(_measured(self.exchange.asked)))
+        small = self._small = self._start(self._make_small(_with_logprobs(self.exchange.asked)))
         try:
             await small.begin()
         except ApiError as error:
-            await self._escalate(f"it was refused ({error.code or error.kind})")
+            await self._escalate(f"rejected ({error.code or error.kind})")
         else:
             self.exchange.prompt_tokens = small.exchange.prompt_tokens
             self.exchange.shaped_at = small.exchange.shaped_at
@@ -88,50 +81,49 @@ class CascadeAnswerer(CompositeAnswerer):
     async def run(self, take: Take) -> bool:
         if self._serving is None and not await self._decide():
             self._sum_up()
-            return True  # the client has left
+            return True  # the client left
         assert self._serving is not None
         counting = self._counting(take)
         if not self._hand_over(counting):
             return False
-        passing = self._adding(counting) if self.escalated else self._trimming(counting)
+        passing = self._add_first_try(counting) if self.escalated else self._hide_logprobs(counting)
         ended = await self._serving.run(passing)
         if ended:
             self._sum_up()
         return ended
 
-    # The decision
-
     async def _decide(self) -> bool:
-        """False where the client left before."""
+        """Choose the model whose answer is served; False if the client left first."""
         small = self._small
         assert small is not None
         why = ""
         try:
-            async with asyncio.timeout(self.cascade.within):
+            async with asyncio.timeout(self.config.within_s):
                 await small.run(self._hold)
         except TimeoutError:
-            why = f"nothing was decided within {self.cascade.within:g} s"
+            why = f"undecided after {self.config.within_s:g} s"
         except ApiError as error:
-            why = f"it failed ({error.code or error.kind})"
+            why = f"failed ({error.code or error.kind})"
         if self.gone:
             return False
         if why:
             await self._escalate(why)
         else:
-            await self._weigh(small)
+            await self._judge_confidence(small)
         return not self.gone
 
-    async def _weigh(self, small: Answerer) -> None:
-        cascade = self.cascade
-        found = self.confidence = min(each.value(cascade.measure) for each in self._confidences)
-        if found < cascade.threshold:
-            await self._escalate(f"{cascade.measure} {found:.3f} < {cascade.threshold:.3f}")
+    async def _judge_confidence(self, small: Answerer) -> None:
+        measure, threshold = self.config.measure, self.config.threshold
+        assert threshold is not None
+        value = self.confidence = min(each.value(measure) for each in self._confidences)
+        if value < threshold:
+            await self._escalate(f"{measure} {value:.3f} < {threshold:.3f}")
             return
         self._serve(small)
         held, wanted = list(self._held), self.exchange.asked.sampling.logprobs
         self._held.clear()
-        self._held.extend(_trimmed(piece, wanted) for piece in held)
-        why = f"{cascade.measure} {found:.3f} >= {cascade.threshold:.3f}"
+        self._held.extend(_without_extra_logprobs(piece, wanted) for piece in held)
+        why = f"{measure} {value:.3f} >= {threshold:.3f}"
         self.decisions.append(RoutingDecision("cascade", small.exchange.served.name, why))
 
     def _hold(self, piece: ChoiceDelta) -> bool:
@@ -139,12 +131,12 @@ class CascadeAnswerer(CompositeAnswerer):
         index = piece.index
         confidence = self._confidences[index]
         for token in piece.logprobs or ():
-            if token.logprob is not None and confidence.tokens < self._after:
+            if token.logprob is not None and confidence.tokens < self._decisive_tokens:
                 confidence.add(token.logprob, [logprob for _, _, logprob in token.top])
-        if piece.finish is not None or confidence.tokens >= self._after:
+        if piece.finish is not None or confidence.tokens >= self._decisive_tokens:
             self._undecided.discard(index)
-        # A variant that tells no log-probabilities is not listened to for ever: a piece has a token at least.
-        return bool(self._undecided) and len(self._held) <= (self._after + 1) * len(self._confidences)
+        # Bounds a variant that sends no log-probabilities: every delta has at least one token.
+        return bool(self._undecided) and len(self._held) <= (self._decisive_tokens + 1) * len(self._confidences)
 
     async def _escalate(self, why: str) -> None:
         assert self._small is not None
@@ -159,14 +151,12 @@ class CascadeAnswerer(CompositeAnswerer):
             large.cancel()
         self.exchange.prompt_tokens = large.exchange.prompt_tokens
 
-    # What the client gets
-
-    def _trimming(self, take: Take) -> Take:
+    def _hide_logprobs(self, take: Take) -> Take:
         wanted = self.exchange.asked.sampling.logprobs
-        return lambda piece: take(_trimmed(piece, wanted))
+        return lambda piece: take(_without_extra_logprobs(piece, wanted))
 
-    def _adding(self, take: Take) -> Take:
-        """The usage that is told has what the small model took: of all of it, so with one of the choices."""
+    def _add_first_try(self, take: Take) -> Take:
+        """Add the small model's usage to the reported usage, once for all choices."""
         assert self._small is not None
         first_try = self._small.exchange.usage
 
@@ -178,18 +168,18 @@ class CascadeAnswerer(CompositeAnswerer):
         return added
 
 
-def _measured(asked: TextRequest) -> TextRequest:
-    """The same, with log-probabilities."""
+def _with_logprobs(asked: TextRequest) -> TextRequest:
+    """Ask for the log-probabilities that the confidence needs."""
     sampling = asked.sampling
     return asked.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
 
 
-def _trimmed(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:
-    """As it would be if nobody but the client had asked for log-probabilities."""
+def _without_extra_logprobs(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:
+    """Drop the log-probabilities that the client did not ask for."""
     if piece.logprobs is not None:
-        piece.logprobs = None if wanted is None else [_fewer(token, wanted) for token in piece.logprobs]
+        piece.logprobs = (
+            None
+            if wanted is None
+            else [msgspec.structs.replace(token, top=token.top[:wanted]) for token in piece.logprobs]
+        )
     return piece
-
-
-def _fewer(token: TokenLogprob, wanted: int) -> TokenLogprob:
-    return msgspec.structs.replace(token, top=token.top[:wanted])

@@ -1,8 +1,8 @@
-"""How likely a request is to be too much for the small model, from 0 to 1, by features that cost microseconds.
+"""Estimates from 0 to 1 how likely a request is too hard for the small model, with features that cost microseconds.
 
-Owns the features and the classifier, a logistic one. Its weights are numbers in complexity.json, which
-`python -m training.routing` makes from answers of the bundled models: a question counts as simple where the small one's
-answer is right, and as complex where it is not; both weigh the same. Knows no tokenizer and no model.
+Owns the features and a logistic classifier. Its weights are in complexity.json, which `python -m training.routing`
+makes from answers of the bundled models: a question is simple if the small model answers it correctly, and complex
+otherwise; both classes weigh the same. Needs no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from headrace.gateway.requests.text_request import TextRequest
 
 WEIGHTS: Final = Path(__file__).with_name("complexity.json")
 FEATURES: Final = (
-    "length",  # of all messages: logarithm of the characters
-    "asked",  # of the last user's message
-    "system",  # of what the system said
+    "length",  # logarithm of the characters of all messages
+    "asked",  # the same of the last user's message
+    "system",  # the same of the system message
     "question_words",
     "reasons",  # words that ask for reasons, comparisons, steps
-    "constraints",  # words that bind the answer
+    "constraints",  # words that restrict the answer
     "digits",
     "operators",
-    "code",  # marks of code and of JSON
-    "sources",  # numbered ones
+    "code",  # characters of code and JSON
+    "sources",  # numbered
     "lines",
     "turns",
     "tools",
-    "formatted",  # the answer is to have a form
+    "formatted",  # the answer must follow a grammar
 )
-_FIRST: Final = 512  # characters of a text that are looked at: from its beginning, and from its end
-_LAST: Final = 256
-_SYSTEM: Final = 256
-_MOST: Final = 8.0  # that a count adds, so that no long list decides everything
+_FIRST_CHARS: Final = 512  # read from the beginning of a text
+_LAST_CHARS: Final = 256  # and from its end
+_SYSTEM_CHARS: Final = 256
+_MAX_COUNT: Final = 8.0  # so that a long list does not decide everything
 
 _QUESTION: Final = frozenset("who what when where which whose how why is are does do can could".split())
 _REASONS: Final = frozenset(
@@ -56,11 +56,11 @@ _CODE: Final = "{}`;"
 
 
 class Classifier(msgspec.Struct, frozen=True):
-    """Weights of the features as they are, and where the score is a half."""
+    """A logistic classifier over FEATURES."""
 
     weights: dict[str, float]
     bias: float
-    made: dict[str, Any] = {}  # from what, for people
+    made: dict[str, Any] = {}  # how it was trained, for readers
 
     def score(self, values: Sequence[float]) -> float:
         total = self.bias
@@ -71,9 +71,9 @@ class Classifier(msgspec.Struct, frozen=True):
 
 @cache
 def classifier(path: Path = WEIGHTS) -> Classifier:
-    found = msgspec.json.decode(path.read_bytes(), type=Classifier)
-    assert set(found.weights) == set(FEATURES), f"{path} was made for other features"
-    return found
+    loaded = msgspec.json.decode(path.read_bytes(), type=Classifier)
+    assert set(loaded.weights) == set(FEATURES), f"{path} was made for other features"
+    return loaded
 
 
 def complexity(asked: TextRequest) -> float:
@@ -81,7 +81,7 @@ def complexity(asked: TextRequest) -> float:
 
 
 def features(asked: TextRequest) -> list[float]:
-    """In the order of FEATURES."""
+    """Return the features in the order of FEATURES."""
     length, turns, user, system = 0, 0, "", ""
     if asked.messages is not None:
         for message in asked.messages:
@@ -99,22 +99,22 @@ def features(asked: TextRequest) -> list[float]:
             if isinstance(prompt, str):
                 user = prompt
         turns = 1
-    looked = user if len(user) <= _FIRST + _LAST else f"{user[:_FIRST]} {user[-_LAST:]}"
-    both = f"{system[:_SYSTEM]} {looked}" if system else looked
+    read = user if len(user) <= _FIRST_CHARS + _LAST_CHARS else f"{user[:_FIRST_CHARS]} {user[-_LAST_CHARS:]}"
+    both = f"{system[:_SYSTEM_CHARS]} {read}" if system else read
     distinct = set(both.lower().replace("?", " ").replace(".", " ").replace(",", " ").split())
     return [
         math.log1p(length),
         math.log1p(len(user)),
         math.log1p(len(system)),
-        min(_MOST, len(_QUESTION & distinct)),
-        min(_MOST, len(_REASONS & distinct)),
-        min(_MOST, len(_CONSTRAINTS & distinct)),
-        min(_MOST, sum(map(looked.count, _DIGITS))),
-        min(_MOST, sum(map(looked.count, _OPERATORS))),
-        min(_MOST, sum(map(both.count, _CODE))),
-        min(_MOST, len(_SOURCE.findall(both))),
-        min(_MOST, looked.count("\n")),
-        min(_MOST, turns - 1.0),
-        min(_MOST, float(len(asked.tools))),
+        min(_MAX_COUNT, len(_QUESTION & distinct)),
+        min(_MAX_COUNT, len(_REASONS & distinct)),
+        min(_MAX_COUNT, len(_CONSTRAINTS & distinct)),
+        min(_MAX_COUNT, sum(map(read.count, _DIGITS))),
+        min(_MAX_COUNT, sum(map(read.count, _OPERATORS))),
+        min(_MAX_COUNT, sum(map(both.count, _CODE))),
+        min(_MAX_COUNT, len(_SOURCE.findall(both))),
+        min(_MAX_COUNT, read.count("\n")),
+        min(_MAX_COUNT, turns - 1.0),
+        min(_MAX_COUNT, float(len(asked.tools))),
         1.0 if asked.grammar is not None else 0.0,
     ]

@@ -1,8 +1,8 @@
-"""Several answerings that together answer one exchange: what they have in common, and who is charged for what.
+"""Answers one exchange with several answerers, and attributes the charges.
 
-Owns Answers (the surface that flow.Answering has), Charge, Decision, and Composed, from which cascades, hedges and
-fallback chains are made: each is such an answering itself, so they can be put into one another. A part has an exchange
-of its own, so that its usage is its own; what the client is told is the whole's. Knows no variant and no network.
+Owns the Answerer protocol and CompositeAnswerer, the base of cascades, hedges and fallback chains; each is an answerer
+itself, so they nest. Every part has its own exchange, so that its usage is its own; the client sees the usage of the
+whole. Does not know variants or the network.
 """
 
 from __future__ import annotations
@@ -32,24 +32,28 @@ Clock = Callable[[], float]
 
 
 class Answerer(Protocol):
-    """An exchange under way; see flow.Answering."""
+    """Answers one exchange: begin once, run until it ends, settle once."""
 
     exchange: Exchange
     gone: bool
 
-    async def begin(self) -> None: ...
+    async def begin(self) -> None:
+        """Do everything that can be rejected before output; ApiError if it is."""
+        ...
 
-    async def run(self, take: Take) -> bool: ...
+    async def run(self, take: Take) -> bool:
+        """Pass every delta to `take`. True once all choices have ended; False as soon as `take` returns False, and
+        then the caller may call this again."""
+        ...
 
     def cancel(self) -> None: ...
 
     def settle(self, error: ApiError | None = None) -> None: ...
 
 
-AnswererFactory = Callable[[TextRequest], Answerer]  # makes a part; nothing of it runs yet
-SettledCallback = Callable[
-    [Exchange, ApiError | None, bool], None
-]  # hears once how a whole ended; the bool: its client left
+AnswererFactory = Callable[[TextRequest], Answerer]  # does not start it
+# Called once when an exchange has ended. The bool: the client left before.
+SettledCallback = Callable[[Exchange, ApiError | None, bool], None]
 
 
 class VariantCharge(msgspec.Struct, frozen=True):
@@ -58,11 +62,11 @@ class VariantCharge(msgspec.Struct, frozen=True):
     variant: str
     usage: TokenUsage
     role: str  # answer, first try, hedge, broken
-    charged: bool = True  # False: nobody pays for it
+    charged: bool = True  # False: the tenant does not pay for it
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """Something that was chosen, and why; for headers and traces."""
+    """One choice and its reason, for headers and traces."""
 
     stage: str  # rule, split, cascade, hedge, fallback, health
     chosen: str
@@ -70,7 +74,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 
 
 def derive_exchange(exchange: Exchange, served: ServedVariant, asked: TextRequest) -> Exchange:
-    """A part's own exchange: the same request and arrival, so the same deadline, and a usage of its own."""
+    """Return the exchange of a part: the same request, arrival and deadline, with its own usage."""
     return msgspec.structs.replace(
         exchange,
         served=served,
@@ -85,32 +89,32 @@ def derive_exchange(exchange: Exchange, served: ServedVariant, asked: TextReques
 
 
 def choice_count(asked: TextRequest) -> int:
-    """The choices of an answer."""
+    """Return the number of choices in the answer."""
     return len(asked.prompts or (None,)) * asked.n
 
 
-_COUNTS: Final = tuple(each.name for each in msgspec.structs.fields(TokenUsage))
+_USAGE_FIELDS: Final = tuple(each.name for each in msgspec.structs.fields(TokenUsage))
 
 
 def sum_usage(usages: Iterable[TokenUsage]) -> TokenUsage:
-    """All of them one after another. (asked.total is for choices that run side by side.)"""
-    all_of_them = list(usages)
-    return TokenUsage(**{name: sum(getattr(each, name) for each in all_of_them) for name in _COUNTS})
+    """Add up the usage of consecutive runs. (`combine_usages` is for choices that run side by side.)"""
+    every = list(usages)
+    return TokenUsage(**{name: sum(getattr(each, name) for each in every) for name in _USAGE_FIELDS})
 
 
 def itemise_charges(ended: Mapping[int, tuple[str, TokenUsage]], n: int) -> list[VariantCharge]:
-    """By variant, what choices that ended took: together what asked.total makes of them."""
-    found: dict[str, list[TokenUsage]] = {}
-    for place, index in enumerate(sorted(ended)):
+    """Return the charges of ended choices by variant; their sum is what `combine_usages` returns for all of them."""
+    by_variant: dict[str, list[TokenUsage]] = {}
+    for position, index in enumerate(sorted(ended)):
         variant, usage = ended[index]
         # A prompt counts once, with the first of its choices.
-        counted = usage if place % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
-        found.setdefault(variant, []).append(counted)
-    return [VariantCharge(variant, combine_usages(usages, 1), "answer") for variant, usages in found.items()]
+        counted = usage if position % n == 0 else msgspec.structs.replace(usage, prompt_tokens=0, cached_tokens=0)
+        by_variant.setdefault(variant, []).append(counted)
+    return [VariantCharge(variant, combine_usages(usages, 1), "answer") for variant, usages in by_variant.items()]
 
 
 def has_output(piece: ChoiceDelta) -> bool:
-    """Whether a client hears something of it."""
+    """Whether the client sees anything of the delta."""
     return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
 
 
@@ -123,22 +127,22 @@ class AnswerRun(Protocol):
 
 
 async def collect_choices(answers: AnswerRun) -> list[Choice]:
-    """The whole of what is run."""
-    found = [Choice(index) for index in range(choice_count(answers.exchange.asked))]
+    """Run an answer to its end and return its choices."""
+    choices = [Choice(index) for index in range(choice_count(answers.exchange.asked))]
 
     def add(piece: ChoiceDelta) -> bool:
         if isinstance(piece, RestartDelta):
-            found[piece.index] = Choice(piece.index)
+            choices[piece.index] = Choice(piece.index)
         else:
-            found[piece.index].add(piece)
+            choices[piece.index].add(piece)
         return True
 
     await answers.run(add)
-    return found
+    return choices
 
 
 class CompositeAnswerer(ABC):
-    """One answering made of several. Whoever makes it settles it; it settles its parts."""
+    """Combines several answerers into one. Its owner settles it, and it settles its parts."""
 
     def __init__(
         self, exchange: Exchange, *, settled: SettledCallback | None = None, clock: Clock = time.monotonic
@@ -146,10 +150,10 @@ class CompositeAnswerer(ABC):
         self.exchange = exchange
         self.gone = False
         self.decisions: list[RoutingDecision] = []
-        self._parts: list[Answerer] = []  # in the order in which they were begun
-        self._over: set[int] = set()  # places of those that are settled
-        self._serving: Answerer | None = None  # whose answer the client gets
-        self._held: deque[ChoiceDelta] = deque()  # that the client is still to get, before what comes
+        self._parts: list[Answerer] = []  # in the order of their start
+        self._settled_parts: set[int] = set()  # by index
+        self._serving: Answerer | None = None  # the part whose answer the client gets
+        self._held: deque[ChoiceDelta] = deque()  # goes to the client before any further delta
         self._open = choice_count(exchange.asked)  # choices that have not ended
         self._clock = clock
         self._on_settled = settled
@@ -158,11 +162,11 @@ class CompositeAnswerer(ABC):
     @property
     @abstractmethod
     def charges(self) -> list[VariantCharge]:
-        """What was computed, by whom, and who pays. Final once it is settled."""
+        """What each variant computed, and whether it is charged. Final once settled."""
 
     @property
     def parts(self) -> tuple[Answerer, ...]:
-        """In the order in which they were begun."""
+        """The parts in the order of their start."""
         return tuple(self._parts)
 
     @abstractmethod
@@ -187,10 +191,10 @@ class CompositeAnswerer(ABC):
             self._on_settled(self.exchange, error, self.gone and self._open > 0)
 
     def _settle(self, part: Answerer, error: ApiError | None = None) -> None:
-        """Each part once. What still runs of it ends."""
-        place = self._parts.index(part)
-        if place not in self._over:
-            self._over.add(place)
+        """Settle a part once; if it still runs, it ends."""
+        index = self._parts.index(part)
+        if index not in self._settled_parts:
+            self._settled_parts.add(index)
             part.settle(error)
 
     def _start(self, part: Answerer) -> Answerer:
@@ -198,12 +202,12 @@ class CompositeAnswerer(ABC):
         return part
 
     def _serve(self, part: Answerer) -> None:
-        """From now on the answer is this part's; the client is told its name."""
+        """Serve this part's answer from now on, under its variant's name."""
         self._serving = part
         self.exchange.served = part.exchange.served
 
     def _counting(self, take: Take) -> Take:
-        """The same, with an eye on which choices have ended."""
+        """Wrap `take` to count the choices that end."""
 
         def counted(piece: ChoiceDelta) -> bool:
             if piece.finish is not None:
@@ -213,7 +217,7 @@ class CompositeAnswerer(ABC):
         return counted
 
     def _hand_over(self, take: Take) -> bool:
-        """What is held goes first; False where the client wants no more for now."""
+        """Pass on the held deltas; False if the client wants no more for now."""
         while self._held:
             if not self.exchange.first_at:
                 self.exchange.first_at = self._clock()
@@ -226,7 +230,7 @@ class CompositeAnswerer(ABC):
         exchange.usage = sum_usage(each.usage for each in self.charges if each.charged)
         part = self._serving
         if part is not None:
-            exchange.served = part.exchange.served  # which a part that is composed itself may have found out since
+            exchange.served = part.exchange.served  # a composite part may have changed it
             exchange.prompt_tokens = part.exchange.prompt_tokens
             exchange.shaped_at = exchange.shaped_at or part.exchange.shaped_at
             exchange.first_at = exchange.first_at or part.exchange.first_at
@@ -235,7 +239,7 @@ class CompositeAnswerer(ABC):
 
 
 def charges_for(part: Answerer, role: str, *, charged: bool = True) -> list[VariantCharge]:
-    """A part's charges; each of its own where it is composed itself."""
+    """Return the charges of a part; of a composite part, those of its own parts."""
     if isinstance(part, CompositeAnswerer):
         own = part.charges
         return own if charged else [msgspec.structs.replace(each, role=role, charged=False) for each in own]

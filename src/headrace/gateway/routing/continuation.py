@@ -1,8 +1,8 @@
-"""Where an answer is given a second time: what of it goes beyond the text that a client has already.
+"""Continues an answer on another variant: compares the repeated text with what a client already has.
 
-Owns Said (what was delivered of one choice) and Joining, which reads the second answer, checks that it says the same up
-to there, and gives out what comes after. Nothing is given out before all of the delivered text has come again: content,
-reasoning and the arguments of tool calls alike. Knows no variant and no usage.
+Owns DeliveredText and Continuation, which reads the second answer, checks that it matches the delivered one and returns
+what follows it. Nothing is returned before all of the delivered text has come again: content, reasoning and tool call
+arguments alike. Does not know variants or usage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, To
 
 
 class DivergedError(Exception):
-    """The second answer says something else."""
+    """The second answer does not match the delivered one."""
 
 
 class _Call(msgspec.Struct):
@@ -23,12 +23,12 @@ class _Call(msgspec.Struct):
 
 
 class DeliveredText:
-    """All of one choice so far."""
+    """What was delivered of one choice."""
 
-    __slots__ = ("anything", "calls", "content", "logprobs", "reasoning")
+    __slots__ = ("calls", "content", "is_visible", "logprobs", "reasoning")
 
     def __init__(self) -> None:
-        self.anything = False  # that a client has heard
+        self.is_visible = False  # the client has seen something of it
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[_Call] = []
@@ -36,25 +36,25 @@ class DeliveredText:
 
     def add(self, piece: ChoiceDelta) -> None:
         if piece.content:
-            self.anything = True
+            self.is_visible = True
             self.content.append(piece.content)
         if piece.reasoning:
-            self.anything = True
+            self.is_visible = True
             self.reasoning.append(piece.reasoning)
         for delta in piece.calls:
-            self.anything = True
+            self.is_visible = True
             if delta.index == len(self.calls):
                 self.calls.append(_Call(delta.id or "", delta.name or ""))
             self.calls[delta.index].arguments.append(delta.arguments)
         if piece.logprobs is not None:
-            self.anything = self.anything or bool(piece.logprobs)
+            self.is_visible = self.is_visible or bool(piece.logprobs)
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += piece.logprobs
 
 
-class _Text:
-    """A text that is to come again."""
+class _ExpectedText:
+    """A text that must come again."""
 
     __slots__ = ("_at", "_expected")
 
@@ -63,33 +63,33 @@ class _Text:
         self._at = 0
 
     def follow(self, text: str) -> None:
-        known = self._expected[self._at : self._at + len(text)]
-        if text[: len(known)] != known:
-            raise DivergedError("it says something else")
+        expected = self._expected[self._at : self._at + len(text)]
+        if text[: len(expected)] != expected:
+            raise DivergedError("the text differs")
         self._at += len(text)
 
     @property
     def complete(self) -> bool:
         return self._at >= len(self._expected)
 
-    def beyond(self, parts: list[str]) -> str:
+    def rest_of(self, parts: list[str]) -> str:
         return "".join(parts)[len(self._expected) :]
 
 
 class Continuation:
     def __init__(self, delivered: DeliveredText) -> None:
-        self._content = _Text(delivered.content)
-        self._reasoning = _Text(delivered.reasoning)
-        self._calls = [(call.name, _Text(call.arguments)) for call in delivered.calls]
+        self._content = _ExpectedText(delivered.content)
+        self._reasoning = _ExpectedText(delivered.reasoning)
+        self._calls = [(call.name, _ExpectedText(call.arguments)) for call in delivered.calls]
         self._logprobs = len(delivered.logprobs or ())
         self._again = DeliveredText()
         self._tokens = 0
-        self._last: ChoiceDelta | None = None  # with its finish
+        self._last: ChoiceDelta | None = None
 
     def read(self, piece: ChoiceDelta) -> ChoiceDelta | None:
-        """What goes beyond, once the delivered text is complete, and then this is done; None before it.
+        """Return what follows the delivered text once that is complete, which ends the comparison; None before.
 
-        DivergedError where it is another text; `all_of_it` has it.
+        DivergedError if the text differs; `whole_answer` then returns it.
         """
         before = len(self._again.calls)
         self._again.add(piece)
@@ -106,11 +106,11 @@ class Continuation:
         if self._complete():
             return self._rest(piece)
         if piece.finish is not None:
-            raise DivergedError("it ended before")
+            raise DivergedError("it ended early")
         return None
 
-    def all_of_it(self, index: int) -> ChoiceDelta:
-        """The second answer from its beginning, as one piece of a choice."""
+    def whole_answer(self, index: int) -> ChoiceDelta:
+        """Return the second answer from its beginning, as one delta."""
         again, last = self._again, self._last
         assert last is not None
         return ChoiceDelta(
@@ -138,16 +138,16 @@ class Continuation:
         for place, call in enumerate(again.calls):
             if place >= len(self._calls):
                 calls.append(ToolCallDelta(place, call.id, call.name, "".join(call.arguments)))
-            elif rest := self._calls[place][1].beyond(call.arguments):
+            elif rest := self._calls[place][1].rest_of(call.arguments):
                 calls.append(ToolCallDelta(place, arguments=rest))
         return ChoiceDelta(
             piece.index,
-            content=self._content.beyond(again.content),
-            reasoning=self._reasoning.beyond(again.reasoning),
+            content=self._content.rest_of(again.content),
+            reasoning=self._reasoning.rest_of(again.reasoning),
             calls=calls,
             logprobs=None if again.logprobs is None else again.logprobs[self._logprobs :],
             finish=piece.finish,
             stop=piece.stop,
             usage=piece.usage,
-            tokens=piece.tokens,  # those before were delivered, and counted then
+            tokens=piece.tokens,  # earlier ones were counted when they were delivered
         )

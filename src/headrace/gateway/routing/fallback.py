@@ -1,10 +1,9 @@
-"""Fallback chains: where a variant fails, the next one goes on, and no text reaches a client twice without a mark.
+"""Fallback chains: if a variant fails, the next one goes on, and no text reaches a client twice without a mark.
 
-Owns what becomes of an answer that broke. Before anything was delivered, the next step simply answers. After it, the
-step says what is to be: `continue` lets it answer again and passes on only what goes beyond the text that was
-delivered, which must be the same up to there; `restart` marks the choice and begins it anew; `error` ends it. The
-engine's own client has continued what it can by then (a lost worker's streams, on another replica): this is for
-variants and upstreams that are gone as a whole.
+Before anything was delivered, the next step simply answers. After that, the step's `then` decides: `continue` answers
+again and passes on only what follows the delivered text, which must match; `restart` marks the choice and begins it
+anew; `error` ends it. The engine's client has by then continued what it can (a lost worker's streams, on another
+replica): this is for variants and upstreams that are gone as a whole.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from headrace.gateway.routing.composite_answerer import (
 from headrace.gateway.routing.continuation import Continuation, DeliveredText, DivergedError
 from headrace.gateway.serving.exchange import Exchange
 
-_KINDS: Final = frozenset({"server_error", "overloaded_error", "rate_limit_error"})
-_CODES: Final = frozenset({"context_length_exceeded"})  # another variant may have more room
+_RETRYABLE_KINDS: Final = frozenset({"server_error", "overloaded_error", "rate_limit_error"})
+_RETRYABLE_CODES: Final = frozenset({"context_length_exceeded"})  # another variant may have more room
 
 
 def may_fall_back(error: ApiError) -> bool:
-    """Whether another variant may do better: not where the request itself is wrong."""
-    return error.kind in _KINDS or error.status >= 500 or error.code in _CODES
+    """Whether another variant may succeed: not if the request itself is wrong."""
+    return error.kind in _RETRYABLE_KINDS or error.status >= 500 or error.code in _RETRYABLE_CODES
 
 
 class FallbackStep(msgspec.Struct, frozen=True):
     variant: str
     make: AnswererFactory
-    then: AfterBreak = "error"  # with a stream that broke after it had begun
+    then: AfterBreak = "error"  # how it takes over a stream that broke after its first output
 
 
 class FallbackAnswerer(CompositeAnswerer):
@@ -63,34 +62,34 @@ class FallbackAnswerer(CompositeAnswerer):
         settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`patience`: seconds that a step has for its first piece, where there is another after it. `whole`: nobody
-        hears of the answer before it is whole, so that what breaks is simply begun anew."""
+        """`patience`: seconds until a step's first output, if another step follows. `whole`: the client sees the answer
+        only once it is complete, so a broken answer simply starts again."""
         super().__init__(exchange, settled=settled, clock=clock)
         self._steps = steps
         self._patience = patience
         self._on_divergence = diverged
-        self._place = -1  # of the step that answers
+        self._index = -1  # of the current step
         self._whole = whole
-        self._said: dict[int, DeliveredText] = {}  # by choice: what was delivered
-        self._joining: dict[int, Continuation] = {}  # choices of which the step repeats what was delivered
-        self._finished: dict[int, tuple[Answerer, TokenUsage]] = {}  # choices that are whole, by whom
-        self._heard = False  # something of this step
-        self._since = 0  # the first part whose text the client has
-        self._failed: ApiError | None = None  # found while a piece was looked at
+        self._delivered: dict[int, DeliveredText] = {}  # by choice
+        self._continuations: dict[int, Continuation] = {}  # choices whose delivered text the step repeats
+        self._finished: dict[int, tuple[Answerer, TokenUsage]] = {}  # complete choices and their parts
+        self._has_output = False  # of the current step
+        self._first_delivered = 0  # index of the first part whose text the client has
+        self._error: ApiError | None = None  # raised by handling a delta
 
     @property
     def charges(self) -> list[VariantCharge]:
-        """The parts whose choices the client has, whole; of an answer that ended early, the one that computed most."""
+        """Charges the parts whose complete choices the client has; after an early end, the part with most output."""
         if self._is_answered():
             paid = list({id(part): part for part, _ in self._finished.values()}.values())
         else:
-            candidates = self._parts[self._since :]
+            candidates = self._parts[self._first_delivered :]
             paid = [max(candidates, key=lambda part: part.exchange.usage.output_tokens)] if candidates else []
         if len(paid) == 1:
             charges = charges_for(paid[0], "answer")
         else:
-            told = {index: (part.exchange.served.name, usage) for index, (part, usage) in self._finished.items()}
-            charges = itemise_charges(told, self.exchange.asked.n)
+            by_choice = {index: (part.exchange.served.name, usage) for index, (part, usage) in self._finished.items()}
+            charges = itemise_charges(by_choice, self.exchange.asked.n)
         for part in self._parts:
             if not any(part is each for each in paid):
                 charges += charges_for(part, "broken", charged=False)
@@ -108,56 +107,56 @@ class FallbackAnswerer(CompositeAnswerer):
             assert part is not None
             try:
                 ended = await self._run(part, counting)
-                if self._failed is not None:
-                    error, self._failed = self._failed, None
+                if self._error is not None:
+                    error, self._error = self._error, None
                     raise error
             except ApiError as error:
                 if not (self.gone or self._is_answered()):
-                    await self._go_on(error)
+                    await self._take_over(error)
                     if not self.gone:
                         continue
                 ended = True
             if not ended and self._held:
-                continue  # it was not the client who wanted no more
+                continue  # not the client paused it, but a held delta
             if ended:
                 self._sum_up()
             return ended
 
     async def _run(self, part: Answerer, take: Take) -> bool:
-        if self._heard or self._is_last():
+        if self._has_output or self._is_last():
             return await part.run(lambda piece: self._pass(piece, take))
         try:
             async with asyncio.timeout(self._patience) as bound:
 
                 def passed(piece: ChoiceDelta) -> bool:
-                    if not self._heard and has_output(piece):
+                    if not self._has_output and has_output(piece):
                         if bound.expired():
-                            return False  # it is given up in this very turn
+                            return False  # it has just timed out
                         bound.reschedule(None)
                     return self._pass(piece, take)
 
                 return await part.run(passed)
         except TimeoutError:
-            raise _too_late(self._steps[self._place].variant, self._patience) from None
+            raise _timeout_error(self._steps[self._index].variant, self._patience) from None
 
     def _is_answered(self) -> bool:
         return len(self._finished) == choice_count(self.exchange.asked)
 
     def _is_last(self) -> bool:
-        return self._place + 1 >= len(self._steps)
+        return self._index + 1 >= len(self._steps)
 
     # Steps
 
     async def _next(self, error: ApiError | None) -> None:
-        """Begins the next step that can be begun; raises the last error where there is none."""
+        """Start the next step that can start; raise the last error if there is none."""
         while not self._is_last():
-            then = self._steps[self._place + 1].then
-            if error is not None and self._delivered() and then == "error":
+            then = self._steps[self._index + 1].then
+            if error is not None and self._has_delivered() and then == "error":
                 break
-            self._place += 1
-            step = self._steps[self._place]
+            self._index += 1
+            step = self._steps[self._index]
             part = self._start(step.make(self.exchange.asked))
-            self._heard = False
+            self._has_output = False
             self._serve(part)
             try:
                 await self._begin(part)
@@ -167,10 +166,10 @@ class FallbackAnswerer(CompositeAnswerer):
                     error = caught
                 elif error is None:
                     raise
-                continue  # what another variant took is not wrong in itself
+                continue  # an earlier variant accepted the request, so the request itself is not wrong
             if error is not None:
-                told = error.code or error.kind
-                self.decisions.append(RoutingDecision("fallback", step.variant, f"the one before: {told}"))
+                reason = f"the step before failed: {error.code or error.kind}"
+                self.decisions.append(RoutingDecision("fallback", step.variant, reason))
             self.exchange.prompt_tokens = part.exchange.prompt_tokens
             self.exchange.shaped_at = self.exchange.shaped_at or part.exchange.shaped_at
             if self.gone:
@@ -187,92 +186,97 @@ class FallbackAnswerer(CompositeAnswerer):
             async with asyncio.timeout(self._patience):
                 await part.begin()
         except TimeoutError:
-            raise _too_late(self._steps[self._place].variant, self._patience) from None
+            raise _timeout_error(self._steps[self._index].variant, self._patience) from None
 
-    async def _go_on(self, error: ApiError) -> None:
-        """After an answer broke; raises the error where nothing may go on with it."""
+    async def _take_over(self, error: ApiError) -> None:
+        """Continue after a broken answer; raise the error if no step may."""
         part = self._serving
         assert part is not None
         self._settle(part, error)
         if not may_fall_back(error):
             raise error
-        self._joining.clear()
+        self._continuations.clear()
         await self._next(error)
         open_choices = [index for index in range(choice_count(self.exchange.asked)) if index not in self._finished]
-        if self._delivered() and self._steps[self._place].then == "continue":
-            self._joining = {
-                index: Continuation(said) for index in open_choices if (said := self._said.get(index)) and said.anything
+        if self._has_delivered() and self._steps[self._index].then == "continue":
+            self._continuations = {
+                index: Continuation(said)
+                for index in open_choices
+                if (said := self._delivered.get(index)) and said.is_visible
             }
             return
-        self._since = len(self._parts) - 1
-        if self._delivered() or self._whole:
+        self._first_delivered = len(self._parts) - 1
+        if self._has_delivered() or self._whole:
             for index in open_choices:
                 self._restart(index, error.code or error.kind)
-        self._said = {index: self._said[index] for index in self._finished}
+        self._delivered = {index: self._delivered[index] for index in self._finished}
 
-    def _delivered(self) -> bool:
-        """Whether a client has heard something of the answer."""
-        return not self._whole and any(said.anything for said in self._said.values())
+    def _has_delivered(self) -> bool:
+        """Whether the client has seen output."""
+        return not self._whole and any(said.is_visible for said in self._delivered.values())
 
     def _restart(self, index: int, why: str) -> None:
         self._held.append(RestartDelta(index, variant=self.exchange.served.name, why=why))
-        self._said.pop(index, None)
-
-    # Pieces
+        self._delivered.pop(index, None)
 
     def _pass(self, piece: ChoiceDelta, take: Take) -> bool:
         index = piece.index
-        if isinstance(piece, RestartDelta):  # by the step itself, which only an answer has that nobody has heard yet
+        if isinstance(piece, RestartDelta):  # by the step itself, before the client has seen the answer
             if self._finished.pop(index, None) is not None:
                 self._open += 1
-            self._said.pop(index, None)
+            self._delivered.pop(index, None)
             return take(piece)
-        if not self._heard and has_output(piece) and self._serving is not None:
-            self._heard = True
-            self.exchange.served = self._serving.exchange.served  # a cascade knows by now
+        if not self._has_output and has_output(piece) and self._serving is not None:
+            self._has_output = True
+            self.exchange.served = self._serving.exchange.served  # a cascade has decided by now
         if index in self._finished:
-            return True  # that was whole before the break
-        joining = self._joining.get(index)
-        if joining is not None:
+            return True  # complete before the break
+        continuation = self._continuations.get(index)
+        if continuation is not None:
             try:
-                joined = joining.read(piece)
+                rest = continuation.read(piece)
             except DivergedError as error:
-                return self._diverge(index, joining, str(error))
-            if joined is None:
+                return self._diverge(index, continuation, str(error))
+            if rest is None:
                 return True
-            del self._joining[index]
-            piece = joined
-        self._note(piece)
+            del self._continuations[index]
+            piece = rest
+        self._record(piece)
         return take(piece)
 
-    def _note(self, piece: ChoiceDelta) -> None:
-        said = self._said.get(piece.index)
+    def _record(self, piece: ChoiceDelta) -> None:
+        said = self._delivered.get(piece.index)
         if said is None:
-            said = self._said[piece.index] = DeliveredText()
+            said = self._delivered[piece.index] = DeliveredText()
             self.exchange.first_at = self.exchange.first_at or self._clock()
         said.add(piece)
         if piece.finish is not None:
             assert self._serving is not None
             self._finished[piece.index] = (self._serving, piece.usage or TokenUsage())
 
-    def _diverge(self, index: int, joining: Continuation, why: str) -> bool:
-        """Always False: what is held comes first, or there is an error to be told."""
+    def _diverge(self, index: int, continuation: Continuation, why: str) -> bool:
+        """Handle text that does not match. Returns False: held deltas come first, or an error."""
         if self._on_divergence == "error":
-            self._failed = ApiError(
-                "the answer broke off, and could not be continued", kind="server_error", code="generation_failed"
+            self._error = ApiError(
+                "The answer broke off and could not be continued. Send the request again.",
+                kind="server_error",
+                code="generation_failed",
             )
-            self._place = len(self._steps)  # nobody else can go on with it either
+            self._index = len(self._steps)  # no other step can continue it either
             return False
-        del self._joining[index]
-        self._since = len(self._parts) - 1
+        del self._continuations[index]
+        self._first_delivered = len(self._parts) - 1
         self._restart(index, why)
-        again = joining.all_of_it(index)
-        self._note(again)
+        again = continuation.whole_answer(index)
+        self._record(again)
         self._held.append(again)
         return False
 
 
-def _too_late(variant: str, seconds: float) -> ApiError:
+def _timeout_error(variant: str, seconds: float) -> ApiError:
     return ApiError(
-        f"'{variant}' said nothing within {seconds:g} s", kind="overloaded_error", code="too_late", retry_after=1.0
+        f"Variant '{variant}' sent nothing within {seconds:g} s. Retry later.",
+        kind="overloaded_error",
+        code="too_late",
+        retry_after=1.0,
     )

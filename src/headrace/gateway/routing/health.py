@@ -1,6 +1,6 @@
-"""Whether a variant is well: its breaker, which learns from its calls, and checks that ask it.
+"""Tracks whether variants are available: a circuit breaker that learns from calls, and active health checks.
 
-Owns Check and Health (breakers and checks of every variant, by name). Time is a parameter.
+Owns the breakers and checks of all variants by name. Time is a parameter.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from headrace.gateway.routing.composite_answerer import Clock
 
 
 class HealthCheck:
-    """Whether a variant answers when it is asked if it is there. At first it counts as there."""
+    """The result of a variant's health checks. A variant starts as healthy."""
 
     def __init__(self, config: VariantHealthConfig) -> None:
         self._config = config
-        self._in_a_row = 0  # answers that speak against what it counts as
-        self.well = True
-        self.why = ""
+        self._contradicting = 0  # consecutive results against the current state
+        self.healthy = True
+        self.reason = ""
 
     def passed(self) -> None:
-        self._hear(well=True)
+        self._record(healthy=True)
 
-    def failed(self, why: str) -> None:
-        self.why = why
-        self._hear(well=False)
+    def failed(self, reason: str) -> None:
+        self.reason = reason
+        self._record(healthy=False)
 
-    def _hear(self, *, well: bool) -> None:
-        if well == self.well:
-            self._in_a_row = 0
+    def _record(self, *, healthy: bool) -> None:
+        if healthy == self.healthy:
+            self._contradicting = 0
             return
-        self._in_a_row += 1
-        if self._in_a_row >= (self._config.rise if well else self._config.fall):
-            self.well, self._in_a_row = well, 0
+        self._contradicting += 1
+        if self._contradicting >= (self._config.rise if healthy else self._config.fall):
+            self.healthy, self._contradicting = healthy, 0
 
 
-Probe = Callable[[], Awaitable[None]]  # raises where the variant is not there
+Probe = Callable[[], Awaitable[None]]  # raises if the variant does not answer
 
 
 class VariantHealth:
-    """The breakers and checks of all variants. Their names are the configuration's, so there are no more than those."""
+    """The breakers and checks of all variants, which the configuration names and so bounds."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class VariantHealth:
         clock: Clock = time.monotonic,
         changed: Callable[[str, BreakerState], None] | None = None,
     ) -> None:
-        """`changed` hears of every new state of a variant's breaker."""
+        """`changed` is called with every new state of a variant's breaker."""
         self._breaker = breaker or BreakerConfig()
         self._check = check or VariantHealthConfig()
         self._clock = clock
@@ -64,37 +64,37 @@ class VariantHealth:
         self._checks: dict[str, HealthCheck] = {}
 
     def breaker(self, variant: str) -> CircuitBreaker:
-        found = self._breakers.get(variant)
-        if found is None:
+        breaker = self._breakers.get(variant)
+        if breaker is None:
             changed = None if self._changed is None else partial(self._changed, variant)
-            found = self._breakers[variant] = CircuitBreaker(self._breaker, clock=self._clock, changed=changed)
-        return found
+            breaker = self._breakers[variant] = CircuitBreaker(self._breaker, clock=self._clock, changed=changed)
+        return breaker
 
     def check(self, variant: str) -> HealthCheck:
         return self._checks.setdefault(variant, HealthCheck(self._check))
 
     def why_not(self, variant: str) -> str | None:
-        """Why a variant is to be left alone now; None where it is well."""
+        """Return why a variant is unavailable, or None."""
         check = self._checks.get(variant)
-        if check is not None and not check.well:
-            return f"it does not answer: {check.why}"
+        if check is not None and not check.healthy:
+            return f"it does not answer: {check.reason}"
         breaker = self._breakers.get(variant)
         return None if breaker is None else breaker.why_not()
 
     async def watch(self, probes: Mapping[str, Probe]) -> None:
-        """Asks every variant again and again, until it is cancelled."""
+        """Probe every variant periodically until cancelled."""
         while True:
-            await asyncio.gather(*(self.ask(variant, probe) for variant, probe in probes.items()))
+            await asyncio.gather(*(self.probe(variant, probe) for variant, probe in probes.items()))
             await asyncio.sleep(self._check.every_s)
 
-    async def ask(self, variant: str, probe: Probe) -> None:
-        """Once."""
+    async def probe(self, variant: str, probe: Probe) -> None:
+        """Probe a variant once."""
         check = self.check(variant)
         try:
             async with asyncio.timeout(self._check.within_s):
                 await probe()
         except TimeoutError:
-            check.failed(f"nothing came within {self._check.within_s:g} s")
+            check.failed(f"no answer within {self._check.within_s:g} s")
         except Exception as error:
             check.failed(str(error) or type(error).__name__)
         else:

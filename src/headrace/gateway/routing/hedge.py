@@ -1,9 +1,9 @@
-"""Hedging: where a first token is later than nearly all, a second request is made, and the one that speaks first wins.
+"""Hedging: if a first token is later than nearly all others, a second request starts, and the first to answer wins.
 
-Owns the estimate of when that is, the bound on how many requests are asked twice, and the race. A hedge is started only
-where a replica idles, so it takes nobody's place. The loser is cancelled by the engine's next step, and only the
-winner's usage is charged. Knows nothing of how a replica is found: the engine's client sends a second request to the
-one that would have it done soonest, which is the idle one.
+Owns the latency estimate, the cap on how many requests are hedged, and the race. A hedge starts only if a replica is
+idle, so it delays no other request. The loser is cancelled by the engine's next step, and only the winner's usage is
+charged. Does not choose replicas: the engine's client sends the second request to the one that would finish it soonest,
+which is the idle one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from headrace.gateway.routing.composite_answerer import (
 )
 from headrace.gateway.serving.exchange import Exchange
 
-LEAST_SAMPLES: Final = 20  # before a quantile means anything
+MIN_SAMPLES: Final = 20  # for a meaningful quantile
 
 
 class LatencyWindow:
-    """The latest times, and their quantiles."""
+    """The latest latencies and their quantiles."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._in_order: deque[float] = deque()
         self._sorted: list[float] = []
 
@@ -48,22 +48,22 @@ class LatencyWindow:
         return len(self._sorted)
 
     def add(self, seconds: float) -> None:
-        if len(self._in_order) == self._most:
+        if len(self._in_order) == self._size:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
         self._in_order.append(seconds)
         insort(self._sorted, seconds)
 
     def quantile(self, share: float) -> float | None:
-        """None where there are too few."""
+        """Return None with too few samples."""
         count = len(self._sorted)
-        return self._sorted[min(count - 1, int(share * count))] if count >= LEAST_SAMPLES else None
+        return self._sorted[min(count - 1, int(share * count))] if count >= MIN_SAMPLES else None
 
 
 class HedgeAllowance:
-    """Of all requests at most a share: every one saves up that much, and a hedge takes a whole one."""
+    """Caps hedges at a share of requests: each request earns that share, and each hedge costs one."""
 
     def __init__(self, share: float, *, most: float = 10.0) -> None:
-        """`most`: that can be saved up, so that no quiet hour pays for a storm."""
+        """`most`: cap on what is saved, so that a quiet hour does not pay for a burst."""
         self._share = share
         self._most = most
         self._saved = 0.0
@@ -79,29 +79,29 @@ class HedgeAllowance:
 
 
 class HedgePolicy:
-    """What is known of one variant: how long its first tokens take, and how many more hedges it may have."""
+    """Decides for one variant when to hedge: its latencies, and the hedges that it may still start."""
 
     def __init__(self, config: HedgeConfig, idle: Callable[[], bool]) -> None:
-        """`idle`: whether a replica has nothing to do."""
+        """`idle`: whether a replica is idle."""
         self.config = config
         self.latencies = LatencyWindow(config.samples)
         self._allowance = HedgeAllowance(config.share)
         self._idle = idle
 
-    def asked(self) -> None:
+    def record_request(self) -> None:
         self._allowance.earn()
 
-    def answered(self, seconds: float) -> None:
-        """To the first token. Of a hedged request it is less than it would have been, which the bounds make up for."""
+    def record_first_token(self, seconds: float) -> None:
+        """Record a latency. Hedging makes it shorter than it would have been; the bounds of `delay` allow for that."""
         self.latencies.add(seconds)
 
     def delay(self) -> float | None:
-        """Seconds that the first request has; None where that is not known yet."""
-        found = self.latencies.quantile(self.config.quantile)
-        return None if found is None else min(max(found, self.config.least_ms / 1e3), self.config.most_ms / 1e3)
+        """Return the seconds to wait for the first request; None while unknown."""
+        quantile = self.latencies.quantile(self.config.quantile)
+        return None if quantile is None else min(max(quantile, self.config.least_ms / 1e3), self.config.most_ms / 1e3)
 
-    def may(self) -> bool:
-        """Whether a second request may be made now; it is counted."""
+    def try_hedge(self) -> bool:
+        """Whether to start a second request now; if so, it is counted."""
         return self._idle() and self._allowance.take()
 
 
@@ -118,28 +118,28 @@ class HedgedAnswerer(CompositeAnswerer):
     ) -> None:
         super().__init__(exchange, settled=settled, clock=clock)
         self.hedging = hedging
-        self.hedged = False  # a second request was made
-        self._makes = (first, second)
-        self._pieces: dict[int, list[ChoiceDelta]] = {}  # by the part's place; that came before it was decided
+        self.hedged = False  # a second request was started
+        self._factories = (first, second)
+        self._pieces: dict[int, list[ChoiceDelta]] = {}  # by the part's index, before the race is decided
         self._began = 0.0
 
     @property
     def won(self) -> bool:
-        """Whether the second request's answer is the one."""
+        """Whether the second request won."""
         return self._serving is not None and self._serving is not self._parts[0]
 
     @property
     def charges(self) -> list[VariantCharge]:
-        found: list[VariantCharge] = []
-        # Until something has come, it is the first whose prompt was computed.
+        charges: list[VariantCharge] = []
+        # Before any output, only the first has computed its prompt.
         paid = self._serving if self._serving is not None else next(iter(self._parts), None)
         for part in self._parts:
-            found += charges_for(part, "answer" if part is paid else "hedge", charged=part is paid)
-        return found
+            charges += charges_for(part, "answer" if part is paid else "hedge", charged=part is paid)
+        return charges
 
     async def begin(self) -> None:
-        self.hedging.asked()
-        first = self._start(self._makes[0](self.exchange.asked))
+        self.hedging.record_request()
+        first = self._start(self._factories[0](self.exchange.asked))
         self._began = self._clock()
         await first.begin()
         self.exchange.prompt_tokens = first.exchange.prompt_tokens
@@ -151,7 +151,7 @@ class HedgedAnswerer(CompositeAnswerer):
         winner = self._serving
         if winner is None:
             self._sum_up()
-            return True  # the client has left
+            return True  # the client left
         counting = self._counting(take)
         if not self._hand_over(counting):
             return False
@@ -164,11 +164,11 @@ class HedgedAnswerer(CompositeAnswerer):
         running: dict[asyncio.Task[None], Answerer] = {}
         errors: list[Exception] = []
 
-        def enter(part: Answerer, *, begins: bool) -> None:
-            place = self._parts.index(part)
-            running[asyncio.ensure_future(self._speak(part, place, begins=begins))] = part
+        def start(part: Answerer, *, begins: bool) -> None:
+            index = self._parts.index(part)
+            running[asyncio.ensure_future(self._run_until_output(part, index, begins=begins))] = part
 
-        enter(self._parts[0], begins=False)
+        start(self._parts[0], begins=False)
         try:
             wait = self._wait()
             while running and self._serving is None and not self.gone:
@@ -181,22 +181,22 @@ class HedgedAnswerer(CompositeAnswerer):
                         errors.append(error)
                     elif error is not None:
                         raise error
-                if not done and not self.gone and self.hedging.may():
+                if not done and not self.gone and self.hedging.try_hedge():
                     self.hedged = True
-                    enter(self._start(self._makes[1](self.exchange.asked)), begins=True)
+                    start(self._start(self._factories[1](self.exchange.asked)), begins=True)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        self._decided(errors)
+        self._finish_race(errors)
 
     def _wait(self) -> float | None:
         delay = self.hedging.delay()
         return None if delay is None else max(0.0, self._began + delay - self._clock())
 
-    async def _speak(self, part: Answerer, place: int, *, begins: bool) -> None:
-        """Until it has said something that a client hears, or the other one has."""
-        pieces = self._pieces[place] = []
+    async def _run_until_output(self, part: Answerer, index: int, *, begins: bool) -> None:
+        """Run a part until it, or the other one, has output for the client."""
+        pieces = self._pieces[index] = []
 
         def hold(piece: ChoiceDelta) -> bool:
             if self._serving is not None:
@@ -211,18 +211,20 @@ class HedgedAnswerer(CompositeAnswerer):
             await part.begin()
         await part.run(hold)
 
-    def _decided(self, errors: list[Exception]) -> None:
+    def _finish_race(self, errors: list[Exception]) -> None:
         winner = self._serving
         if winner is None:
             if errors and not self.gone:
                 raise errors[0]
             return
-        self.hedging.answered(max(0.0, self._clock() - self._began))
+        self.hedging.record_first_token(max(0.0, self._clock() - self._began))
         self._held.extend(self._pieces.pop(self._parts.index(winner)))
         self._pieces.clear()
         for part in self._parts:
             if part is not winner:
                 self._settle(part)
         if self.hedged:
-            which = "the second" if self.won else "the first"
-            self.decisions.append(RoutingDecision("hedge", self.exchange.served.name, f"{which} of two spoke first"))
+            winner_name = "second" if self.won else "first"
+            self.decisions.append(
+                RoutingDecision("hedge", self.exchange.served.name, f"the {winner_name} of two requests answered first")
+            )

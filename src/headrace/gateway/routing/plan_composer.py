@@ -1,7 +1,7 @@
-"""From a plan to the answering that carries it out: cascades, hedges and chains put into one another.
+"""Builds the answerer that carries out a route plan, from cascades, hedges and fallback chains.
 
-Owns the order: each variant is watched by its breaker; two requests to it are a hedge; two variants a cascade; and
-around all of that is the chain. Knows neither the engine nor the network: whoever calls makes the plain answerings.
+Owns their nesting: a breaker guards each variant, two requests to it make a hedge, two variants a cascade, and the
+fallback chain surrounds them all. The caller passes in a function that makes the plain answerers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from headrace.gateway.routing.hedge import HedgedAnswerer, HedgePolicy
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
-# A variant's plain answering, as a part of an exchange; the bool: nothing else takes part in the answer at its time.
+# Makes the plain answerer of a variant. The bool: no other variant takes part in the answer at the same time.
 MakeAnswerer = Callable[[str, Exchange, TextRequest, bool], Answerer]
 
 
 class PlanComposer:
-    """All that plans have in common."""
-
     def __init__(
         self,
         make: MakeAnswerer,
@@ -47,8 +45,8 @@ class PlanComposer:
         settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`own_breakers`: variants that need none of ours, such as upstreams. `settled` hears of every whole, once; the
-        plain answerings of its parts are to keep silent."""
+        """`own_breakers`: variants with a breaker of their own, such as upstreams. `settled` is called once for every
+        exchange, but not for its parts."""
         self._make = make
         self._health = health
         self._hedgings = dict(hedgings or {})
@@ -57,10 +55,9 @@ class PlanComposer:
         self._clock = clock
 
     def answering(self, exchange: Exchange, plan: RoutePlan) -> CompositeAnswerer:
-        alone = plan.small is None or plan.cascade is None
-        factory = self._variant(exchange, plan.variant, alone)
-        if plan.small is not None and plan.cascade is not None:
-            small, large, cascade = self._variant(exchange, plan.small, False), factory, plan.cascade
+        factory = self._variant(exchange, plan.variant, plan.cascade is None)
+        if plan.cascade is not None:
+            small, large, cascade = self._variant(exchange, plan.cascade.small, False), factory, plan.cascade
 
             def make_cascade(asked: TextRequest) -> Answerer:
                 whole = derive_exchange(exchange, exchange.served, asked)
@@ -83,18 +80,18 @@ class PlanComposer:
 
     def _variant(self, exchange: Exchange, variant: str, alone: bool) -> AnswererFactory:
         hedging = self._hedgings.get(variant)
-        watched = partial(self._watched, exchange, variant, alone and hedging is None)
+        guarded = partial(self._guarded, exchange, variant, alone and hedging is None)
         if hedging is None:
-            return watched
+            return guarded
 
         def make(asked: TextRequest) -> Answerer:
-            first = watched(asked)
+            first = guarded(asked)
             whole = derive_exchange(exchange, first.exchange.served, asked)
-            return HedgedAnswerer(whole, lambda _: first, watched, hedging, clock=self._clock)
+            return HedgedAnswerer(whole, lambda _: first, guarded, hedging, clock=self._clock)
 
         return make
 
-    def _watched(self, exchange: Exchange, variant: str, alone: bool, asked: TextRequest) -> Answerer:
+    def _guarded(self, exchange: Exchange, variant: str, alone: bool, asked: TextRequest) -> Answerer:
         part = self._make(variant, exchange, asked, alone)
         if variant in self._own_breakers:
             return part
@@ -102,15 +99,15 @@ class PlanComposer:
 
 
 def hedge_policies(hedges: Mapping[str, HedgeConfig], idle: Callable[[str], bool]) -> dict[str, HedgePolicy]:
-    """By variant. `idle`: whether a variant has a replica with nothing to do."""
+    """Return the hedge policies by variant. `idle`: whether a variant has an idle replica."""
     return {variant: HedgePolicy(config, partial(idle, variant)) for variant, config in hedges.items()}
 
 
 def routing_decisions(answers: Answerer) -> list[RoutingDecision]:
-    """All that was decided while it was answered, the inner ones first."""
+    """Return the decisions made while answering, the inner ones first."""
     if not isinstance(answers, CompositeAnswerer):
         return []
-    found: list[RoutingDecision] = []
+    inner: list[RoutingDecision] = []
     for part in answers.parts:
-        found += routing_decisions(part)
-    return found + answers.decisions
+        inner += routing_decisions(part)
+    return inner + answers.decisions

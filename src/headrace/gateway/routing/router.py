@@ -1,47 +1,50 @@
-"""Where a request goes: rules, then a split, a cascade, a chain or one variant, past what is not well.
+"""Routes a request: applies rules, splits, cascades and chains, and avoids unhealthy variants.
 
-Owns Router and Plan. A decision reads the request, the configuration and the health of the variants, changes nothing,
-waits for nothing, and says why it is what it is. What is done with a Plan is compose's.
+Owns Router and RoutePlan. A decision reads the request, the configuration and the variants' health; it changes nothing,
+waits for nothing and explains itself. Does not carry out the plan.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 from zoneinfo import ZoneInfo
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.config.routing_section import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
-from headrace.gateway.routing.cascade import Cascade
 from headrace.gateway.routing.composite_answerer import RoutingDecision
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match
 from headrace.gateway.routing.splits import Split, conversation_key
 from headrace.gateway.serving.exchange import Exchange
 
 HEADER: Final = "x-headrace-route"
-_MOST_HEADER: Final = 512  # characters
+_MAX_HEADER: Final = 512  # characters
 
-WhyNot = Callable[[str], str | None]  # why a variant is to be left alone now; None where it is well
+WhyNot = Callable[[str], str | None]  # why a variant is unavailable, or None
 
 
 class RoutePlan(msgspec.Struct, frozen=True):
-    """Who is to answer. Without a cascade, `variant` does; with one, its small model does first and `variant` after."""
+    """The variants that answer. With a cascade, its small model answers first and `variant` after it."""
 
     variant: str
-    steps: tuple[StepConfig, ...] = ()  # that are tried after `variant`, in this order
-    patience: float = 10.0  # seconds that a step has for its first piece
+    steps: tuple[StepConfig, ...] = ()  # tried after `variant`, in this order
+    patience: float = 10.0  # seconds until a step's first output
     diverged: str = "error"
-    small: str | None = None
-    cascade: Cascade | None = None
+    cascade: CascadeConfig | None = None  # with its threshold resolved
     decisions: tuple[RoutingDecision, ...] = ()
 
+    @property
+    def small(self) -> str | None:
+        return None if self.cascade is None else self.cascade.small
+
     def headers(self, later: Sequence[RoutingDecision] = ()) -> dict[str, str]:
-        """`later`: what was decided while it was answered."""
+        """Return the header. `later`: decisions made while answering."""
         return route_headers((*self.decisions, *later))
 
 
@@ -50,11 +53,11 @@ def route_headers(decisions: Sequence[RoutingDecision]) -> dict[str, str]:
     if not text:
         return {}
     shown = "".join(each if " " <= each <= "~" else "?" for each in text)
-    return {HEADER: shown if len(shown) <= _MOST_HEADER else shown[: _MOST_HEADER - 3] + "..."}
+    return {HEADER: shown if len(shown) <= _MAX_HEADER else shown[: _MAX_HEADER - 3] + "..."}
 
 
 class _Choice(msgspec.Struct):
-    """What a decision has come to so far."""
+    """The state of one decision."""
 
     variant: str
     decisions: list[RoutingDecision] = []
@@ -70,9 +73,9 @@ class Router:
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """CalibrationError for a cascade whose labelled answers cannot be read. `wall`: seconds since 1970."""
+        """CalibrationError if the labelled answers of a cascade cannot be read. `wall`: seconds since 1970."""
         self.config = config
-        self._why_not = why_not or _well
+        self._why_not = why_not or _always_available
         self._wall = wall
         self._zone = ZoneInfo(config.timezone)
         self._rules = tuple(map(Rule.of, config.rules))
@@ -84,7 +87,7 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """Nothing is declared: every request goes to the variant that it names."""
+        """Whether nothing is configured: every request goes to the variant that it names."""
         return not self._rules and not self._chain_of
 
     def route(self, exchange: Exchange) -> RoutePlan:
@@ -122,27 +125,27 @@ class Router:
     def _split(self, name: str, exchange: Exchange, choice: _Choice) -> None:
         split = self._splits[name]
         variant = split.choose(conversation_key(exchange, self.config.conversation))
-        choice.decisions.append(RoutingDecision("split", variant, f"the conversation's part of {name}"))
+        choice.decisions.append(RoutingDecision("split", variant, f"the conversation's share of {name}"))
         reason = self._why_not(variant)
         if reason is not None and variant not in self._chain_of:
-            # A share that is not well goes to the largest that is, until it is again.
+            # While a variant is unavailable, its traffic goes to the largest available share.
             others = sorted(self.config.splits[name].percent.items(), key=lambda each: -each[1])
-            well = next((other for other, _ in others if other != variant and self._why_not(other) is None), None)
-            if well is not None:
-                choice.decisions.append(RoutingDecision("health", well, f"{variant}: {reason}"))
-                variant = well
+            substitute = next((other for other, _ in others if other != variant and self._why_not(other) is None), None)
+            if substitute is not None:
+                choice.decisions.append(RoutingDecision("health", substitute, f"{variant}: {reason}"))
+                variant = substitute
         choice.variant = variant
 
     def _with_cascade(self, name: str, choice: _Choice, asked: TextRequest) -> RoutePlan | None:
-        """None where the large model is to answer alone."""
-        config, cascade = self.config.cascades[name], self._cascades[name]
+        """Return None if the large model must answer alone."""
+        cascade = self._cascades[name]
         why = _why_no_cascade(asked)
         if why is not None:
-            choice.decisions.append(RoutingDecision("cascade", config.large, why))
+            choice.decisions.append(RoutingDecision("cascade", cascade.large, why))
             return None
-        reason = self._why_not(config.small)
+        reason = self._why_not(cascade.small)
         if reason is not None:
-            choice.decisions.append(RoutingDecision("health", config.large, f"{config.small}: {reason}"))
+            choice.decisions.append(RoutingDecision("health", cascade.large, f"{cascade.small}: {reason}"))
             return None
         rest = self._with_chain(choice)
         return RoutePlan(
@@ -150,28 +153,27 @@ class Router:
             rest.steps,
             patience=rest.patience,
             diverged=rest.diverged,
-            small=config.small,
             cascade=cascade,
             decisions=rest.decisions,
         )
 
     def _with_chain(self, choice: _Choice) -> RoutePlan:
-        found = choice.chain or self._chain_of.get(choice.variant)
-        if found is None:
+        named = choice.chain or self._chain_of.get(choice.variant)
+        if named is None:
             return RoutePlan(choice.variant, decisions=tuple(choice.decisions))
-        name, chain = found
+        name, chain = named
         steps: list[StepConfig] = []
         for place, step in enumerate(chain.steps):
             reason = self._why_not(step.variant)
             if reason is None:
                 steps.append(step)
             else:
-                after = chain.steps[place + 1].variant if place + 1 < len(chain.steps) else "nobody"
+                after = chain.steps[place + 1].variant if place + 1 < len(chain.steps) else "no other"
                 choice.decisions.append(RoutingDecision("health", after, f"{step.variant}: {reason}"))
         if not steps:
-            steps = list(chain.steps)  # none is well: they are tried all the same, and say themselves what is wrong
+            steps = list(chain.steps)  # none is available: try them all, and report their errors
         if len(steps) > 1 or steps[0].variant != choice.variant:
-            after = ", ".join(step.variant for step in steps[1:]) or "nobody"
+            after = ", ".join(step.variant for step in steps[1:]) or "no other"
             choice.decisions.append(RoutingDecision("chain", steps[0].variant, f"{name}, then {after}"))
         return RoutePlan(
             steps[0].variant,
@@ -182,39 +184,24 @@ class Router:
         )
 
 
-def _well(variant: str) -> None:
-    """Where nobody says that it is not."""
+def _always_available(variant: str) -> None:
+    """Without health information every variant counts as available."""
 
 
 def _why_no_cascade(asked: TextRequest) -> str | None:
     if asked.echo or asked.prompt_logprobs is not None:
-        return "the prompt is to be measured"
+        return "prompt log-probabilities are requested"
     if asked.ignore_eos:
-        return "the answer is to go on past its end"
+        return "ignore_eos is set"
     return None
 
 
-def resolve_cascade(config: CascadeConfig) -> Cascade:
-    """With a threshold from labelled answers where there is a file of them."""
-    threshold = config.threshold
-    if threshold is None:
-        assert config.calibration is not None
-        labelled = read_labelled(Path(config.calibration).expanduser())
-        alone = evaluate_threshold(ALWAYS_LARGE, labelled, measure=config.measure)
-        threshold = fit_threshold(config.quality * alone.quality, labelled, measure=config.measure)
-    return Cascade(threshold=threshold, measure=config.measure, tokens=config.tokens, within=config.within_s)
-
-
-def variants_in(config: RoutingConfig) -> Mapping[str, None]:
-    """All that are named, in order."""
-    found: dict[str, None] = {}
-    for rule in config.rules:
-        if rule.variant is not None:
-            found[rule.variant] = None
-    for split in config.splits.values():
-        found |= dict.fromkeys(split.percent)
-    for cascade in config.cascades.values():
-        found |= {cascade.small: None, cascade.large: None}
-    for chain in config.chains.values():
-        found |= {step.variant: None for step in chain.steps}
-    return found
+def resolve_cascade(config: CascadeConfig) -> CascadeConfig:
+    """Return the cascade with a threshold, fitted to its file of labelled answers if it has one."""
+    if config.threshold is not None:
+        return config
+    assert config.calibration is not None
+    labelled = read_labelled(Path(config.calibration).expanduser())
+    large = evaluate_threshold(ALWAYS_LARGE, labelled, measure=config.measure)
+    threshold = fit_threshold(config.quality * large.quality, labelled, measure=config.measure)
+    return replace(config, threshold=threshold)

@@ -1,7 +1,6 @@
-"""What must hold in the configuration of routing beyond each value's own type: names that exist, shares that add up.
+"""Checks the routing configuration beyond the types of its values: names that exist, shares that add up.
 
-Owns these rules. Every one yields what breaks it with its path, so that all mistakes are told at once, before anything
-starts.
+Yields every problem with its key, so that all of them are reported at once before anything starts.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleConditions, RuleConfig
 from headrace.config.toml_text import key_path, quoted
+from headrace.gateway.language_detection import LANGUAGES
 from headrace.gateway.routing.calibration import CalibrationError, read_labelled
-from headrace.gateway.routing.language import LANGUAGES
 from headrace.gateway.routing.rules import parse_hours
 from headrace.gateway.routing.splits import Split
 from headrace.surfaces import SURFACES
@@ -26,7 +25,7 @@ _TARGETS: Final = ("variant", "split", "cascade", "chain")
 
 
 def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "routing") -> Iterator[Finding]:
-    """`variants`: the full names of all that are served, upstreams too."""
+    """Yield every problem. `variants`: the full names of all served variants, upstreams included."""
     try:
         ZoneInfo(config.timezone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
@@ -51,10 +50,10 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", cascade.small, variants, f"{here}.small")
         yield from _known("variant", cascade.large, variants, f"{here}.large")
         if cascade.small == cascade.large:
-            yield f"{here}.large", "expected another variant than the small one"
+            yield f"{here}.large", "expected a variant other than `small`"
         if (cascade.threshold is None) == (cascade.calibration is None):
-            found = "none" if cascade.threshold is None else "both"
-            yield here, f"expected exactly one of threshold and calibration, found {found}"
+            given = "none" if cascade.threshold is None else "both"
+            yield here, f"expected exactly one of threshold and calibration, found {given}"
         elif cascade.calibration is not None:
             try:
                 read_labelled(Path(cascade.calibration).expanduser())

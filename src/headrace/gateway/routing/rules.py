@@ -1,7 +1,6 @@
-"""Rules: what a request is like decides where it goes, and the first rule that holds has the word.
+"""Routing rules: the first rule whose conditions a request meets decides where it goes.
 
-Owns Facts (what rules look at, each found when it is first asked for) and the testing of conditions. Rules are tested
-in their order; knows neither variants nor what becomes of the decision.
+Owns RoutingFacts, which rules look at and which are computed on first use, and the conditions. Does not know variants.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any, Final
 import msgspec
 
 from headrace.config.routing_section import DAYS, RuleConditions, RuleConfig
+from headrace.gateway.language_detection import language_of
 from headrace.gateway.routing.complexity import complexity
-from headrace.gateway.routing.language import language_of
 from headrace.gateway.serving.exchange import Exchange
 
-STANDARD: Final = "standard"  # the profile of requests that name none
+STANDARD: Final = "standard"  # the profile of requests that name no profile
 _HOURS: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
 
 Test = Callable[["RoutingFacts"], bool]
 
 
 class RoutingFacts:
-    """What rules look at of one request."""
+    """The properties of one request that rules test."""
 
     def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo) -> None:
         """`wall`: the wall clock, in seconds since 1970."""
@@ -77,7 +76,7 @@ class RoutingFacts:
 
 
 def last_user_text(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequence[str | list[int]] | None) -> str:
-    """By the user."""
+    """Return the last user message, or the first prompt that is a text."""
     for message in reversed(messages or ()):
         if message["role"] == "user":
             return message.get("content") or ""
@@ -86,19 +85,19 @@ def last_user_text(messages: Sequence[Mapping[str, Any]] | None, prompts: Sequen
 
 class Rule(msgspec.Struct, frozen=True):
     config: RuleConfig
-    tests: tuple[Test, ...]  # the cheap ones first
+    tests: tuple[Test, ...]  # cheap ones first
 
     @classmethod
     def of(cls, config: RuleConfig) -> Rule:
         return cls(config, tuple(_tests(config.when)))
 
-    def holds(self, facts: RoutingFacts) -> bool:
+    def matches(self, facts: RoutingFacts) -> bool:
         return all(test(facts) for test in self.tests)
 
 
 def first_match(rules: Sequence[Rule], facts: RoutingFacts) -> Rule | None:
     for rule in rules:
-        if rule.holds(facts):
+        if rule.matches(facts):
             return rule
     return None
 
@@ -109,7 +108,7 @@ def _tests(when: RuleConditions) -> list[Test]:
         models = frozenset(when.models)
         tests.append(lambda facts: facts.model in models)
     else:
-        tests.append(lambda facts: "@" not in facts.model)  # who names a variant gets it
+        tests.append(lambda facts: "@" not in facts.model)  # a request that names a variant gets it
     profiles = frozenset(when.profiles) or frozenset((STANDARD,))
     tests.append(lambda facts: facts.asked.profile in profiles)
     if when.surfaces:
@@ -120,10 +119,10 @@ def _tests(when: RuleConditions) -> list[Test]:
         tests.append(lambda facts: facts.exchange.caller.tenant in tenants)
     if when.tags:
         tags = tuple(when.tags.items())
-        tests.append(lambda facts: all(_tagged(facts.asked.metadata, *tag) for tag in tags))
-    for wanted, found in ((when.tools, _has_tools), (when.json, _has_json), (when.streamed, _is_streamed)):
-        if wanted is not None:
-            tests.append(_equal(found, wanted))
+        tests.append(lambda facts: all(_has_tag(facts.asked.metadata, *tag) for tag in tags))
+    for expected, test in ((when.tools, _has_tools), (when.json, _has_json), (when.streamed, _is_streamed)):
+        if expected is not None:
+            tests.append(_equals(test, expected))
     tests += _between(lambda facts: facts.tokens, when.least_tokens, when.most_tokens)
     tests += _between(lambda facts: facts.characters, when.least_characters, when.most_characters)
     if when.days:
@@ -140,14 +139,14 @@ def _tests(when: RuleConditions) -> list[Test]:
 
 
 def parse_hours(hours: str) -> tuple[int, int]:
-    """Of the day, from and until; "22:00-06:00" goes over midnight. ValueError for what is none."""
-    found = _HOURS.fullmatch(hours)
-    if found is None:
-        raise ValueError(f"these are no hours: {hours}")
-    begin_hour, begin_minute, end_hour, end_minute = map(int, found.groups())
+    """Return the first and last minute of the day; "22:00-06:00" spans midnight. ValueError for other texts."""
+    match = _HOURS.fullmatch(hours)
+    if match is None:
+        raise ValueError(f"Invalid hours: {hours}")
+    begin_hour, begin_minute, end_hour, end_minute = map(int, match.groups())
     begin, end = begin_hour * 60 + begin_minute, end_hour * 60 + end_minute
     if end > 24 * 60 or begin == end:
-        raise ValueError(f"these are no hours: {hours}")
+        raise ValueError(f"Invalid hours: {hours}")
     return begin, end
 
 
@@ -164,8 +163,8 @@ def _between(value: Callable[[RoutingFacts], float], least: float | None, most: 
     return tests
 
 
-def _equal(value: Test, wanted: bool) -> Test:
-    return lambda facts: value(facts) == wanted
+def _equals(test: Test, expected: bool) -> Test:
+    return lambda facts: test(facts) == expected
 
 
 def _has_tools(facts: RoutingFacts) -> bool:
@@ -180,6 +179,6 @@ def _is_streamed(facts: RoutingFacts) -> bool:
     return facts.asked.stream
 
 
-def _tagged(metadata: Mapping[str, str], key: str, wanted: str) -> bool:
-    found = metadata.get(key)
-    return found is not None and wanted in ("*", found)
+def _has_tag(metadata: Mapping[str, str], key: str, expected: str) -> bool:
+    value = metadata.get(key)
+    return value is not None and expected in ("*", value)

@@ -15,13 +15,14 @@ from typing import Final
 import msgspec
 
 from headrace.gateway.caches.semantic.answer_types import question_kind
-from headrace.gateway.caches.semantic.lexicon import ALL, COURTESY, NEGATIONS, ONE, SHORT_FORMS
+from headrace.gateway.caches.semantic.lexicon import ALL, COURTESY, LANGUAGES, NEGATIONS, ONE, SHORT_FORMS
 from headrace.gateway.caches.semantic.quantities import places, quantities
-from headrace.gateway.caches.semantic.script_detection import language_of, script_of
 from headrace.gateway.caches.semantic.word_forms import Word, expanded, key_of, words
+from headrace.gateway.language_detection import index_words, language_by_words, script_of
 
 _LONGEST: Final = 1500  # characters that are read; the cache takes no question that is longer
 _KEPT: Final = 4096  # questions that have been read
+_LANGUAGES_BY_WORD: Final = index_words(LANGUAGES)
 
 
 class ParsedQuestion(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def parse_question(text: str) -> ParsedQuestion:
         fronted=bool(_FRONTED.match(lower)),
         passive=bool(_PASSIVE.search(lower)),
         script=script_of(given),
-        language=language_of(lower),
+        language=language_by_words(lower, _LANGUAGES_BY_WORD),
     )
 
 

@@ -181,9 +181,9 @@ class Upstream:
         if not error.fault:
             permit.succeeded()
             return
-        opened = self.breaker.opened
+        opened = self.breaker.times_opened
         permit.failed()
-        if self.breaker.opened > opened:
+        if self.breaker.times_opened > opened:
             log.warning("nothing is sent to the upstream of %s for a while: %s", self.name, error.reason)
 
     def count(self, what: UpstreamCounter) -> None:
@@ -196,7 +196,7 @@ class Upstream:
             "available": self.available,
             "breaker": self.breaker.state,
             "healthy": self.healthy,
-            "opened": self.breaker.opened,
+            "opened": self.breaker.times_opened,
             "window_bad": bad,
             "window_attempts": attempts,
             "running": self.slots.taken,
