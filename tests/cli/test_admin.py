@@ -283,7 +283,7 @@ def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixtur
             f"{tmp_path}/long:1: key that ends in {other[-4:]}",
         ]
     )
-    assert "2 secrets found" in captured.err
+    assert "Found 2 keys" in captured.err
     assert main(["admin", "scan", str(tmp_path / "fine")]) == 0
     assert capsys.readouterr().out == "No keys found\n"
 

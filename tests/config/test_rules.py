@@ -71,7 +71,7 @@ URL = "url = 'http://127.0.0.1:1/v1'"
         ("models.'a.b'.upstreams.x.url = ''", 'models."a.b".upstreams.x.url: expected a non-empty string'),
         (
             "models.a.upstream = {url = 'http://h', breaker = {open_s = 90}}",
-            "models.a.upstream.breaker.open_most_s: expected at least open_s, 90, found 60",
+            "models.a.upstream.breaker.open_most_s: expected at least open_s (90), found 60",
         ),
         ("models.'a.b'.upstreams.x.url = 'x'", 'models."a.b".upstreams.x.url: expected an http:// or https:// URL'),
         (f"models.a.upstream = {{{URL}, key_env = 'K'}}", "models.a.upstream.key_env: the environment variable K is"),
@@ -182,7 +182,7 @@ def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: 
         ("chains.c.steps = [{variant = 'x'}]", 'chains.c.steps[0].variant: unknown variant "x"'),
         ("hedges.maxi = {}", 'hedges.maxi: unknown variant "maxi"'),
         ("hedges.mini = {least_ms = 6000}", "hedges.mini.most_ms: expected at least least_ms, 6000, found 5000"),
-        ("breaker = {open_s = 90}", "breaker.open_most_s: expected at least open_s, 90, found 60"),
+        ("breaker = {open_s = 90}", "breaker.open_most_s: expected at least open_s (90), found 60"),
     ],
 )
 def test_routes_that_lead_nowhere_are_refused(text: str, said: str) -> None:

@@ -1,9 +1,8 @@
-"""The one typed configuration of a server: headrace.toml, the environment, flags.
+"""The typed configuration of a server, with every default.
 
-Owns the shape of the configuration, with every default, the error that says what is wrong with one, and what the
-engine and the gateway are given of it. Everything has a default, so no file is needed. Sections of a part have a module
-of their own beside this one. Reading a configuration is file's, what must hold between keys checks's, and writing one
-down text's; nothing else reads a file or the environment for it.
+Larger sections are defined in the modules of this package. loader reads headrace.toml, the environment and flags,
+toml_text writes TOML, and headrace.server.config_checks checks the rules between keys. Every key has a default, so no
+file is needed.
 """
 
 from __future__ import annotations
@@ -90,74 +89,74 @@ __all__ = [
 
 class ServerConfig(Section, frozen=True):
     host: Text = "127.0.0.1"
-    port: Port = 8000  # 0: a free one
-    connections: Count = 4096  # open at once; the next ones are closed again
-    body_bytes: Count = 8 * 1024 * 1024  # 8 MiB; uploads of files have storage.file_bytes
-    header_bytes: Count = 32 * 1024  # 32 KiB
-    header_s: Seconds = 10.0  # for a connection's first byte to the end of its headers
-    body_s: Seconds = 60.0  # for the body
-    idle_s: Seconds = 75.0  # between two requests
-    reader_s: Seconds = 30.0  # that a client may leave a full buffer unread
-    worker_s: Seconds = 60.0  # that a request waits for an engine whose processes are gone
-    drain_s: Seconds = 30.0  # that running requests have once the server is to end
-    docs: bool = True  # /docs and /openapi.json
-    cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any
+    port: Port = 8000  # port to listen on; 0 picks a free one
+    connections: Count = 4096  # open connections at once; further ones are closed
+    body_bytes: Count = 8 * 1024 * 1024  # 8 MiB, longest request body; file uploads use storage.file_bytes
+    header_bytes: Count = 32 * 1024  # 32 KiB, longest request headers
+    header_s: Seconds = 10.0  # seconds to receive the headers
+    body_s: Seconds = 60.0  # seconds to receive the body
+    idle_s: Seconds = 75.0  # seconds a connection may stay idle between requests
+    reader_s: Seconds = 30.0  # seconds a client may leave a full send buffer unread
+    worker_s: Seconds = 60.0  # seconds a request waits for an engine that is restarting
+    drain_s: Seconds = 30.0  # seconds that running requests may take at shutdown
+    docs: bool = True  # serve /docs and /openapi.json
+    cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" allows any
 
 
 class ModelConfig(Section, frozen=True):
-    """A model that clients may name. Beside these, `options` are an engine.variant.Variant's."""
+    """A model that clients may name. `options` are fields of headrace.variant.Variant."""
 
-    path: str = ""  # folder, bundled name or hub id; the model's own name by default
+    path: str = ""  # folder, bundled model or hub id; empty: the model's own name
     aliases: tuple[Text, ...] = ()
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
-    # Of the variant without a name: weights, kv, threads, context, speculation, ...
+    # Options of the unnamed variant: weights, kv, threads, context, speculation, ...
     options: Options = msgspec.field(default_factory=dict[str, Any])
-    # Further ones, each named MODEL@NAME, with what differs
+    # More variants, named MODEL@NAME, each with the options that differ
     variants: dict[str, Options] = msgspec.field(default_factory=dict[str, Options])
-    tool_format: Text | None = None  # found from the chat template by default
+    tool_format: Text | None = None  # format of tool calls; default: detected from the chat template
     reasoning_format: Text | None = None
-    max_tokens: Count | None = None  # of an answer that asks for no limit; as the context has room by default
+    max_tokens: Count | None = None  # output tokens when a request sets no limit
     surface: str = "chat"
-    limits: LimitSet = LimitSet()  # of all requests to it together
-    upstream: UpstreamConfig | None = None  # a server that answers in the place of an engine of ours
-    # Such variants, each named MODEL@NAME
+    limits: LimitSet = LimitSet()  # on all requests to this model together
+    upstream: UpstreamConfig | None = None  # a server that answers instead of an engine
+    # More upstreams, named MODEL@NAME
     upstreams: dict[str, UpstreamConfig] = msgspec.field(default_factory=dict[str, UpstreamConfig])
 
 
 class SurfaceConfig(Section, frozen=True):
-    """What differs from the engine's own surface of this name."""
+    """Overrides for a surface of the engine."""
 
     ttft_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     weight: Weight | None = None
     patience_s: Seconds | None = None
-    deadline_ms: Milliseconds | None = None  # of requests that have none
-    limits: LimitSet = LimitSet()  # of all requests on it together
+    deadline_ms: Milliseconds | None = None  # of requests that set none
+    limits: LimitSet = LimitSet()  # on all requests on this surface together
     ladder: LadderConfig = LadderConfig()
 
 
 class RequestLimits(Section, frozen=True):
-    """Of one request."""
+    """Limits on a single request."""
 
     messages: Count = 4096
     tools: Count = 128
-    choices: Count = 16  # n
-    prompts: Count = 1024  # of one completion
-    texts: Count = 2048  # to embed, rank or score
+    choices: Count = 16  # choices per prompt, `n`
+    prompts: Count = 1024  # prompts per completion request
+    texts: Count = 2048  # texts to embed, rank or score
     logprobs: Annotated[int, Meta(ge=0, le=1024)] = 20
     stop: Annotated[int, Meta(ge=1, le=64)] = 16
-    requests: Count = 4096  # running at once, in this server
+    requests: Count = 4096  # requests running at once in this server
 
 
 class StorageConfig(Section, frozen=True):
-    """Where files, batches and stored responses live."""
+    """Storage of files, batches and stored responses."""
 
-    folder: Text = "~/.local/share/headrace"  # `path` is where that is
-    file_bytes: Count = 512 * 1024 * 1024  # 512 MiB of one upload
-    files_bytes: Count = 8 * 1024**3  # 8 GiB of all
-    response_hours: Hours = 720.0  # that a stored response is kept
-    batch_requests: Count = 50_000  # of one batch
-    batch_running: Count = 32  # requests of batches that run at once
+    folder: Text = "~/.local/share/headrace"  # folder for all durable state
+    file_bytes: Count = 512 * 1024 * 1024  # 512 MiB, one uploaded file
+    files_bytes: Count = 8 * 1024**3  # 8 GiB, all files; at least file_bytes
+    response_hours: Hours = 720.0  # hours a stored response is kept
+    batch_requests: Count = 50_000  # requests per batch
+    batch_running: Count = 32  # batch requests running at once
 
     @property
     def path(self) -> Path:
@@ -167,16 +166,16 @@ class StorageConfig(Section, frozen=True):
 class LogConfig(Section, frozen=True):
     format: Literal["json", "text"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
-    requests: bool = True  # a line for each
+    requests: bool = True  # log one line per request
 
 
 class Config(Section, frozen=True):
     server: ServerConfig = ServerConfig()
     models: dict[str, ModelConfig] = msgspec.field(default_factory=lambda: {DEFAULT_MODEL: ModelConfig()})
-    default_model: str | None = None  # of requests that name none; the first of `models` by default
+    default_model: str | None = None  # for requests that name none; default: the first model
     surfaces: dict[str, SurfaceConfig] = msgspec.field(default_factory=dict[str, SurfaceConfig])
     profiles: ProfilesConfig = msgspec.field(default_factory=ProfilesConfig)
-    keys: tuple[KeyConfig, ...] = ()  # none: everybody may call
+    keys: tuple[KeyConfig, ...] = ()  # empty: no key is needed
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict[str, TenantConfig])
     limits: RequestLimits = RequestLimits()
     limiting: LimitingConfig = LimitingConfig()
@@ -191,7 +190,7 @@ class Config(Section, frozen=True):
     log: LogConfig = LogConfig()
 
 
-# The sections whose keys the environment can set.
+# Sections whose keys can be set by environment variables.
 PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
     "server": ServerConfig,
     "limits": RequestLimits,
@@ -203,10 +202,10 @@ PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
 
 
 class ConfigProblem(msgspec.Struct, frozen=True):
-    """One thing that is wrong: in which file or variable, at which key, and what."""
+    """One mistake in a configuration."""
 
-    source: str
-    where: str  # a key by its path, such as models.mini.replicas; empty: the source as a whole
+    source: str  # file, environment variable or "flag"
+    where: str  # key path, such as models.mini.replicas; empty: the source as a whole
     reason: str
 
     def __str__(self) -> str:
@@ -214,7 +213,7 @@ class ConfigProblem(msgspec.Struct, frozen=True):
 
 
 class ConfigError(HeadraceError):
-    """A configuration that cannot be used; `where` is the first mistake's. A mistake without a place may be a text."""
+    """An invalid configuration, with all its mistakes. `where` is the key path of the first one."""
 
     def __init__(self, *mistakes: ConfigProblem | str, path: Path | None = None) -> None:
         self.mistakes = [ConfigProblem("", "", each) if isinstance(each, str) else each for each in mistakes]
@@ -224,9 +223,9 @@ class ConfigError(HeadraceError):
 
 
 def variants_of(name: str, model: ModelConfig, surfaces: Mapping[str, SurfaceConfig]) -> dict[str, Variant]:
-    """What engines are to serve of a model, by the names that clients may give: "mini", "mini@int4".
+    """Return a model's variants that run on engines, by full name: "mini", "mini@int4".
 
-    RequestError for options that are none.
+    Raise RequestError for invalid options.
     """
     changes = {surface: _in_seconds(config) for surface, config in surfaces.items()}
     named = {name: model.options} if model.upstream is None else {}
@@ -235,17 +234,17 @@ def variants_of(name: str, model: ModelConfig, surfaces: Mapping[str, SurfaceCon
 
 
 def upstreams_of(name: str, model: ModelConfig) -> dict[str, UpstreamConfig]:
-    """The variants of a model that other servers answer for, by the names that clients may give."""
+    """Return a model's variants that run on upstreams, by full name."""
     plain = {} if model.upstream is None else {name: model.upstream}
     return plain | {f"{name}@{variant}": upstream for variant, upstream in model.upstreams.items()}
 
 
 def names_of(config: Config) -> list[str]:
-    """All variants by their full names, in the order in which they are declared."""
-    found: list[str] = []
+    """Return the full names of all variants, in the order of the configuration."""
+    names: list[str] = []
     for name, model in config.models.items():
-        found += [name, *(f"{name}@{each}" for each in (*model.variants, *model.upstreams))]
-    return found
+        names += [name, *(f"{name}@{each}" for each in (*model.variants, *model.upstreams))]
+    return names
 
 
 def _in_seconds(surface: SurfaceConfig) -> SurfaceOptions:
@@ -258,9 +257,9 @@ def _in_seconds(surface: SurfaceConfig) -> SurfaceOptions:
 
 
 def digest_of(key: KeyConfig, environ: Mapping[str, str]) -> str:
-    """The SHA-256 of a key's secret, in small hexadecimal digits: nothing needs to keep the secret itself.
+    """Return the SHA-256 of a key in lower-case hexadecimal, so that the key itself need not be kept.
 
-    KeyError where the variable that has it is not set.
+    Raise KeyError if its environment variable is not set.
     """
     if key.key_sha256 is not None:
         return key.key_sha256.lower()

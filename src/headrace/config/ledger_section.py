@@ -1,7 +1,4 @@
-"""Prices, and how what was used is kept.
-
-Owns these sections with their defaults. What a request costs is gateway.ledger's.
-"""
+"""Configuration of prices and of the usage ledger. headrace.gateway.ledger applies it."""
 
 from __future__ import annotations
 
@@ -11,29 +8,31 @@ from msgspec import Meta
 
 from headrace.config.value_types import Count, Milliseconds, Seconds, Section, Text
 
-Amount = Annotated[float, Meta(ge=0, le=1_000_000)]  # of the currency, with six decimals at most
+Amount = Annotated[float, Meta(ge=0, le=1_000_000)]  # of the currency, at most six decimals
 
 
 class PriceConfig(Section, frozen=True):
-    """Of a variant, or of a model and all its variants without one of their own."""
+    """Price of a variant, or of a model and its variants without their own price."""
 
-    input: Amount = 0.0  # for a million tokens of prompts
-    cached: Amount | None = None  # for those of them that the prefix cache had; as `input` by default
-    output: Amount = 0.0  # for a million tokens of answers
-    second: Amount = 0.0  # for a second of machine time: prefill and decode
-    hit_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of the price, for an answer from a cache of answers
+    input: Amount = 0.0  # per million prompt tokens, in your currency
+    cached: Amount | None = None  # per million prompt tokens from the prefix cache; default: as input
+    output: Amount = 0.0  # per million output tokens
+    second: Amount = 0.0  # per second of machine time
+    hit_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # percent of the price charged for a response cache hit
 
 
 class LedgerConfig(Section, frozen=True):
-    keeps: Literal["auto", "on", "off"] = "auto"  # auto: where there are prices, tenants or keys
-    store: Literal["sqlite", "postgres"] = "sqlite"  # sqlite: in the storage folder
-    dsn_env: Text = "HEADRACE_LEDGER_DSN"  # the environment variable that has Postgres's address
-    schema: Text = "headrace"  # in Postgres
-    utc_offset_minutes: Annotated[int, Meta(ge=-840, le=840)] = 0  # that local days begin before those of UTC
-    exchanges: Annotated[int, Meta(ge=16, le=1_000_000)] = 16_384  # that run or wait to be written; 1 KiB each on disk
-    wait_ms: Milliseconds = 50.0  # that the store has for an answer, and may be behind
-    gather_ms: Milliseconds = 4.0  # that charges are gathered before they are written together
-    sync_s: Seconds = 1.0  # between two times that the journal goes to the disk
-    keep_days: Count = 90  # that single charges are kept
-    webhook_url_env: Text | None = None  # the environment variable that has the address that alerts are posted to
-    webhook_header_env: Text | None = None  # the one that has the value of its `Authorization` header
+    keeps: Literal["auto", "on", "off"] = "auto"  # auto: on when there are prices, tenants or keys
+    store: Literal["sqlite", "postgres"] = "sqlite"  # sqlite (in storage.folder) or postgres (shared by gateways)
+    dsn_env: Text = "HEADRACE_LEDGER_DSN"  # environment variable with the Postgres URL
+    schema: Text = "headrace"  # Postgres schema
+    utc_offset_minutes: Annotated[int, Meta(ge=-840, le=840)] = 0  # that local time is ahead of UTC
+    exchanges: Annotated[int, Meta(ge=16, le=1_000_000)] = (
+        16_384  # running or waiting to be written; 1 KiB each on disk
+    )
+    wait_ms: Milliseconds = 50.0  # milliseconds, store timeout
+    gather_ms: Milliseconds = 4.0  # milliseconds to gather charges before writing them in one batch
+    sync_s: Seconds = 1.0  # seconds between two fsyncs of the journal
+    keep_days: Count = 90  # days to keep single charges; sums are kept for good
+    webhook_url_env: Text | None = None  # environment variable with the URL that budget alerts are posted to
+    webhook_header_env: Text | None = None  # environment variable with the webhook's `Authorization` header

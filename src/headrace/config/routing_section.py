@@ -1,6 +1,6 @@
-"""What the configuration can say of routing: rules, splits, cascades, chains, hedges and health checks.
+"""Configuration of routing: rules, splits, cascades, fallback chains, hedges, breakers and health checks.
 
-Owns the shapes and their defaults. What must hold between them is checks's; what they mean is the other modules'.
+gateway.routing.routing_checks checks it and headrace.gateway.routing applies it.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
-from headrace.config.breaker_section import BreakerConfig, _PositiveShare
+from headrace.config.breaker_section import BreakerConfig, PositiveShare
 from headrace.config.value_types import Count, Milliseconds, Seconds, Section, Share, Text
 
 SharePercent = Annotated[float, Meta(gt=0, le=100)]
 Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: Final[tuple[Weekday, ...]] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 AfterBreak = Literal["continue", "restart", "error"]
-Measure = Literal["mean", "least", "entropy"]  # of how sure a model was
+Measure = Literal["mean", "least", "entropy"]  # confidence measure of a model
 
 
 class RuleConditions(Section, frozen=True):
-    """What a request must be like; all that is said must hold, and of a list one."""
+    """Conditions on a request. All must hold; of a list, one value must match."""
 
-    models: tuple[Text, ...] = ()  # as the client names them; without, those that name no variant
+    models: tuple[Text, ...] = ()  # model names as clients send them; empty: names without a variant
     surfaces: tuple[Text, ...] = ()
-    profiles: tuple[Text, ...] = ()  # without, the standard one
+    profiles: tuple[Text, ...] = ()  # empty: standard
     tenants: tuple[Text, ...] = ()
-    languages: tuple[Text, ...] = ()  # en, de, ...; what is too short to tell is none of them
-    tags: dict[str, str] = field(default_factory=dict[str, str])  # of the request's metadata; "*" is any value
-    least_tokens: Count | None = None  # of the prompt
+    languages: tuple[Text, ...] = ()  # language of the user's last message: "en", "de", ...; empty: any
+    tags: dict[str, str] = field(default_factory=dict[str, str])  # metadata values; "*" matches any
+    least_tokens: Count | None = None  # prompt tokens, at least
     most_tokens: Count | None = None
     least_characters: Count | None = None
     most_characters: Count | None = None
     least_complexity: Share | None = None
     most_complexity: Share | None = None
     tools: bool | None = None
-    json: bool | None = None  # the answer is to be JSON
+    json: bool | None = None  # whether the response must be JSON
     streamed: bool | None = None
-    hours: tuple[Text, ...] = ()  # "22:00-06:00", in the routing's time zone
+    hours: tuple[Text, ...] = ()  # times of day, such as "22:00-06:00"; empty: any
     days: tuple[Weekday, ...] = ()
 
 
 class RuleConfig(Section, frozen=True):
-    """The first rule that holds decides. Of the four after `when`, one is given."""
+    """A routing rule; the first that matches decides. Exactly one of the four targets is set."""
 
     name: Text
     when: RuleConditions = RuleConditions()
@@ -53,57 +53,55 @@ class RuleConfig(Section, frozen=True):
 
 
 class SplitConfig(Section, frozen=True):
-    """Conversations in shares, each of which stays where it is."""
+    """Splits conversations between variants. A conversation stays with its variant."""
 
-    percent: dict[str, SharePercent]  # by variant; 100 together
-    salt: str = ""  # the split's name by default; with another one, other conversations
+    percent: dict[str, SharePercent]  # percent by variant; the sum must be 100
+    salt: str = ""  # splits with the same salt assign alike; empty: the split's name
 
 
 class CascadeConfig(Section, frozen=True):
-    """The small model answers where it is sure enough, the large one the rest."""
+    """The small variant answers where it is confident enough, the large one otherwise."""
 
     small: Text
     large: Text
-    measure: Measure = "mean"  # what of the small one's log-probabilities says how sure it is
-    threshold: Share | None = None  # from which the small one's answer is taken; or else `calibration`
-    calibration: Text | None = None  # a file of labelled answers, from which the threshold is found
-    quality: _PositiveShare = 0.98  # with `calibration`: of the large model's quality, what is to be kept
-    tokens: Annotated[int, Meta(ge=1, le=4096)] | None = None  # after which it is decided; the whole answer by default
-    within_s: Seconds = 5.0  # that the small model has until then
+    measure: Measure = "mean"  # confidence measure: mean, least or entropy
+    threshold: Share | None = None  # confidence at which the small variant's response is used, 0 to 1
+    calibration: Text | None = None  # file of labelled responses to derive the threshold from
+    quality: PositiveShare = 0.98  # with calibration: share of the large variant's quality to keep
+    tokens: Annotated[int, Meta(ge=1, le=4096)] | None = None  # after which to decide; default: the whole response
+    within_s: Seconds = 5.0  # seconds the small variant may take to decide
 
 
 class StepConfig(Section, frozen=True):
     variant: Text
-    then: AfterBreak = (
-        "error"  # what becomes of a stream that broke after it had begun, when this step is to go on with it
-    )
+    then: AfterBreak = "error"  # when a stream breaks after it began and this step takes over
 
 
 class ChainConfig(Section, frozen=True):
-    """Variants in the order in which they are tried. A chain is also that of every request that is for its first."""
+    """Variants in the order to try. The chain also covers every request that goes to its first variant."""
 
     steps: tuple[StepConfig, ...]
-    patience_s: Seconds = 10.0  # that a step has for its first piece, where there is another after it
-    diverged: Literal["restart", "error"] = "error"  # where a step that was to continue says something else
+    patience_s: Seconds = 10.0  # seconds a step may take to its first output before the next is tried
+    diverged: Literal["restart", "error"] = "error"  # when a continuing step produces different text: restart or error
 
 
 class HedgeConfig(Section, frozen=True):
-    """A second request where the first is slower than nearly all, and a replica idles."""
+    """Sends a second request when the first token is late and a replica is idle."""
 
-    quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.95  # of the times to the first token
-    share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05  # of the requests that may be asked twice
-    least_ms: Milliseconds = 50.0  # bounds of the wait for the first
+    quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.95  # of the time to first token
+    share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05  # share of requests that may be hedged, 0 to 0.5
+    least_ms: Milliseconds = 50.0  # milliseconds to wait before hedging, at least
     most_ms: Milliseconds = 5000.0
-    samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # latest times that the quantile is taken over
+    samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # recent requests the quantile is computed from, 20 to 4096
 
 
 class VariantHealthConfig(Section, frozen=True):
-    """Questions to a variant whether it is there."""
+    """Health checks of a variant."""
 
     every_s: Seconds = 5.0
     within_s: Seconds = 2.0
-    fall: Count = 3  # failures in a row after which it counts as gone
-    rise: Count = 2  # successes in a row after which it counts as there again
+    fall: Count = 3  # failed checks in a row after which a variant counts as down
+    rise: Count = 2  # successful checks in a row after which it counts as up
 
 
 class RoutingConfig(Section, frozen=True):

@@ -1,7 +1,6 @@
-"""What an operator declares of tenants, keys, the admin API and fast mode.
+"""Configuration of tenants, keys, budgets, the admin API and fast mode.
 
-Owns these sections with their defaults. The same TenantConfig is what the admin API keeps of the tenants that are made
-through it. What must hold between them is gateway.tenants.checks's.
+The admin API stores tenants as the same TenantConfig. gateway.accounts.account_rules checks these sections.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from headrace.config.value_types import Count, Seconds, Secret, Section, Text, W
 
 Period = Literal["day", "month"]
 DEFAULT_ALERTS: Final = (50, 80, 100)  # percent of a budget
-Micros = Annotated[int, Meta(ge=0, le=10**15)]  # 1e-6 of the currency
+Micros = Annotated[int, Meta(ge=0, le=10**15)]  # millionths of the currency
 AlertPercent = Annotated[int, Meta(ge=1, le=1000)]
 TokenLimit = Annotated[int, Meta(ge=1, le=2**53)]
 
@@ -26,13 +25,13 @@ PROFILES: Final = ("standard", "fast", "golden")
 
 
 class BudgetConfig(Section, frozen=True, omit_defaults=True):
-    """What may be spent in a day or a month. A tenant has at most one for each endpoint and period."""
+    """What a tenant may spend per day or month. A tenant has at most one budget per endpoint and period."""
 
     limit_micros: Micros
     period: Period
-    endpoint: str = ""  # a route's path; empty: all that the tenant spends
-    then: str = ""  # the variant that answers at the end; empty: what goes beyond is refused
-    allowance_micros: Micros = 0  # that this variant alone may spend beyond the limit
+    endpoint: str = ""  # path the budget covers, such as /v1/embeddings; empty: all
+    then: str = ""  # variant to fall back to when the budget is spent; empty: reject
+    allowance_micros: Micros = 0  # what the fallback variant may spend beyond the budget
     alerts: tuple[AlertPercent, ...] = DEFAULT_ALERTS
 
     def limit_for(self, variant: str) -> int:
@@ -51,75 +50,77 @@ class BudgetConfig(Section, frozen=True, omit_defaults=True):
 
 
 class CachesConfig(Section, frozen=True, omit_defaults=True):
-    """How far a tenant's requests may use the caches of answers; None is as the caches' own sections say."""
+    """Response cache modes of a tenant. None: as in the caches' own sections."""
 
     exact: CacheMode | None = None
     semantic: CacheMode | None = None
 
 
 class TenantConfig(Section, frozen=True, omit_defaults=True):
-    """Who pays. None is every one that there is."""
+    """Settings of a tenant. None allows all."""
 
-    weight: Weight = 1.0  # of its fair share in the engine; a key's weight is a factor of it
-    models: tuple[Text, ...] | None = None  # a model allows its variants, MODEL@VARIANT that one alone
+    weight: Weight = 1.0  # fair share of the engine relative to other tenants, 0.001 to 1000
+    models: tuple[Text, ...] | None = None  # models the tenant may use, with their variants; default: all
     surfaces: tuple[Text, ...] | None = None
     profiles: tuple[Text, ...] | None = None
     limits: LimitSet = LimitSet()
     model_limits: dict[str, LimitSet] = msgspec.field(
         default_factory=dict[str, LimitSet]
-    )  # of its requests to one model
+    )  # on its requests to one model
     surface_limits: dict[str, LimitSet] = msgspec.field(default_factory=dict[str, LimitSet])
     budgets: tuple[BudgetConfig, ...] = ()
-    fail: Literal["open", "closed"] = "open"  # where a shared dependency is gone: served without it, or refused
+    fail: Literal["open", "closed"] = "open"  # when a shared store is down: serve without it, or reject
     caches: CachesConfig = CachesConfig()
-    ladder: bool = True  # its answers may become less under pressure; false: they are refused instead
-    suspended: bool = False  # every request is refused
+    ladder: bool = True  # allow degraded responses under pressure; false: reject instead
+    suspended: bool = False  # reject every request of this tenant
     metadata: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
 class KeyConfig(Section, frozen=True):
-    """A secret that clients send as `Authorization: Bearer ...` or `x-api-key`; of the three, one is given. Of what it
-    may do, None is everything that its tenant may."""
+    """An API key, sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. None allows what the tenant allows.
+
+    Exactly one of key, key_env and key_sha256 is set.
+    """
 
     name: Text
     key: Secret | None = None
-    key_env: Text | None = None  # the environment variable that has it
-    key_sha256: Secret | None = None  # in hexadecimal
-    tenant: str = ""  # the key's name by default
-    weight: Weight = 1.0  # a factor of the tenant's fair share
-    surface: str | None = None  # of requests that name none
-    models: tuple[Text, ...] | None = None  # a model allows its variants, MODEL@VARIANT that one alone
+    key_env: Text | None = None  # environment variable with the key
+    key_sha256: Secret | None = None  # SHA-256 of the key in hexadecimal: printf %s "$SECRET" | sha256sum
+    tenant: str = ""  # tenant that pays; empty: the key's name
+    weight: Weight = 1.0  # factor on the tenant's weight, 0.001 to 1000
+    surface: str | None = None  # surface of requests that name none; default: the model's
+    models: tuple[Text, ...] | None = None  # models the key may use, within its tenant's; default: all
     surfaces: tuple[Text, ...] | None = None
     profiles: tuple[Text, ...] | None = None
-    admin: Rights | None = None  # rights on the admin API
+    admin: Rights | None = None  # access to the admin API: read or write; default: none
     limits: LimitSet = LimitSet()
 
 
 class AdminConfig(Section, frozen=True):
-    """The admin API. It is there for keys with admin rights, and behind `socket`."""
+    """The admin API, for keys with admin access and on `socket`."""
 
-    store: Literal["sqlite", "postgres"] = "sqlite"  # of tenants and keys that are made; sqlite: in the storage folder
-    dsn_env: Text = "HEADRACE_ADMIN_DSN"  # the environment variable that has Postgres's address
-    schema: Text = "headrace"  # in Postgres
-    socket: str = ""  # a Unix socket on which no key is needed: who may open the file is an administrator
-    poll_s: Seconds = 1.0  # between two looks at what other gateways have changed
-    answer_s: Seconds = 5.0  # that the storage has for an answer
-    stale_s: Seconds = 300.0  # without a look, after which tenants with fail = "closed" are refused
-    tenants: Count = 10_000  # made through the API, deleted ones too: no name is used twice
-    keys: Count = 100_000  # made through the API
+    store: Literal["sqlite", "postgres"] = "sqlite"  # sqlite (in storage.folder) or postgres (shared by gateways)
+    dsn_env: Text = "HEADRACE_ADMIN_DSN"  # environment variable with the Postgres URL
+    schema: Text = "headrace"  # Postgres schema
+    socket: str = ""  # Unix socket that needs no key; whoever may open the file is an administrator; empty: none
+    poll_s: Seconds = 1.0  # seconds between two checks for changes by other gateways
+    answer_s: Seconds = 5.0  # seconds, store timeout
+    stale_s: Seconds = 300.0  # without contact to the store, after which tenants with fail = "closed" are rejected
+    tenants: Count = 10_000  # tenants made through the API, deleted ones included
+    keys: Count = 100_000  # keys made through the API
     audit_rows: Count = 100_000
     audit_days: Count = 400
-    body_bytes: Count = 256 * 1024  # 256 KiB
-    export_bytes: Count = 64 * 1024 * 1024  # 64 MiB of one export of usage
-    tenant_labels: Count = 50  # tenants that metrics name; the others are "other"
+    body_bytes: Count = 256 * 1024  # 256 KiB, longest request body
+    export_bytes: Count = 64 * 1024 * 1024  # 64 MiB, longest usage export
+    tenant_labels: Count = 50  # tenants with their own metrics label; the rest are "other"
 
 
 class FastConfig(Section, frozen=True):
-    """What fast mode makes of a request while it is on."""
+    """What fast mode changes in a request while it is on."""
 
-    variant: str = ""  # answers in the place of every model that `variants` does not name; @NAME is the model's own
-    variants: dict[str, Text] = msgspec.field(default_factory=dict[str, Text])  # by model
-    prompt_tokens: TokenLimit | None = None  # that a prompt is trimmed to
-    max_tokens: TokenLimit | None = None  # of an answer
-    slow_tools: tuple[Text, ...] = ()  # tools that the model is not offered
-    most_s: Seconds = 86_400.0  # that the mode can be asked for
+    variant: str = ""  # answers for all models not in `variants`; "@NAME" means the model's own
+    variants: dict[str, Text] = msgspec.field(default_factory=dict[str, Text])  # variant by model; default: none
+    prompt_tokens: TokenLimit | None = None  # tokens that prompts are trimmed to; default: unchanged
+    max_tokens: TokenLimit | None = None  # output tokens, at most; default: unchanged
+    slow_tools: tuple[Text, ...] = ()  # tools that are hidden from the model
+    most_s: Seconds = 86_400.0  # seconds fast mode can be switched on for, at most

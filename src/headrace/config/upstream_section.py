@@ -260,7 +260,7 @@ def check_upstream(config: UpstreamConfig, environ: Mapping[str, str], where: st
             yield here, "expected a valid HTTP header name and value"
         elif name.lower() in _RESERVED_HEADERS:
             yield here, f"{name.lower()} is set by the server; remove it"
-    yield from config.breaker.findings(f"{where}.breaker")
+    yield from config.breaker.check(f"{where}.breaker")
     takes = features_of(config)
     if not (takes.chat or takes.completions or takes.embeddings):
         yield f"{where}.takes", "expected at least one of chat, completions and embeddings"

@@ -1,8 +1,4 @@
-"""The kinds of values that a configuration is made of.
-
-Owns Section, of which every table of the file is one, and the plain types with their ranges. Imports nothing of
-Headrace, so that every part can declare its own section with them.
-"""
+"""Base type of configuration sections, and value types with their ranges. Imports nothing of Headrace."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Text = Annotated[str, Meta(min_length=1)]
-Secret = Annotated[str, Meta(min_length=1, extra={"secret": True})]  # never shown
+Secret = Annotated[str, Meta(min_length=1, extra={"secret": True})]  # never printed
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -20,7 +16,7 @@ Milliseconds = Annotated[float, Meta(gt=0)]
 Hours = Annotated[float, Meta(gt=0)]
 Weight = Annotated[float, Meta(ge=0.001, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# Fields of engine.variant.Variant. `extra` has no meaning of its own: it makes this type differ from any other table.
+# Fields of headrace.variant.Variant. `extra` only makes this type distinct from other tables.
 Options = Annotated[dict[str, Any], Meta(extra={"options": True})]
 
 
@@ -29,4 +25,4 @@ Finding = tuple[str, str]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file."""
+    """A table of the configuration file."""

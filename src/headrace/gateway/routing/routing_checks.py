@@ -66,7 +66,7 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", variant, variants, here)
         if hedge.least_ms > hedge.most_ms:
             yield f"{here}.most_ms", f"expected at least least_ms, {hedge.least_ms:g}, found {hedge.most_ms:g}"
-    yield from config.breaker.findings(f"{where}.breaker")
+    yield from config.breaker.check(f"{where}.breaker")
 
 
 def _rule(rule: RuleConfig, config: RoutingConfig, variants: Collection[str], where: str) -> Iterator[Finding]:
