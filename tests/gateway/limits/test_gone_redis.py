@@ -29,9 +29,9 @@ WHY = {"frozen": "timeout", "reset": "reset", "full": "full"}
 
 @asynccontextmanager
 async def limiter_on(
-    url: str, clock: Clock, *, closed: bool = False, bound_s: float = 0.05, noted: list[str] | None = None
+    url: str, clock: Clock, *, closed: bool = False, timeout_s: float = 0.05, noted: list[str] | None = None
 ) -> AsyncGenerator[tuple[RateLimiter, RedisLimitStore], None]:
-    calls = RedisCallBatcher(url, script(), bound_s=bound_s, failures=3, skip_s=5.0, clock=clock)
+    calls = RedisCallBatcher(url, script(), timeout_s=timeout_s, failures=3, skip_s=5.0, clock=clock)
     shared = RedisLimitStore(calls, clock=clock, tend_s=1e6)
 
     def note(event: str, what: str) -> None:
@@ -54,7 +54,7 @@ async def test_open_each_gateway_counts_for_itself_and_soon_asks_no_more(way: Wa
     bound = 0.05 if way == "frozen" else 10.0  # on a busy machine an answer may take longer than it should
     async with (
         pretending(way) as server,
-        limiter_on(server.url, Clock(), noted=noted, bound_s=bound) as (limiter, shared),
+        limiter_on(server.url, Clock(), noted=noted, timeout_s=bound) as (limiter, shared),
     ):
         tenant = scope(requests_per_min=20)
         for _ in range(20):
@@ -96,7 +96,7 @@ async def test_nobody_there_is_like_a_reset() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
         url = f"redis://127.0.0.1:{held.getsockname()[1]}/0"
-        async with limiter_on(url, Clock(), noted=noted, bound_s=10.0) as (limiter, _):
+        async with limiter_on(url, Clock(), noted=noted, timeout_s=10.0) as (limiter, _):
             assert await admitted(limiter, scope(requests_per_min=20))
     assert noted == ["reset"]
 
@@ -117,7 +117,7 @@ async def test_a_store_that_works_again_is_found_by_one_try_and_not_by_a_request
     clock, noted = Clock(), list[str]()
     async with (
         pretending("reset") as server,
-        limiter_on(server.url, clock, noted=noted, bound_s=10.0) as (limiter, shared),
+        limiter_on(server.url, clock, noted=noted, timeout_s=10.0) as (limiter, shared),
     ):
         tenant = scope(concurrent=1000)
         for _ in range(5):

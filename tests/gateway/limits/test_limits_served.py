@@ -161,7 +161,7 @@ async def test_at_the_time_that_a_429_names_the_request_is_let_in_and_a_millisec
         what = "requests" if name.startswith("requests") else "tokens"
         assert refused.headers[f"x-ratelimit-limit-{what}"] == str(limits[name])
         assert refused.headers[f"x-ratelimit-remaining-{what}"] == "0"
-        assert f"try again in {(span - 3 * 57) / 1000:g} s" in refused.error["message"]
+        assert f"Retry in {(span - 3 * 57) / 1000:g} s" in refused.error["message"]
         running.clock.millis += span - 3 * 57 - 1
         assert (await running.chat_as("acme", max_tokens=10)).status == 429
         running.clock.millis += 1
@@ -233,7 +233,7 @@ async def test_a_stream_that_meets_a_limit_a_second_waits_and_goes_on(tmp_path: 
         asking = asyncio.create_task(running.counted("acme"))
         for seconds in range(1, 3):
             await until(lambda: running.clock.sleeping == 1 and not running.talks)
-            assert running.server.services.limiter._local._rooms["tenant", "acme"].windows[0][1].used == 20
+            assert running.server.services.limiter._local._usages["tenant", "acme"].windows[0][1].used == 20
             running.clock.millis += 1000 if seconds == 1 else 1001
         found = await asking
         assert (found.tokens, found.finish) == (50, "stop")

@@ -59,10 +59,10 @@ async def gateway(
     clock: Clock | None = None,  # the server's too, and then nothing happens but what the test does
     entries: int = 1 << 20,
     first_tokens: int = 100,
-    bound_s: float = BOUND,
+    timeout_s: float = BOUND,
     closed: bool = False,
 ) -> AsyncGenerator[Gateway, None]:
-    calls = RedisCallBatcher(redis.url, script(), bound_s=bound_s, skip_s=1.0, clock=clock or time.monotonic)
+    calls = RedisCallBatcher(redis.url, script(), timeout_s=timeout_s, skip_s=1.0, clock=clock or time.monotonic)
     gone: list[str] = []
     shared = RedisLimitStore(
         calls, prefix=prefix, entries=entries, tend_s=1e6, clock=clock or time.monotonic, server_clock=clock
@@ -373,7 +373,7 @@ async def test_a_request_that_is_cancelled_while_it_asks_gives_back(redis: Redis
 async def test_a_frozen_redis_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
     clock = Clock()
     with redis_server(tmp_path) as server:
-        async with gateway(server, "thaw", clock=clock, bound_s=0.2) as one:
+        async with gateway(server, "thaw", clock=clock, timeout_s=0.2) as one:
             tenant = scope(concurrent=2, requests_per_min=100, output_tokens_per_min=1000)
             running = await one.limiter.reserve([tenant], input_tokens=1, most_output=50)
             assert running.allow(30)

@@ -1,1 +1,1 @@
-"""Limits before the fact: a request is let in only where every limit that it comes under has room for it."""
+"""Rate limits: a request is admitted only if every limit it is subject to has room for it."""

@@ -1,7 +1,4 @@
-"""What a client is told when a limit has no room.
-
-Owns the errors of the limits: which limit it is, in words and as a code, when to come back, and the headers for it.
-"""
+"""Error responses of rate limits: which limit was reached, its code, when to retry, and the rate limit headers."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
 from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, windows_of
 from headrace.gateway.limits.ratelimit_headers import rate_headers
 
-_WHAT: Final = {
-    "requests_per_s": "requests a second",
-    "requests_per_min": "requests a minute",
-    "concurrent": "requests at once",
-    "input_tokens_per_s": "input tokens a second",
-    "input_tokens_per_min": "input tokens a minute",
-    "output_tokens_per_s": "output tokens a second",
-    "output_tokens_per_min": "output tokens a minute",
+_UNITS: Final = {
+    "requests_per_s": "requests per second",
+    "requests_per_min": "requests per minute",
+    "concurrent": "concurrent requests",
+    "input_tokens_per_s": "input tokens per second",
+    "input_tokens_per_min": "input tokens per minute",
+    "output_tokens_per_s": "output tokens per second",
+    "output_tokens_per_min": "output tokens per minute",
 }
 
 
 class LimitError(ApiError):
-    """Says whether the time that it names is certain."""
+    """A rejection by a limit. `exact` says whether `retry_after` is certain."""
 
     def __init__(
         self,
@@ -38,18 +35,19 @@ class LimitError(ApiError):
         exact: bool = True,
     ) -> None:
         super().__init__(message, kind=kind, code=code, retry_after=retry_after, parameter=parameter, headers=headers)
-        self.exact = exact  # at `retry_after` there is room, however long others take
+        self.exact = exact  # there will be room at `retry_after`, however long other requests take
 
 
 def limit_reached_error(refusal: LimitRefusal) -> LimitError:
-    what = f"the {refusal.scope.kind}'s limit of {refusal.limit} {_WHAT[refusal.field]}"
-    headers = rate_headers(refusal.standings)
+    limit = f"{refusal.scope.kind}'s limit of {refusal.limit} {_UNITS[refusal.field]}"
+    headers = rate_headers(refusal.statuses)
     code = f"{refusal.scope.kind}_{refusal.field}"
     if refusal.wait is None:
-        return LimitError(f"{what} is too small for this", code=code, headers={**headers, **NO_RETRY_HEADERS})
-    seconds = -(-refusal.wait // 1000) / 1000  # whole milliseconds, as the header has them; never fewer than it takes
+        message = f"This request can never fit the {limit}. Send a smaller request."
+        return LimitError(message, code=code, headers={**headers, **NO_RETRY_HEADERS})
+    seconds = -(-refusal.wait // 1000) / 1000  # rounded up to milliseconds, as in the header
     return LimitError(
-        f"{what} is reached; try again in {seconds:g} s",
+        f"The {limit} is reached{_remaining(refusal)}. Retry in {seconds:g} s.",
         code=code,
         retry_after=seconds,
         headers=headers,
@@ -57,14 +55,22 @@ def limit_reached_error(refusal: LimitRefusal) -> LimitError:
     )
 
 
+def _remaining(refusal: LimitRefusal) -> str:
+    """Say how much of the limit is left, unless it counts concurrent requests."""
+    for status in refusal.statuses:
+        if (status.window.field, status.window.limit) == (refusal.field, refusal.limit):
+            return f", {max(0, status.left)} left"
+    return ""
+
+
 def check_size(scopes: Sequence[LimitScope], input_tokens: int) -> None:
-    """LimitError for a prompt that no time is right for."""
+    """Raise LimitError for a prompt that exceeds a token limit and so can never be admitted."""
     for scope in scopes:
         for window in windows_of(scope.limits):
             if window.meter == "input_tokens" and input_tokens > window.limit:
                 raise LimitError(
-                    f"{input_tokens} input tokens are more than the {scope.kind}'s limit of {window.limit} "
-                    f"{_WHAT[window.field]}",
+                    f"The prompt has {input_tokens} tokens, more than the {scope.kind}'s limit of {window.limit} "
+                    f"{_UNITS[window.field]}. Send a shorter prompt.",
                     code=f"{scope.kind}_{window.field}",
                     headers=NO_RETRY_HEADERS,
                 )
@@ -73,7 +79,8 @@ def check_size(scopes: Sequence[LimitScope], input_tokens: int) -> None:
 def check_context(limit: int, scope: LimitScope, input_tokens: int) -> None:
     if input_tokens >= limit:
         raise LimitError(
-            f"the {scope.kind}'s limit on the context is {limit} tokens, and the prompt alone has {input_tokens}",
+            f"The prompt has {input_tokens} tokens, but the {scope.kind}'s limit on the context is {limit} tokens for "
+            "prompt and output together. Send a shorter prompt.",
             kind="invalid_request_error",
             code="context_length_exceeded",
             parameter="prompt",
@@ -82,7 +89,7 @@ def check_context(limit: int, scope: LimitScope, input_tokens: int) -> None:
 
 def limits_unavailable_error(retry_after: float) -> LimitError:
     return LimitError(
-        "the limits cannot be checked right now",
+        "Rate limits cannot be checked right now. Try again later.",
         kind="overloaded_error",
         code="limits_unavailable",
         retry_after=max(0.001, -(-retry_after * 1000 // 1) / 1000),
@@ -92,7 +99,7 @@ def limits_unavailable_error(retry_after: float) -> LimitError:
 
 def too_many_scopes_error() -> LimitError:
     return LimitError(
-        "more tenants and keys are active than limits are kept for",
+        "Too many tenants and keys are active to track their limits. Try again later.",
         kind="overloaded_error",
         code="limits_full",
         retry_after=1.0,

@@ -1,8 +1,6 @@
-"""What limits there are, whom they are for, and what a request asks of them.
+"""Types that the limit stores share: scopes, windows, and what a request asks for and is told.
 
-Owns the words that the stores of limits share: LimitSet (as the configuration has it), Scope (a LimitSet of somebody),
-WindowLimit (one of its windows), Wish (what a request wants at once) and Refusal (which limit had no room, and until
-when). Counts nothing.
+Counts nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from headrace.config.limit_section import LimitSet
 LimitKind = Literal["tenant", "key", "model", "surface"]
 Meter = Literal["requests", "input_tokens", "output_tokens"]
 
-SECOND: Final = 1_000_000  # microseconds, as all times in here
+SECOND: Final = 1_000_000  # microseconds, like all times in this package
 MINUTE: Final = 60 * SECOND
-PACES: Final = (SECOND, MINUTE)  # a window's `pace` is the place of its span in here
+PACES: Final = (SECOND, MINUTE)  # a window's `pace` is an index into this tuple
 
 
 class LimitScope(msgspec.Struct, frozen=True):
@@ -54,27 +52,27 @@ _WINDOWS: Final[tuple[tuple[str, Meter, int], ...]] = (
 
 @lru_cache(maxsize=4096)
 def windows_of(limits: LimitSet) -> tuple[WindowLimit, ...]:
-    found: list[WindowLimit] = []
+    windows: list[WindowLimit] = []
     for field, meter, pace in _WINDOWS:
         limit: int | None = getattr(limits, field)
         if limit is not None:
-            found.append(WindowLimit(field, meter, pace, limit))
-    return tuple(found)
+            windows.append(WindowLimit(field, meter, pace, limit))
+    return tuple(windows)
 
 
 def scopes_to_count(scopes: Iterable[LimitScope]) -> tuple[LimitScope, ...]:
-    """Those that have something to count; a limit on the context alone needs no counting."""
+    """Return the scopes with something to count. A limit on the context alone needs no counting."""
     return tuple(scope for scope in scopes if scope.limits.concurrent is not None or windows_of(scope.limits))
 
 
 def shortest_context(scopes: Iterable[LimitScope]) -> tuple[int, LimitScope] | None:
-    """The shortest context that a request may have, and whose limit that is."""
+    """Return the smallest context limit and its scope; None if there is none."""
     limited = [(scope.limits.context, scope) for scope in scopes if scope.limits.context is not None]
     return min(limited, key=lambda each: each[0], default=None)
 
 
 def smallest_limit(scopes: Iterable[LimitScope], meter: Meter, pace: int) -> int | None:
-    """The smallest of the limits of a kind."""
+    """Return the smallest limit on a meter at a pace; None if there is none."""
     return min(
         (
             window.limit
@@ -87,35 +85,35 @@ def smallest_limit(scopes: Iterable[LimitScope], meter: Meter, pace: int) -> int
 
 
 class LimitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for. Pairs are for windows of a second and of a minute."""
+    """What a request asks for. Pairs are (per second, per minute)."""
 
     input_tokens: int
-    most_output: int  # tokens that the answer can have
-    first: tuple[int, int]  # output tokens to hold from the start; no more than any limit
-    step: tuple[int, int]  # output tokens to hold further at a time
-    ahead: int  # microseconds that such an answer takes, for guesses of when others end
+    most_output: int  # output tokens, at most
+    first: tuple[int, int]  # output tokens to hold at the start; no more than any limit
+    step: tuple[int, int]  # output tokens to hold with each extension
+    ahead: int  # typical duration in microseconds, to guess when running requests end
 
     def amount(self, window: WindowLimit) -> int:
-        """That the request needs of a window to be let in."""
+        """Return the amount that the request must reserve from a window to be admitted."""
         if window.meter == "requests":
             return 1
         return self.input_tokens if window.meter == "input_tokens" else self.first[window.pace]
 
 
 class WindowStatus(msgspec.Struct, frozen=True):
-    """How a window stands, for headers."""
+    """What is left of a window, for headers and errors."""
 
     window: WindowLimit
     left: int
-    reset: int  # microseconds until all of it is there again, if nothing else comes
+    reset: int  # microseconds until all of it is free again, without further requests
 
 
 class LimitRefusal(msgspec.Struct, frozen=True):
-    """The limit that has no room for longest."""
+    """The limit that takes longest to have room."""
 
     scope: LimitScope
     field: str  # of LimitSet
     limit: int
-    wait: int | None  # microseconds until there is room; None: there never is
-    exact: bool  # the wait hangs on nobody else; else it is a guess of when others end
-    standings: tuple[WindowStatus, ...] = ()
+    wait: int | None  # microseconds until there is room; None: never
+    exact: bool  # False: the wait is a guess of when other requests end
+    statuses: tuple[WindowStatus, ...] = ()

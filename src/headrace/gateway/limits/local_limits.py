@@ -1,11 +1,10 @@
-"""Limits counted in this process: the default, and what is left where a shared store is gone.
+"""Counts rate limits in this process: the default, and the fallback when Redis is down.
 
-Owns the rooms (what one scope has used and holds) and the tickets (what one request was granted). Nothing in here
-waits: each operation is done, over all scopes, before anything else in the process runs, so it is all or nothing.
+Nothing here waits: each operation covers all scopes before anything else in the process runs, so it is all or nothing.
 
-    scope ── room ──┬─ window (requests a second)
-                    ├─ window (output tokens a minute)     held ◀── ticket of a request
-                    └─ running: requests
+    scope ── usage ──┬─ window (requests per second)
+                     ├─ window (output tokens per minute)     held ◀── grant of a request
+                     └─ running: requests
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from headrace.gateway.limits.limit_scopes import (
 from headrace.gateway.limits.rate_windows import SlidingWindow, SteadyClock
 
 UNLIMITED: Final = 1 << 62  # tokens
-_LOOK: Final = 64  # rooms that are looked at for one to give up
+_EVICTION_LOOK: Final = 64  # scopes to inspect when looking for an idle one to evict
 
 
-class _Room:
-    """What one scope has used and holds."""
+class _ScopeUsage:
+    """What the requests of one scope have used and hold."""
 
-    __slots__ = ("concurrent", "limits", "running", "tickets", "windows")
+    __slots__ = ("concurrent", "grants", "limits", "running", "windows")
 
     def __init__(self) -> None:
         self.limits: object = None
         self.concurrent: int | None = None
         self.running = 0
-        self.tickets = 0  # that know this room
+        self.grants = 0  # open grants of this scope
         self.windows: list[tuple[WindowLimit, SlidingWindow]] = []
 
     def follow(self, scope: LimitScope, entries: int) -> None:
-        """The limits may have changed since: what is counted stays, and a limit that is new begins with nothing."""
+        """Adopt changed limits: existing windows keep their counts, new ones start empty."""
         if self.limits == scope.limits:
             return
         self.limits, self.concurrent = scope.limits, scope.limits.concurrent
@@ -58,11 +57,11 @@ class _Room:
             self.windows.append((limit, window))
 
     def idle(self, now: int) -> bool:
-        return self.tickets == 0 and all(window.idle(now) for _, window in self.windows)
+        return self.grants == 0 and all(window.idle(now) for _, window in self.windows)
 
 
-class _Short:
-    """The limit that has no room for longest, among those that were looked at."""
+class _Shortage:
+    """Collects limits without room and keeps the one with the longest wait."""
 
     __slots__ = ("exact", "found", "wait")
 
@@ -81,65 +80,68 @@ class LocalLimitStore:
     def __init__(
         self,
         *,
-        scopes: int = 10_000,  # that are kept; idle ones make room, the one used longest ago first
-        entries: int = 1024,  # of one window
+        scopes: int = 10_000,  # scopes kept; idle ones are evicted, least recently used first
+        entries: int = 1024,  # log entries per window
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now: Final = SteadyClock(clock)
-        self._most = max(scopes, _LOOK)
+        self._most = max(scopes, _EVICTION_LOOK)
         self._entries = entries
-        self._rooms: OrderedDict[tuple[str, str], _Room] = OrderedDict()
+        self._usages: OrderedDict[tuple[str, str], _ScopeUsage] = OrderedDict()
 
     def __len__(self) -> int:
-        """Scopes that are kept."""
-        return len(self._rooms)
+        """Number of scopes kept."""
+        return len(self._usages)
 
     def reserve(
-        self, scopes: Sequence[LimitScope], wish: LimitRequest, *, begins: bool = True
+        self, scopes: Sequence[LimitScope], request: LimitRequest, *, begins: bool = True
     ) -> LocalGrant | LimitRefusal:
-        """`begins`: it is a request, and not more output for one that runs. LimitError where there is no memory."""
+        """Reserve all scopes or none. `begins`: a new request, not more output for a running one.
+
+        Raise LimitError if too many scopes are active.
+        """
         now = self.now()
-        rooms = [self._room(scope, now) for scope in scopes]
-        short = _Short()
-        for scope, room in zip(scopes, rooms, strict=True):
-            if begins and room.concurrent is not None and room.running >= room.concurrent:
-                # With so many that run, one of them ends about this often.
-                short.add(scope, "concurrent", room.concurrent, max(1000, wish.ahead // room.concurrent), False)
-            for limit, window in room.windows:
+        usages = [self._usage(scope, now) for scope in scopes]
+        shortage = _Shortage()
+        for scope, usage in zip(scopes, usages, strict=True):
+            if begins and usage.concurrent is not None and usage.running >= usage.concurrent:
+                # With this many running, one ends about this often.
+                shortage.add(scope, "concurrent", usage.concurrent, max(1000, request.ahead // usage.concurrent), False)
+            for limit, window in usage.windows:
                 window.forget(now)
-                amount = wish.amount(limit) if begins or limit.meter == "output_tokens" else 0
+                amount = request.amount(limit) if begins or limit.meter == "output_tokens" else 0
                 missing = amount - window.room_for_new()
                 if amount and missing > 0:
-                    short.add(scope, limit.field, limit.limit, *window.wait(now, missing, wish.ahead))
-        if short.found is not None:
-            return LimitRefusal(*short.found, short.wait, short.exact, _standings(rooms, now))
-        return LocalGrant(self.now, scopes, rooms, wish, begins)
+                    shortage.add(scope, limit.field, limit.limit, *window.wait(now, missing, request.ahead))
+        if shortage.found is not None:
+            return LimitRefusal(*shortage.found, shortage.wait, shortage.exact, _statuses(usages, now))
+        return LocalGrant(self.now, scopes, usages, request, begins)
 
-    def _room(self, scope: LimitScope, now: int) -> _Room:
+    def _usage(self, scope: LimitScope, now: int) -> _ScopeUsage:
         name = (scope.kind, scope.name)
-        room = self._rooms.get(name)
-        if room is None:
-            if len(self._rooms) >= self._most:
-                self._make_room(now)
-            room = self._rooms[name] = _Room()
+        usage = self._usages.get(name)
+        if usage is None:
+            if len(self._usages) >= self._most:
+                self._evict_idle(now)
+            usage = self._usages[name] = _ScopeUsage()
         else:
-            self._rooms.move_to_end(name)
-        room.follow(scope, self._entries)
-        return room
+            self._usages.move_to_end(name)
+        usage.follow(scope, self._entries)
+        return usage
 
-    def _make_room(self, now: int) -> None:
-        """An idle room holds nothing that would be missed. Those that are not go to the end, to be looked at last."""
-        for _ in range(_LOOK):
-            name, room = next(iter(self._rooms.items()))
-            if room.idle(now):
-                del self._rooms[name]
+    def _evict_idle(self, now: int) -> None:
+        """Evict an idle scope. Busy ones move to the end of the queue."""
+        for _ in range(_EVICTION_LOOK):
+            name, usage = next(iter(self._usages.items()))
+            if usage.idle(now):
+                del self._usages[name]
                 return
-            self._rooms.move_to_end(name)
+            self._usages.move_to_end(name)
         raise too_many_scopes_error()
 
 
 class LocalGrant:
-    """What one request was granted here. Tokens are counted from `taken`, those that it has let out."""
+    """What this store has granted one request. `taken` counts the output tokens delivered."""
 
     __slots__ = (
         "_at",
@@ -150,10 +152,10 @@ class LocalGrant:
         "_now",
         "_open",
         "_outputs",
+        "_request",
         "_requests",
-        "_rooms",
+        "_usages",
         "_wanted",
-        "_wish",
         "taken",
     )
 
@@ -161,25 +163,25 @@ class LocalGrant:
         self,
         now: Callable[[], int],
         scopes: Sequence[LimitScope],
-        rooms: Sequence[_Room],
-        wish: LimitRequest,
+        usages: Sequence[_ScopeUsage],
+        request: LimitRequest,
         begins: bool,
     ) -> None:
-        self._now, self._rooms, self._wish, self._begins = now, rooms, wish, begins
+        self._now, self._usages, self._request, self._begins = now, usages, request, begins
         self._at = at = now()
         self._open = True
         self.taken = 0
         self._granted = [UNLIMITED, UNLIMITED]
         self._wanted = [0, 0]
-        # The windows as they are now: one that comes later knows nothing of this request.
+        # The windows that exist now; windows added later do not count this request.
         self._requests: list[SlidingWindow] = []
         self._inputs: list[SlidingWindow] = []
         self._outputs: list[tuple[LimitScope, WindowLimit, SlidingWindow]] = []
-        for scope, room in zip(scopes, rooms, strict=True):
-            room.tickets += 1
-            room.running += begins
-            for limit, window in room.windows:
-                amount = wish.amount(limit)
+        for scope, usage in zip(scopes, usages, strict=True):
+            usage.grants += 1
+            usage.running += begins
+            for limit, window in usage.windows:
+                amount = request.amount(limit)
                 if limit.meter == "output_tokens":
                     self._outputs.append((scope, limit, window))
                     self._granted[limit.pace] = amount
@@ -191,11 +193,11 @@ class LocalGrant:
 
     @property
     def granted(self) -> tuple[int, int]:
-        """Tokens that may be let out in all before more is asked for, by the windows' paces."""
+        """Output tokens allowed in total before more must be granted, per pace."""
         return self._granted[0], self._granted[1]
 
     def take(self, count: int) -> bool:
-        """Lets so many more tokens out, and has more granted where it must. False: there is no room."""
+        """Deliver `count` more tokens, growing the grant if needed. Return False if there is no room."""
         taken = self.taken + count
         if taken > self._least and (not self._open or self._grow(count) is not None):
             return False
@@ -208,17 +210,17 @@ class LocalGrant:
         return True
 
     async def more(self, count: int) -> LimitRefusal | None:
-        """Has so many more granted. None: they are."""
+        """Grow the grant by `count` tokens. Return None on success."""
         return self._grow(count)
 
     def _grow(self, count: int) -> LimitRefusal | None:
         now = self._now()
         needs = [self.taken + count - granted for granted in self._granted]
         adds = [
-            max(need, min(step, self._wish.most_output - granted))
-            for need, step, granted in zip(needs, self._wish.step, self._granted, strict=True)
+            max(need, min(step, self._request.most_output - granted))
+            for need, step, granted in zip(needs, self._request.step, self._granted, strict=True)
         ]
-        short = _Short()
+        shortage = _Shortage()
         for scope, limit, window in self._outputs:
             if count > limit.limit:
                 return LimitRefusal(scope, limit.field, limit.limit, None, True)
@@ -228,16 +230,16 @@ class LocalGrant:
                 room = window.room()
                 adds[limit.pace] = min(adds[limit.pace], room)
                 if room < need:
-                    wait, exact = window.wait(now, need - room, self._wish.ahead)
+                    wait, exact = window.wait(now, need - room, self._request.ahead)
                     own = self._granted[limit.pace] - self.taken
-                    # What others hold and do not use may be there sooner.
-                    short.add(scope, limit.field, limit.limit, wait, exact and window.held <= own)
-        wanted = [max(0, need) if short.found is not None else 0 for need in needs]
+                    # Tokens that other requests hold and do not use may become free sooner.
+                    shortage.add(scope, limit.field, limit.limit, wait, exact and window.held <= own)
+        wanted = [max(0, need) if shortage.found is not None else 0 for need in needs]
         for _, limit, window in self._outputs:
             window.wanted += wanted[limit.pace] - self._wanted[limit.pace]
         self._wanted = wanted
-        if short.found is not None:
-            return LimitRefusal(*short.found, short.wait, short.exact, _standings(self._rooms, now))
+        if shortage.found is not None:
+            return LimitRefusal(*shortage.found, shortage.wait, shortage.exact, _statuses(self._usages, now))
         for _, limit, window in self._outputs:
             if needs[limit.pace] > 0:
                 window.held += adds[limit.pace]
@@ -248,21 +250,21 @@ class LocalGrant:
         return None
 
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Future[None] | None:
-        """Counts what was used and gives back the rest, once.
+        """Count what was used and give back the rest, once.
 
-        extra: output tokens beyond those that were let out, or below zero, fewer; void: not even the request counts.
+        extra: output tokens beyond (or, if negative, below) those delivered. void: do not count the request either.
         """
         if not self._open:
             return None
         self._open = False
         self._least = 0
         now = self._now()
-        for room in self._rooms:
-            room.tickets -= 1
-            room.running -= self._begins
+        for usage in self._usages:
+            usage.grants -= 1
+            usage.running -= self._begins
         for window in self._inputs:
-            window.use(now, input_tokens - self._wish.input_tokens)
-            window.give_back(now, self._at, self._wish.input_tokens - input_tokens)
+            window.use(now, input_tokens - self._request.input_tokens)
+            window.give_back(now, self._at, self._request.input_tokens - input_tokens)
         for window in self._requests:
             if void:
                 window.give_back(now, self._at, 1)
@@ -273,14 +275,14 @@ class LocalGrant:
             window.give_back(now, self._at, -extra)
         return None
 
-    def standings(self) -> tuple[WindowStatus, ...]:
-        return _standings(self._rooms, self._now())
+    def statuses(self) -> tuple[WindowStatus, ...]:
+        return _statuses(self._usages, self._now())
 
 
-def _standings(rooms: Sequence[_Room], now: int) -> tuple[WindowStatus, ...]:
+def _statuses(usages: Sequence[_ScopeUsage], now: int) -> tuple[WindowStatus, ...]:
     found: list[WindowStatus] = []
-    for room in rooms:
-        for limit, window in room.windows:
+    for usage in usages:
+        for limit, window in usage.windows:
             window.forget(now)
             found.append(WindowStatus(limit, window.room_for_new(), window.reset(now)))
     return tuple(found)

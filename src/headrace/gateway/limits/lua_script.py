@@ -1,7 +1,4 @@
-"""What is said to the script limits.lua, and how its answers are read.
-
-Owns Ask (an operation, whole) and Layout (the keys of some scopes, and the places of their limits in the answers).
-"""
+"""Arguments, keys and replies of the script limits.lua."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import msgspec
 from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, WindowStatus, windows_of
 from headrace.gateway.limits.local_limits import UNLIMITED
 
-_LONG_NAME: Final = 100  # characters of a scope's name in a key; of a longer one, a digest
+_LONG_NAME: Final = 100  # characters of a scope's name in a key; longer names are hashed
 
 
 def script() -> str:
@@ -25,45 +22,45 @@ def script() -> str:
 
 
 class ScriptScope(msgspec.Struct, frozen=True):
-    concurrent: int  # -1: as many as there are
+    concurrent: int  # -1: unlimited
     windows: tuple[tuple[str, int, int, int], ...]  # meter, pace (1 or 2), limit, span
 
 
 class ScriptArguments(msgspec.Struct, kw_only=True):
-    """What the script is told. Times are microseconds, but for `keep`."""
+    """Arguments of one call. Times are in microseconds, except `keep`."""
 
     operation: str
     id: str = ""
     scopes: tuple[ScriptScope, ...] = ()
     ahead: int = 0
     # reserve
-    amounts: tuple[int, ...] = ()  # of each window
+    amounts: tuple[int, ...] = ()  # per window
     # reserve, more
-    targets: tuple[int, int] = (0, 0)  # output tokens to grant in all; 0: there is no such limit
+    targets: tuple[int, int] = (0, 0)  # output tokens to grant in total; 0: no such limit
     # more
-    need: int = 0  # output tokens in all
-    again: int = 0  # 1: even if the lease has lapsed
+    need: int = 0  # output tokens in total
+    again: int = 0  # 1: even if the lease has expired
     # more, close
-    start: int = msgspec.field(default=0, name="from")  # tokens let out before the segments
-    segments: tuple[tuple[int, int], ...] = ()  # age and tokens of what was let out, the oldest first
+    start: int = msgspec.field(default=0, name="from")  # tokens delivered before the segments
+    segments: tuple[tuple[int, int], ...] = ()  # age and tokens of each delivery, oldest first
     # close
-    extra: int = 0  # output tokens beyond those let out, or fewer
-    input: int = 0  # input tokens beyond those reserved, or fewer
-    void: int = 0  # 1: not even the request counts
-    # The store's own, the same in all.
+    extra: int = 0  # output tokens beyond those delivered; negative: fewer
+    input: int = 0  # input tokens beyond those reserved; negative: fewer
+    void: int = 0  # 1: do not count the request either
+    # The same in every call
     lease: int = 0
-    keep: int = 0  # milliseconds that the server keeps what nobody asks for
+    keep: int = 0  # milliseconds after which Redis drops unused keys
     entries: int = 0
-    raw: int | msgspec.UnsetType = msgspec.UNSET  # in place of the server's time, for tests
+    raw: int | msgspec.UnsetType = msgspec.UNSET  # replaces the time of Redis in tests
 
 
 class ScriptKeys:
-    """What is the same in every call for these scopes."""
+    """Redis keys and windows of some scopes, the same in every call."""
 
     __slots__ = ("asked", "keys", "limits", "paced", "scopes", "smallest", "windows")
 
     def __init__(self, prefix: str, scopes: tuple[LimitScope, ...]) -> None:
-        # One hash tag for all keys, so that those of a request are in one place where keys are spread over several.
+        # One hash tag for all keys, so that a cluster keeps them on one node.
         base = f"{{{prefix}:limits}}"
         self.scopes = scopes
         self.keys = [f"{base}:clock"]
@@ -81,24 +78,26 @@ class ScriptKeys:
         self.paced = tuple(any(limit.pace == pace for limit in outputs) for pace in (0, 1))
         self.smallest = min((limit.limit for limit in outputs), default=UNLIMITED)
 
-    def refusal(self, found: Sequence[int], standings: tuple[WindowStatus, ...] = ()) -> LimitRefusal:
-        """From what the script says: the wait, whether it is exact, and the places of the scope and the window."""
-        wait, exact, scope, window = found
-        whose = self.scopes[scope - 1]
+    def refusal(self, reply: Sequence[int], statuses: tuple[WindowStatus, ...] = ()) -> LimitRefusal:
+        """Build a refusal from the reply: wait, whether it is exact, and the indexes of scope and window."""
+        wait, exact, scope, window = reply
+        refused_by = self.scopes[scope - 1]
         if window == 0:
-            return LimitRefusal(whose, "concurrent", whose.limits.concurrent or 0, wait, bool(exact), standings)
+            return LimitRefusal(
+                refused_by, "concurrent", refused_by.limits.concurrent or 0, wait, bool(exact), statuses
+            )
         limit = self.limits[scope - 1][window - 1]
-        return LimitRefusal(whose, limit.field, limit.limit, wait, bool(exact), standings)
+        return LimitRefusal(refused_by, limit.field, limit.limit, wait, bool(exact), statuses)
 
     def never(self, count: int) -> LimitRefusal | None:
-        """Where a limit is smaller than so many output tokens."""
+        """Return a refusal if a limit is smaller than `count` output tokens."""
         for scope, limits in zip(self.scopes, self.limits, strict=True):
             for limit in limits:
                 if limit.meter == "output_tokens" and limit.limit < count:
                     return LimitRefusal(scope, limit.field, limit.limit, None, True)
         return None
 
-    def standings(self, numbers: Sequence[int]) -> tuple[WindowStatus, ...]:
+    def statuses(self, numbers: Sequence[int]) -> tuple[WindowStatus, ...]:
         return tuple(
             WindowStatus(limit, numbers[2 * place], numbers[2 * place + 1]) for place, limit in enumerate(self.windows)
         )

@@ -1,7 +1,7 @@
-"""How long an answer will be, learnt from those before it: of the same tenant, on the same surface.
+"""Estimates the length and duration of responses from recent ones of the same tenant and surface.
 
-Owns the recent lengths and durations, in memory within bounds. Nothing depends on an estimate's being right: a
-reservation that is too small is extended, one that is too large gives back.
+Memory is bounded. Estimates need not be right: a reservation that is too small is extended, one that is too large gives
+the rest back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 
 from headrace.gateway.limits.limit_scopes import SECOND
 
-_UNKNOWN_MICROS: Final = 5 * SECOND  # that an answer takes, as long as nothing is known
+_UNKNOWN_MICROS: Final = 5 * SECOND  # assumed duration before any response is known
 
 
 class _Recent:
-    """The last so many values, in order of arrival and in order of size."""
+    """The most recent values, in order of arrival and of size."""
 
     __slots__ = ("_came", "_sorted")
 
@@ -44,10 +44,10 @@ class OutputEstimates:
     def __init__(
         self,
         *,
-        first_tokens: int = 512,  # of an answer, as long as few are known
-        few: int = 20,  # answers
-        recent: int = 128,  # answers that count
-        pairs: int = 4096,  # of tenants and surfaces, the ones used last
+        first_tokens: int = 512,  # assumed length while few responses are known
+        few: int = 20,  # responses that count as few
+        recent: int = 128,  # responses to remember
+        pairs: int = 4096,  # pairs of tenant and surface, the most recently used
     ) -> None:
         self._first_tokens = first_tokens
         self._few = few
@@ -59,7 +59,7 @@ class OutputEstimates:
         return len(self._pairs)
 
     def tokens(self, tenant: str, surface: str, most: int) -> int:
-        """That 95 of 100 answers do not pass; `most` is what this one can have."""
+        """Return the 95th percentile of the length, at most `most`."""
         known = self._pairs.get((tenant, surface))
         if known is None:
             return min(self._first_tokens, most)
@@ -69,12 +69,12 @@ class OutputEstimates:
         return min(lengths.p95(), most)
 
     def micros(self, tenant: str, surface: str) -> int:
-        """Microseconds in which 95 of 100 answers are done."""
+        """Return the 95th percentile of the duration in microseconds."""
         known = self._pairs.get((tenant, surface))
         return _UNKNOWN_MICROS if known is None else known[1].p95()
 
     def learn(self, tenant: str, surface: str, tokens: int, micros: int) -> None:
-        """Of an answer that came to its own end."""
+        """Add a complete response."""
         pair = (tenant, surface)
         known = self._pairs.get(pair)
         if known is None:

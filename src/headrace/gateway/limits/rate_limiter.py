@@ -1,14 +1,13 @@
-"""Limits before the fact: what a request may use is reserved before it begins, and settled exactly when it has ended.
+"""Reserves rate limits before a request starts and settles them when it ends.
 
-Owns the Limiter and the Reservation of one request: how much to hold of an answer whose length nobody knows, what
-happens where the shared store is gone, and that the end is counted once. Where and how things are counted is the
-stores' (local, shared).
+Decides how much output to hold for a response of unknown length, what to do when the shared store is down, and that
+each request settles once. The stores count: local_limits in this process, redis_limits for several gateways.
 
     reserve ──▶ Reservation ──allow──allow──(extend)──allow──▶ settle
-                input tokens: used     output tokens: held ──▶ used, as they are let out     the rest: given back
+                input tokens: used     output tokens: held ──▶ used, as they are delivered     the rest: given back
 
-What always holds: in any stretch of time as long as a limit's own, what was let through is no more than the limit; a
-token of output counts from the moment it is let out, and before that it is held.
+Invariant: in any interval as long as a limit's window, no more than the limit passes. An output token is held before it
+is delivered and counts from the moment it is delivered.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ from headrace.gateway.limits.redis_calls import RedisCallBatcher, RedisUnavailab
 from headrace.gateway.limits.redis_limits import RedisLimitStore
 from headrace.observe import metrics
 
-# Of a limit a second, what a stream holds at a time: a small part, so that many streams can run under it.
+# A stream holds 1/32 of a per-second limit at a time, so that many streams can share the limit.
 _PART_OF_A_SECOND: Final = 32
 _LEAST_STEP: Final = 16  # tokens
-_PART_OF_AN_ANSWER: Final = 4  # of the estimate, what is held further at a time
-_LONGEST_SLEEP: Final = 0.25  # seconds; others may give back in between
+_PART_OF_AN_ANSWER: Final = 4  # an extension holds 1/4 of the estimated response
+_LONGEST_SLEEP: Final = 0.25  # seconds; other requests may give back in between
 
 CountEvent = Callable[[str, str], None]
 
 
 class LimitGrant(Protocol):
-    """What one request was granted by a store. Tokens are counted from `taken`."""
+    """What a store has granted one request."""
 
     taken: int
 
@@ -68,7 +67,7 @@ class LimitGrant(Protocol):
 
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Future[None] | None: ...
 
-    def standings(self) -> tuple[WindowStatus, ...]: ...
+    def statuses(self) -> tuple[WindowStatus, ...]: ...
 
 
 class RateLimiter:
@@ -77,10 +76,10 @@ class RateLimiter:
         *,
         local: LocalLimitStore | None = None,
         shared: RedisLimitStore | None = None,
-        closed: bool = False,  # where the shared store is gone: nothing is let in, or each gateway counts for itself
-        patience_s: float = 2.0,  # that a stream may wait for more before it is stopped
+        closed: bool = False,  # when Redis is down: True rejects requests, False counts in this process
+        patience_s: float = 2.0,  # how long a stream may wait for more before it is stopped
         estimates: OutputEstimates | None = None,
-        note: CountEvent = lambda event, what: None,  # told what to count; see docs/explanation/limits.md
+        note: CountEvent = lambda event, what: None,  # counts an event for metrics; see docs/explanation/limits.md
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -99,7 +98,7 @@ class RateLimiter:
         shared = None
         if config.redis_env is not None:
             url = required_secret(environ, config.redis_env, "limiting.redis_env")
-            calls = RedisCallBatcher(url, script(), bound_s=config.wait_ms / 1e3)
+            calls = RedisCallBatcher(url, script(), timeout_s=config.wait_ms / 1e3)
             shared = RedisLimitStore(calls, prefix=config.namespace)
         return cls(
             shared=shared,
@@ -112,42 +111,39 @@ class RateLimiter:
         scopes: Sequence[LimitScope],
         *,
         input_tokens: int,
-        most_output: int,  # tokens of all answers together
+        most_output: int,  # output tokens of all choices together
         tenant: str = "",
         surface: str = "",
-        closed: bool | None = None,  # for this one; the limiter's own by default
+        closed: bool | None = None,  # overrides the default of the limiter
     ) -> Reservation:
-        """LimitError where a limit has no room, or there never is any.
-
-        All limits of all scopes have room for it, or nothing is taken of any.
-        """
+        """Reserve all limits of all scopes, or none. Raise LimitError if a limit has no room."""
         context = shortest_context(scopes)
         if context is not None:
             check_context(*context, input_tokens)
             most_output = min(most_output, context[0] - input_tokens)
         limited = scopes_to_count(scopes)
         if not limited:
-            wish = _no_wish(input_tokens, most_output)
-            return Reservation(self, (), UNLIMITED_GRANT, wish, tenant=tenant, surface=surface)
+            request = _no_request(input_tokens, most_output)
+            return Reservation(self, (), UNLIMITED_GRANT, request, tenant=tenant, surface=surface)
         check_size(limited, input_tokens)
-        wish = self._wish(limited, input_tokens, most_output, tenant, surface)
+        request = self._request(limited, input_tokens, most_output, tenant, surface)
         found: LimitGrant | LimitRefusal | None = None
         closed = self._closed if closed is None else closed
         if self._shared is not None:
             try:
-                found = await self._shared.reserve(limited, wish)
+                found = await self._shared.reserve(limited, request)
             except RedisUnavailableError as gone:
                 self.note("gone", gone.why)
                 if closed:
                     raise limits_unavailable_error(max(1.0, self._shared.skipped_s)) from None
         if found is None:
-            found = self._local.reserve(limited, wish)
+            found = self._local.reserve(limited, request)
         if isinstance(found, LimitRefusal):
             self.note("refused", f"{found.scope.kind}_{found.field}")
             raise limit_reached_error(found)
-        return Reservation(self, limited, found, wish, tenant=tenant, surface=surface, closed=closed)
+        return Reservation(self, limited, found, request, tenant=tenant, surface=surface, closed=closed)
 
-    def _wish(
+    def _request(
         self, scopes: Sequence[LimitScope], input_tokens: int, most_output: int, tenant: str, surface: str
     ) -> LimitRequest:
         likely = self.estimates.tokens(tenant, surface, most_output)
@@ -163,12 +159,14 @@ class RateLimiter:
             ahead=self.estimates.micros(tenant, surface),
         )
 
-    def instead(
-        self, scopes: Sequence[LimitScope], wish: LimitRequest, count: int, taken: int
+    def continue_locally(
+        self, scopes: Sequence[LimitScope], request: LimitRequest, count: int, taken: int
     ) -> LimitGrant | LimitRefusal:
-        """Goes on here with what the shared store no longer answers for: `count` tokens, and `taken` are out."""
-        left = max(count, wish.most_output - taken)
-        rest = LimitRequest(input_tokens=0, most_output=left, first=(count, count), step=wish.step, ahead=wish.ahead)
+        """Count the rest of a request in this process after Redis went down: `count` tokens now, `taken` delivered."""
+        left = max(count, request.most_output - taken)
+        rest = LimitRequest(
+            input_tokens=0, most_output=left, first=(count, count), step=request.step, ahead=request.ahead
+        )
         return self._local.reserve(scopes, rest, begins=False)
 
     async def open(self) -> None:
@@ -181,19 +179,19 @@ class RateLimiter:
 
 
 class Reservation:
-    """Of one request. To be settled or released on every way out; what comes after the first of these does nothing."""
+    """The limits of one request. Settle or release it on every path; only the first call has an effect."""
 
     __slots__ = (
         "_began",
         "_closed",
+        "_grant",
+        "_grants",
         "_limiter",
         "_out",
         "_pair",
+        "_request",
         "_scopes",
         "_settled",
-        "_ticket",
-        "_tickets",
-        "_wish",
         "most_output",
     )
 
@@ -201,19 +199,19 @@ class Reservation:
         self,
         limiter: RateLimiter,
         scopes: Sequence[LimitScope],
-        ticket: LimitGrant,
-        wish: LimitRequest,
+        grant: LimitGrant,
+        request: LimitRequest,
         *,
         tenant: str = "",
         surface: str = "",
         closed: bool = False,
     ) -> None:
-        self.most_output: Final = wish.most_output  # tokens that the answer may have, as the limits on contexts are
+        self.most_output: Final = request.most_output  # output tokens, as context limits allow
         self._limiter = limiter
         self._scopes = scopes
-        self._tickets = [ticket]
-        self._ticket = ticket  # the last of these
-        self._wish = wish
+        self._grants = [grant]
+        self._grant = grant  # the current one, the last of _grants
+        self._request = request
         self._pair = tenant, surface
         self._closed = closed
         self._out = 0
@@ -222,38 +220,41 @@ class Reservation:
 
     @property
     def granted(self) -> tuple[int, int]:
-        """Tokens that the ticket in use may let out in all, for limits a second and a minute."""
-        return self._ticket.granted
+        """Output tokens that the current grant allows in total, for per-second and per-minute limits."""
+        return self._grant.granted
 
     @property
     def out(self) -> int:
-        """Tokens let out so far."""
+        """Output tokens delivered so far."""
         return self._out
 
     def allow(self, total: int) -> bool:
-        """Whether the answer may be so many tokens long now; to be asked before they are let out. Never waits.
+        """Return whether the response may reach `total` output tokens. Call before delivering them; never waits.
 
-        False: `extend` is to be awaited first.
+        If False, await `extend` first.
         """
         count = total - self._out
         if count <= 0:
             return True
-        if self._settled or not self._ticket.take(count):
+        if self._settled or not self._grant.take(count):
             return False
         self._out = total
         return True
 
     async def extend(self, total: int, *, wait_s: float | None = None) -> bool:
-        """Has the answer granted that length. False: the answer is to stop here.
+        """Wait until the response may reach `total` output tokens. Return False if it must stop here.
 
-        wait_s: that it may take until there is room; the limiter's patience by default.
+        wait_s: longest wait for room; default: the limiter's patience.
         """
         limiter = self._limiter
         end = limiter.now() + round((limiter.patience_s if wait_s is None else wait_s) * 1e6)
         while not self._settled:
             try:
                 refusal = await self._more(total - self._out)
-            except (RedisUnavailableError, LimitError):  # the store is gone, and here there is no place for it either
+            except (
+                RedisUnavailableError,
+                LimitError,
+            ):  # Redis is down, and this process cannot count the request either
                 limiter.note("extended", "gone")
                 return False
             if refusal is None:
@@ -270,32 +271,32 @@ class Reservation:
         if count <= 0:
             return None
         try:
-            return await self._ticket.more(count)
+            return await self._grant.more(count)
         except RedisUnavailableError as gone:
             self._limiter.note("gone", gone.why)
             if self._closed:
                 raise
-        found = self._limiter.instead(self._scopes, self._wish, count, self._out)
+        found = self._limiter.continue_locally(self._scopes, self._request, count, self._out)
         if isinstance(found, LimitRefusal):
             return found
-        self._tickets.append(found)
-        self._ticket = found
+        self._grants.append(found)
+        self._grant = found
         return None
 
     def headers(self) -> dict[str, str]:
-        """x-ratelimit-…, as things stand; those of a shared store as they stood at the start."""
-        return rate_headers(self._tickets[0].standings())
+        """Return the x-ratelimit-… headers: current for local limits, as of the start for Redis."""
+        return rate_headers(self._grants[0].statuses())
 
     async def settle(self, input_tokens: int, output_tokens: int, *, whole: bool = True) -> None:
-        """Counts what was used, gives back the rest. `whole`: the answer came to its own end, and is learnt from."""
+        """Count what was used and give back the rest. `whole`: the response is complete, so estimates learn from it."""
         await _all(self.settle_soon(input_tokens, output_tokens, whole=whole))
 
     async def release(self) -> None:
-        """As though the request had never been: it was refused elsewhere before anything was done for it."""
+        """Undo the reservation of a request that was rejected before any work was done."""
         await _all(self.release_soon())
 
     def settle_soon(self, input_tokens: int, output_tokens: int, *, whole: bool = True) -> list[asyncio.Future[None]]:
-        """The same, and never waits: what a shared store is to be told, it is told in the background."""
+        """Settle without waiting; Redis is updated in the background."""
         if self._settled:
             return []
         if whole and output_tokens > 0:
@@ -308,14 +309,14 @@ class Reservation:
     def _close(self, input_tokens: int, extra: int, *, void: bool) -> list[asyncio.Future[None]]:
         self._settled = True
         pending: list[asyncio.Future[None]] = []
-        for ticket in reversed(self._tickets):
-            # What is too much is taken from the last first, each of them down to nothing.
-            own = max(extra, -ticket.taken)
+        for grant in reversed(self._grants):
+            # Take a surplus from the latest grants first.
+            own = max(extra, -grant.taken)
             extra -= own
-            first = ticket is self._tickets[0]
-            telling = ticket.close(input_tokens if first else 0, own, void=void)
-            if telling is not None:
-                pending.append(telling)
+            first = grant is self._grants[0]
+            update = grant.close(input_tokens if first else 0, own, void=void)
+            if update is not None:
+                pending.append(update)
         return pending
 
 
@@ -324,8 +325,8 @@ async def _all(pending: Sequence[asyncio.Future[None]]) -> None:
         await asyncio.wait(pending)
 
 
-class _NoTicket:
-    """Of a request that comes under no limit."""
+class _UnlimitedGrant:
+    """The grant of a request without limits."""
 
     taken = 0
     granted = (UNLIMITED, UNLIMITED)
@@ -339,12 +340,12 @@ class _NoTicket:
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Future[None] | None:
         return None
 
-    def standings(self) -> tuple[WindowStatus, ...]:
+    def statuses(self) -> tuple[WindowStatus, ...]:
         return ()
 
 
-UNLIMITED_GRANT: Final = _NoTicket()
+UNLIMITED_GRANT: Final = _UnlimitedGrant()
 
 
-def _no_wish(input_tokens: int, most_output: int) -> LimitRequest:
+def _no_request(input_tokens: int, most_output: int) -> LimitRequest:
     return LimitRequest(input_tokens=input_tokens, most_output=most_output, first=(0, 0), step=(0, 0), ahead=0)

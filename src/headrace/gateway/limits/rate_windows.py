@@ -1,13 +1,9 @@
-"""Windows that never let more than their limit through, whichever stretch of time one looks at.
+"""Sliding windows that never let more than their limit through in any interval of their span.
 
-Owns Steady (time in whole microseconds that never goes back) and Window (a log of what was used when). Knows neither
-requests nor whom a limit is for.
-
-A token bucket with room for a burst lets nearly twice its limit through in one span, and a counter for each calendar
-minute does so at the turn of the minute. So a window keeps what was used with its time: at any time `now`, what was
-used in (now - span, now] is no more than the limit, and because the times are there, so is the time at which there
-is room again. Memory has a bound: where there are too many entries, neighbours become one with the later one's time,
-which counts them a little longer, never shorter.
+A token bucket that allows bursts passes nearly twice its limit in one span, and a counter per calendar minute does so
+at the turn of the minute. A window therefore logs what was used and when: at any time, what was used in
+(now - span, now] is within the limit, and the log also tells when there is room again. Memory is bounded: when there
+are too many entries, neighbours are merged at the later time, which counts them a little longer, never shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """A clock's time in whole microseconds. Where the clock jumps back, it goes on from where it was."""
+    """A clock in whole microseconds that never goes back, even if the underlying clock does."""
 
     __slots__ = ("_clock", "_now", "_raw")
 
@@ -35,30 +31,30 @@ class SteadyClock:
 
 
 class SlidingWindow:
-    """What was used in the last `span` microseconds, and what is held besides.
+    """What was used in the last `span` microseconds, and what is held.
 
-        limit ≥ used (let through, younger than the span) + held (promised, not used as yet)
+        limit ≥ used (passed within the span) + held (granted, not used yet)
 
-    `wanted` is what somebody who was let in asks for in vain: newcomers leave it to him.
+    `wanted` is what running requests are waiting for; new requests must leave it to them.
     """
 
     __slots__ = ("_amounts", "_entries", "_head", "_times", "held", "limit", "span", "used", "wanted")
 
     def __init__(self, limit: int, span: int, *, entries: int = 1024) -> None:
-        """`entries`: most that are kept apart; 16 bytes each."""
+        """`entries`: log entries kept, 16 bytes each."""
         self.limit = limit
         self.span = span
         self.used = self.held = self.wanted = 0
         self._entries = max(entries, 4)
         self._times = array("q")
         self._amounts = array("q")
-        self._head = 0  # of the entries that count
+        self._head = 0  # index of the first entry that counts
 
     def __len__(self) -> int:
         return len(self._times) - self._head
 
     def forget(self, now: int) -> None:
-        """Drops what is too old to count."""
+        """Drop entries older than the span."""
         times, amounts, head, past = self._times, self._amounts, self._head, now - self.span
         end = len(times)
         while head < end and times[head] <= past:
@@ -70,7 +66,7 @@ class SlidingWindow:
         self._head = head
 
     def use(self, now: int, amount: int) -> None:
-        """Counts it, whether or not there is room. `now` is no earlier than any before."""
+        """Count `amount`, even if there is no room. `now` must not go back."""
         if amount <= 0:
             return
         self.used += amount
@@ -87,10 +83,9 @@ class SlidingWindow:
             self._merge()
 
     def give_back(self, now: int, since: int, amount: int) -> None:
-        """Takes out again what was used at `since` or later, and turned out not to be.
+        """Remove an `amount` that was counted at `since` or later and not used after all.
 
-        The oldest go first, which counts what is left longest. What was used before the window began is left alone:
-        it may be forgotten already.
+        Removes the oldest entries first, so that the rest counts longest. Ignores amounts older than the span.
         """
         self.forget(now)
         if since <= now - self.span:
@@ -105,17 +100,18 @@ class SlidingWindow:
         del self._times[first:place], self._amounts[first:place]
 
     def room(self) -> int:
-        """For those who were let in. Negative where a limit became smaller."""
+        """Return the room for running requests. Negative if the limit was lowered."""
         return self.limit - self.used - self.held
 
     def room_for_new(self) -> int:
+        """Return the room for new requests."""
         return self.limit - self.used - self.held - self.wanted
 
     def wait(self, now: int, short: int, ahead: int) -> tuple[int, bool]:
-        """Microseconds until `short` more is free, and whether that is certain.
+        """Return the microseconds until `short` more is free, and whether that is certain.
 
-        It is where entries that grow old are enough. Else somebody who holds must end: guessed as though all of them
-        had used up what they hold after `ahead` microseconds.
+        It is certain if expiring entries suffice. Otherwise a running request must end first; the guess assumes that
+        all of them use up what they hold after `ahead` microseconds.
         """
         for place in range(self._head, len(self._times)):
             short -= self._amounts[place]
@@ -124,7 +120,7 @@ class SlidingWindow:
         return ahead + self.span, False
 
     def reset(self, now: int) -> int:
-        """Microseconds until all of it is free, if what is held is used now."""
+        """Return the microseconds until the window is empty, if what is held were used now."""
         if self.held or self.wanted:
             return self.span
         return self._times[-1] + self.span - now if len(self) else 0
@@ -134,7 +130,7 @@ class SlidingWindow:
         return not (len(self) or self.held or self.wanted)
 
     def _merge(self) -> None:
-        """Half as many entries or fewer: those of one grain of time become one, as late as its last."""
+        """Merge entries within one grain of time, which at least halves their number. The latest time is kept."""
         grain = max(1, self.span // (self._entries // 2))
         times, amounts = array("q"), array("q")
         for place in range(self._head, len(self._times)):

@@ -1,6 +1,6 @@
-"""The standard headers on limits: x-ratelimit-limit-requests and its kin, in OpenAI's names and formats.
+"""Formats the x-ratelimit-… headers with OpenAI's names.
 
-Owns the choice of what they speak of, where several limits are in force: the one with the smallest share left.
+If several limits apply, the headers describe the one with the smallest share left.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Iterable
 from headrace.gateway.limits.limit_scopes import WindowStatus
 
 
-def rate_headers(standings: Iterable[WindowStatus]) -> dict[str, str]:
-    """Of requests and of tokens, each where there is such a limit. Input and output tokens have one set of headers."""
-    found: dict[str, str] = {}
-    every = tuple(standings)
+def rate_headers(statuses: Iterable[WindowStatus]) -> dict[str, str]:
+    """Return the headers for requests and for tokens, if limited. Input and output tokens share one set."""
+    headers: dict[str, str] = {}
+    every = tuple(statuses)
     for what, meters in (("requests", ("requests",)), ("tokens", ("input_tokens", "output_tokens"))):
-        these = [each for each in every if each.window.meter in meters]
-        if these:
-            tightest = min(these, key=lambda each: (each.left / each.window.limit, -each.reset))
-            found[f"x-ratelimit-limit-{what}"] = str(tightest.window.limit)
-            found[f"x-ratelimit-remaining-{what}"] = str(max(0, tightest.left))
-            found[f"x-ratelimit-reset-{what}"] = format_duration(tightest.reset)
-    return found
+        matching = [each for each in every if each.window.meter in meters]
+        if matching:
+            tightest = min(matching, key=lambda each: (each.left / each.window.limit, -each.reset))
+            headers[f"x-ratelimit-limit-{what}"] = str(tightest.window.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, tightest.left))
+            headers[f"x-ratelimit-reset-{what}"] = format_duration(tightest.reset)
+    return headers
 
 
 def format_duration(micros: int) -> str:
-    """As "6m0s", "1.2s", "12ms"; never less than it is."""
+    """Format as "6m0s", "1.2s" or "12ms", rounded up."""
     millis = -(-micros // 1000)
     if millis <= 0:
         return "0s"

@@ -1,7 +1,6 @@
-"""Runs one Lua script in Redis or Valkey, many calls at a time, and never waits long.
+"""Runs a Lua script in Redis or Valkey with bounded waits and a circuit breaker.
 
-Owns the connection, the bound on every wait, and the breaker. Calls that come while others are under way go together
-in one round trip, in the order in which they came. Knows nothing of what the script does.
+Calls made while others are in flight are sent together in one round trip, in order. Does not know what the script does.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import StoreBreaker
 
 Result = TypeVar("Result")
-# Why a call did not come through: no answer in time; no connection, or a broken one; no memory; another error of the
-# server's; the breaker is open; too many calls wait; the store was closed.
+# Why a call failed: timeout; no connection or a broken one; Redis out of memory; another Redis error; circuit breaker
+# open; queue full; closed.
 UnavailableReason = Literal["timeout", "reset", "full", "error", "skipped", "crowded", "closed"]
 
-_LOOKS: Final = 32  # at whether the answer is there, within the bound
+_POLLS: Final = 32  # checks for the answer within the timeout
 
 
 class RedisUnavailableError(Exception):
-    """The shared store is not there, or not in time. What was asked may have been done all the same."""
+    """Redis is down or too slow. The call may still have taken effect."""
 
     def __init__(self, why: UnavailableReason) -> None:
         super().__init__(why)
@@ -47,24 +46,24 @@ class RedisCallBatcher:
         url: str,
         script: str,
         *,
-        bound_s: float = 0.05,  # of one round trip, with a new connection where there is none
-        failures: int = 3,  # in a row, until calls are skipped
-        skip_s: float = 5.0,  # that they are
-        batch: int = 16,  # calls in one round trip
-        waiting: int = 10_000,  # calls
-        note: Callable[[str], None] = lambda why: None,  # told of each round trip that failed
+        timeout_s: float = 0.05,  # of one round trip, including a new connection
+        failures: int = 3,  # in a row, after which the breaker opens
+        skip_s: float = 5.0,  # how long it stays open
+        batch: int = 16,  # calls per round trip
+        waiting: int = 10_000,  # calls queued, at most
+        note: Callable[[str], None] = lambda why: None,  # called for each failed round trip
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker: Final = StoreBreaker(failures=failures, rest_s=skip_s, clock=clock)
         self._url = url
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        self._bound = bound_s
+        self._timeout_s = timeout_s
         self._batch = batch
         self._waiting = waiting
         self._note = note
         self._library: Any = _library()
-        self._client: Any = self._connect()  # says what is wrong with the URL; no connection before the first call
+        self._client: Any = self._connect()  # checks the URL; connects with the first call
         self._loaded = False
         self._closed = False
         self._queue: deque[_Call] = deque()
@@ -72,7 +71,7 @@ class RedisCallBatcher:
         self._ending: set[asyncio.Future[Any]] = set()
 
     async def call(self, keys: Sequence[str], payload: bytes, *, probe: bool = False) -> list[int]:
-        """What the script answers. GoneError. `probe`: also while the breaker is open."""
+        """Return the script's reply, or raise RedisUnavailableError. `probe`: call even while the breaker is open."""
         if self._closed:
             raise RedisUnavailableError("closed")
         if self.breaker.open and not probe:
@@ -88,10 +87,10 @@ class RedisCallBatcher:
     async def close(self) -> None:
         self._closed = True
         if self._sending is not None:
-            await asyncio.wait({self._sending}, timeout=2 * self._bound)
+            await asyncio.wait({self._sending}, timeout=2 * self._timeout_s)
         self._disconnect()
         if self._ending:
-            await asyncio.wait(self._ending, timeout=2 * self._bound)
+            await asyncio.wait(self._ending, timeout=2 * self._timeout_s)
 
     async def _send_all(self) -> None:
         try:
@@ -118,7 +117,7 @@ class RedisCallBatcher:
                     call.answer.set_result(answer)
 
     def _failed(self, batch: list[_Call], why: UnavailableReason) -> None:
-        """Those that wait behind fail with it: they would wait as long again, one batch after the other."""
+        """Fail the batch and the whole queue, which would otherwise time out one batch after another."""
         self._count(why)
         self._disconnect()
         for call in (*batch, *self._queue):
@@ -131,19 +130,18 @@ class RedisCallBatcher:
         self._note(why)
 
     async def _bounded(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """TimeoutError where the answer does not come in time.
+        """Await `work`; raise TimeoutError if Redis takes too long.
 
-        The time is that of the server. Where this process is late to look, because it has a thousand other things to
-        do, only a little of that counts: the answer may lie there unread.
+        Only the time of Redis counts: if this process is busy and checks late, the answer may already have arrived.
         """
         task = asyncio.ensure_future(work)
         clock = asyncio.get_running_loop().time
-        look = self._bound / _LOOKS
-        left = self._bound
+        interval = self._timeout_s / _POLLS
+        left = self._timeout_s
         while left > 0 and not task.done():
             before = clock()
-            await asyncio.wait({task}, timeout=min(look, left))
-            left -= min(clock() - before, 2 * look)
+            await asyncio.wait({task}, timeout=min(interval, left))
+            left -= min(clock() - before, 2 * interval)
         if not task.done():
             task.cancel()
             self._end(task)
@@ -151,7 +149,7 @@ class RedisCallBatcher:
         return task.result()
 
     def _end(self, task: asyncio.Future[Any]) -> None:
-        """Has it end by itself; nobody waits for what becomes of it."""
+        """Let a task finish in the background and ignore its result."""
         self._ending.add(task)
 
         def ended(task: asyncio.Future[Any]) -> None:
@@ -164,7 +162,7 @@ class RedisCallBatcher:
     async def _send(self, batch: Sequence[_Call]) -> list[Any]:
         answers = await self._round(batch, load=not self._loaded)
         lost = [place for place, answer in enumerate(answers) if type(answer).__name__ == "NoScriptError"]
-        if lost:  # the server forgot the script, so it ran none of these
+        if lost:  # Redis has dropped the script and ran none of these
             again = await self._round([batch[place] for place in lost], load=True)
             for place, answer in zip(lost, again, strict=True):
                 answers[place] = answer
@@ -188,11 +186,13 @@ class RedisCallBatcher:
                 self._url,
                 protocol=2,
                 decode_responses=False,
-                socket_connect_timeout=self._bound,
-                retry=self._library.asyncio.retry.Retry(self._library.backoff.NoBackoff(), 0),  # nothing is sent twice
+                socket_connect_timeout=self._timeout_s,
+                retry=self._library.asyncio.retry.Retry(
+                    self._library.backoff.NoBackoff(), 0
+                ),  # never send a call twice
             )
         except ValueError as error:
-            raise HeadraceError(f"the address of the shared limits is none: {error}") from None
+            raise HeadraceError(f"Invalid Redis URL for shared limits: {error}.") from None
 
     def _disconnect(self) -> None:
         client, self._client, self._loaded = self._client, None, False
@@ -206,11 +206,11 @@ def _library() -> Any:
         importlib.import_module("redis.backoff")
         return importlib.import_module("redis")
     except ImportError:
-        raise HeadraceError("shared limits need the package redis: pip install 'headrace[redis]'") from None
+        raise HeadraceError("Shared limits need the package redis. Run: pip install 'headrace[redis]'") from None
 
 
 def _why(error: Exception) -> UnavailableReason:
-    # By name, so that nothing here needs the package to be there.
+    # Compared by name, because the package may be missing.
     name = type(error).__name__
     if name == "OutOfMemoryError" or str(error).startswith("OOM"):
         return "full"

@@ -1,15 +1,14 @@
-"""Limits counted in Redis or Valkey, so that several gateways hold one limit together.
+"""Counts rate limits in Redis or Valkey, so that several gateways share them.
 
-Owns what is said to the script limits.lua, the tickets of requests, and their leases: a gateway that dies gives back
-what it held when the leases lapse. Knows neither sockets (redis_calls) nor what happens where the store is gone
-(limiter).
+Calls the script limits.lua and keeps leases: when a gateway dies, what it held is given back as its leases expire.
+redis_calls owns the connection; rate_limiter decides what to do when Redis is down.
 
-Time is the server's: gateways share no other clock. What a ticket lets out it notes with its age by this process's own
-clock, so no two clocks are ever compared, and a token counts from when it was let out, however late it is reported.
+Time is that of Redis, the only clock gateways share. A grant records deliveries with their age by this process's clock,
+so clocks are never compared, and a token counts from its delivery however late it is reported.
 
-A lease is renewed at a sixth of its length, and a ticket lets out no more once a third has passed without that. So when
-a lease lapses, what was let out under it is two thirds of a lease old: with a lease of 90 seconds, older than every
-window, and nothing of it needs to be counted any more.
+A lease is renewed after a sixth of its length, and a grant stops delivering after a third without renewal. When a lease
+expires, the deliveries under it are at least two thirds of a lease old: with leases of 90 seconds, older than every
+window, so they no longer count.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from headrace.gateway.limits.redis_calls import RedisUnavailableError
 log: Final = structlog.stdlib.get_logger("headrace.limits")
 Result = TypeVar("Result")
 
-_SEGMENTS: Final = 64  # notes of a ticket on what it let out; neighbours become one where there are more
+_SEGMENTS: Final = 64  # deliveries recorded per grant; neighbours are merged beyond this
 
 
 class RedisScriptCalls(Protocol):
-    """What RedisCalls does."""
+    """The interface of RedisCallBatcher that this store uses."""
 
     @property
     def breaker(self) -> StoreBreaker: ...
@@ -55,18 +54,20 @@ class RedisLimitStore:
         self,
         calls: RedisScriptCalls,
         *,
-        prefix: str = "headrace",  # of all keys; gateways that hold limits together have the same
+        prefix: str = "headrace",  # of all keys; the same in gateways that share limits
         lease_s: float = 90.0,
-        entries: int = 1024,  # of one window
-        owed: int = 10_000,  # reservations whose end could not be told as yet
-        tend_s: float = 1.0,  # between two looks at leases and at what is owed
+        entries: int = 1024,  # log entries per window
+        owed: int = 10_000,  # finished reservations that could not be reported yet
+        tend_s: float = 1.0,  # interval of lease renewal and retries
         clock: Callable[[], float] = time.monotonic,
-        server_clock: Callable[[], float] | None = None,  # in place of the server's, for tests
+        server_clock: Callable[[], float] | None = None,  # replaces the time of Redis in tests
     ) -> None:
         self.now: Final = SteadyClock(clock)
         self.lease: Final = round(lease_s * 1e6)
         if 2 * self.lease < 3 * MINUTE:
-            raise HeadraceError("a lease of shared limits is 90 s at least: one and a half of the longest window")
+            raise HeadraceError(
+                "The lease of shared limits must be at least 90 s, one and a half times the longest window."
+            )
         self._calls = calls
         self._prefix = prefix
         self._entries = entries
@@ -81,31 +82,33 @@ class RedisLimitStore:
 
     @property
     def skipped_s(self) -> float:
-        """Seconds until the store is tried again, where it is left alone."""
+        """Seconds until Redis is tried again while the circuit breaker is open."""
         return self._calls.breaker.left()
 
     @property
     def owed(self) -> int:
-        """Reservations whose end the store has yet to be told."""
+        """Finished reservations that Redis does not know of yet."""
         return len(self._owed)
 
     async def open(self) -> None:
-        """Connects, so that the first request need not; where that does not work, it is no error."""
+        """Connect ahead of the first request. A failure is not an error."""
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_always())
             with contextlib.suppress(RedisUnavailableError):
                 await self.send(script_keys(self._prefix, ()), ScriptArguments(operation="look"))
 
-    async def reserve(self, scopes: Sequence[LimitScope], wish: LimitRequest) -> RedisGrant | LimitRefusal:
-        """GoneError where the store does not answer; what it may have done is taken back."""
+    async def reserve(self, scopes: Sequence[LimitScope], request: LimitRequest) -> RedisGrant | LimitRefusal:
+        """Reserve all scopes or none. Raise RedisUnavailableError if Redis does not answer; a late effect is undone."""
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend_always())
-        ticket = RedisGrant(self, script_keys(self._prefix, tuple(scopes)), wish)
-        beginning = self.spawn(ticket.begin())
+        grant = RedisGrant(self, script_keys(self._prefix, tuple(scopes)), request)
+        beginning = self.spawn(grant.begin())
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            beginning.add_done_callback(lambda _: ticket.close(0, 0, void=True))  # nobody is left to do it
+            beginning.add_done_callback(
+                lambda _: grant.close(0, 0, void=True)
+            )  # the caller is gone and cannot close it
             raise
 
     async def send(self, layout: ScriptKeys, ask: ScriptArguments, *, probe: bool = False) -> list[int]:
@@ -117,7 +120,7 @@ class RedisLimitStore:
         return await self._calls.call(layout.keys, self._encode(ask), probe=probe)
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Runs it to its end, whoever waits for it or does not."""
+        """Run `work` to its end even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned)
@@ -126,39 +129,39 @@ class RedisLimitStore:
     def _spawned(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits
+            task.exception()  # reported to the awaiting caller
 
-    def begun(self, ticket: RedisGrant) -> None:
-        self._running[ticket.id] = ticket
+    def begun(self, grant: RedisGrant) -> None:
+        self._running[grant.id] = grant
 
-    async def end(self, ticket: RedisGrant) -> None:
-        """Tells the store how it ended, now or as soon as it is there."""
-        self._running.pop(ticket.id, None)
+    async def end(self, grant: RedisGrant) -> None:
+        """Report the end of a grant to Redis, now or as soon as it is reachable."""
+        self._running.pop(grant.id, None)
         try:
-            done = await ticket.end()
+            done = await grant.end()
         except RedisUnavailableError:
             done = False
         if done:
-            self._owed.pop(ticket.id, None)
-        elif ticket.id not in self._owed:
+            self._owed.pop(grant.id, None)
+        elif grant.id not in self._owed:
             if len(self._owed) >= self._most_owed:
-                self._owed.popitem(last=False)  # its lease lapses
-            self._owed[ticket.id] = ticket
+                self._owed.popitem(last=False)  # its lease expires
+            self._owed[grant.id] = grant
 
     async def tend(self) -> None:
-        """Tries a store that was left alone, renews leases, tells what is owed."""
+        """Probe Redis if the breaker allows it, renew leases, and report overdue ends."""
         if self._calls.breaker.due:
             with contextlib.suppress(RedisUnavailableError):
                 await self.send(script_keys(self._prefix, ()), ScriptArguments(operation="look"), probe=True)
         if self._calls.breaker.open:
             return
         now = self.now()
-        due = [ticket.renew() for ticket in self._running.values() if now - ticket.contact >= self.lease // 6]
-        for id, ticket in list(self._owed.items()):
-            if now - ticket.contact < self.lease:
-                due.append(self.end(ticket))
+        due = [grant.renew() for grant in self._running.values() if now - grant.contact >= self.lease // 6]
+        for id, grant in list(self._owed.items()):
+            if now - grant.contact < self.lease:
+                due.append(self.end(grant))
             else:
-                del self._owed[id]  # it has lapsed
+                del self._owed[id]  # expired
         await asyncio.gather(*due)
 
     async def _tend_always(self) -> None:
@@ -166,16 +169,16 @@ class RedisLimitStore:
             await asyncio.sleep(self._tend_s)
             try:
                 await self.tend()
-            except Exception:  # leases would lapse under requests that run
-                log.exception("shared limits could not be tended")
+            except Exception:  # an error must not stop renewal: leases of running requests would expire
+                log.exception("shared limits could not be maintained")
 
     async def settled(self) -> None:
-        """Waits for what is being said to the store just now."""
+        """Wait for the calls in flight."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Says what is left to say. What runs still is left to its leases."""
+        """Finish the calls in flight. Running grants expire with their leases."""
         if self._tending is not None:
             self._tending.cancel()
             await asyncio.wait({self._tending})
@@ -185,96 +188,98 @@ class RedisLimitStore:
 
 
 class RedisGrant:
-    """What one request was granted there. Tokens are counted from `taken`, those that it has let out."""
+    """What Redis has granted one request. `taken` counts the output tokens delivered."""
 
-    def __init__(self, store: RedisLimitStore, layout: ScriptKeys, wish: LimitRequest) -> None:
+    def __init__(self, store: RedisLimitStore, layout: ScriptKeys, request: LimitRequest) -> None:
         self.id: Final = secrets.token_hex(8)
         self.taken = 0
-        self.contact = store.now()  # when what the store knows of last was sent; on this process's clock
-        self._store, self._layout, self._wish = store, layout, wish
+        self.contact = store.now()  # when the last successful report was sent, on this process's clock
+        self._store, self._layout, self._request = store, layout, request
         self._state: Literal["new", "unsure", "open", "closed"] = "new"
-        self._granted = [first if paced else UNLIMITED for first, paced in zip(wish.first, layout.paced, strict=True)]
+        self._granted = [
+            first if paced else UNLIMITED for first, paced in zip(request.first, layout.paced, strict=True)
+        ]
         self._least = min(self._granted)
-        self._asked_at = -1  # what was granted when more was asked for ahead of time
+        self._asked_at = -1  # the grant at which more was requested in advance
         self._asking: asyncio.Task[LimitRefusal | None] | None = None
-        self._reported = 0  # tokens that the store has counted for certain
-        self._sent: list[tuple[int, int]] = []  # when and how many, since: told, and not known to have come
-        self._segments: list[tuple[int, int]] = []  # and not told
+        self._reported = 0  # tokens that Redis has certainly counted
+        self._sent: list[tuple[int, int]] = []  # (time, tokens) sent but not confirmed
+        self._segments: list[tuple[int, int]] = []  # (time, tokens) not sent yet
         self._ending = ScriptArguments(operation="close")
-        self._standings: tuple[WindowStatus, ...] = ()
+        self._statuses: tuple[WindowStatus, ...] = ()
 
     @property
     def granted(self) -> tuple[int, int]:
-        """Tokens that may be let out in all before more is asked for, by the windows' paces."""
+        """Output tokens allowed in total before more must be granted, per pace."""
         return self._granted[0], self._granted[1]
 
-    def standings(self) -> tuple[WindowStatus, ...]:
-        """As they were when it began."""
-        return self._standings
+    def statuses(self) -> tuple[WindowStatus, ...]:
+        """The window statuses as of the start."""
+        return self._statuses
 
     async def begin(self) -> RedisGrant | LimitRefusal:
-        layout, wish = self._layout, self._wish
-        amounts = tuple(wish.amount(window) for window in layout.windows)
+        layout, request = self._layout, self._request
+        amounts = tuple(request.amount(window) for window in layout.windows)
         ask = ScriptArguments(
-            operation="reserve", id=self.id, amounts=amounts, targets=self._pairs(wish.first), ahead=wish.ahead
+            operation="reserve", id=self.id, amounts=amounts, targets=self._pairs(request.first), ahead=request.ahead
         )
         try:
             answer = await self._store.send(layout, ask)
         except RedisUnavailableError as gone:
             if gone.why in ("timeout", "reset", "error"):
                 self._state = "unsure"
-                self._ending.void, self._ending.input = 1, -wish.input_tokens
+                self._ending.void, self._ending.input = 1, -request.input_tokens
                 self._store.spawn(self._store.end(self))
             raise
         if answer[0] == 0:
-            return layout.refusal(answer[2:6], layout.standings(answer[6:]))
-        self._standings = layout.standings(answer[2:])
+            return layout.refusal(answer[2:6], layout.statuses(answer[6:]))
+        self._statuses = layout.statuses(answer[2:])
         self._state = "open"
         self._store.begun(self)
         return self
 
     def take(self, count: int) -> bool:
-        """Lets so many more tokens out. False: more is to be granted first."""
+        """Deliver `count` more tokens. Return False if more must be granted first."""
         if self._least == UNLIMITED:
             self.taken += count
             return True
         now = self._store.now()
         taken = self.taken + count
-        if not self._may(taken, now):
+        if not self._can_deliver(taken, now):
             return False
         self.taken = taken
-        self._note(now, count)
+        self._record(now, count)
         if self._asking is None and self._asked_at != self._least and self._runs_low():
             self._asked_at = self._least
             self._ask(self._least + 1)
         return True
 
-    def _may(self, taken: int, now: int) -> bool:
+    def _can_deliver(self, taken: int, now: int) -> bool:
         return self._state == "open" and taken <= self._least and now - self.contact < self._store.lease // 3
 
     def _runs_low(self) -> bool:
-        step = min(step for step, paced in zip(self._wish.step, self._layout.paced, strict=True) if paced)
-        return self._least - self.taken <= step // 2 and self._least < self._wish.most_output
+        step = min(step for step, paced in zip(self._request.step, self._layout.paced, strict=True) if paced)
+        return self._least - self.taken <= step // 2 and self._least < self._request.most_output
 
-    def _note(self, now: int, count: int) -> None:
-        noted = self._segments
-        if noted and noted[-1][0] == now:
-            noted[-1] = (now, noted[-1][1] + count)
+    def _record(self, now: int, count: int) -> None:
+        segments = self._segments
+        if segments and segments[-1][0] == now:
+            segments[-1] = (now, segments[-1][1] + count)
             return
-        noted.append((now, count))
-        if len(noted) > _SEGMENTS:
-            pairs = zip(noted[::2], noted[1::2], strict=False)
-            odd = noted[-1:] if len(noted) % 2 else []
+        segments.append((now, count))
+        if len(segments) > _SEGMENTS:
+            pairs = zip(segments[::2], segments[1::2], strict=False)
+            odd = segments[-1:] if len(segments) % 2 else []
             self._segments = [(late, first + second) for (_, first), (late, second) in pairs] + odd
 
     async def more(self, count: int) -> LimitRefusal | None:
-        """Has so many more granted. None: they are. GoneError where the store does not answer."""
+        """Grow the grant by `count` tokens. Return None on success; raise RedisUnavailableError if Redis is down."""
         if count > self._layout.smallest:
             return self._layout.never(count)
         if self._asking is not None:
             with contextlib.suppress(RedisUnavailableError):
                 await asyncio.shield(self._asking)
-        if self._state != "open" or self._may(self.taken + count, self._store.now()):
+        if self._state != "open" or self._can_deliver(self.taken + count, self._store.now()):
             return None
         return await asyncio.shield(self._ask(self.taken + count))
 
@@ -288,18 +293,18 @@ class RedisGrant:
         return asking
 
     async def _grow(self, need: int) -> LimitRefusal | None:
-        """One at a time."""
+        """Report deliveries and request a larger grant. One call at a time."""
         try:
             now = self._store.now()
-            wish = self._wish
+            request = self._request
             self._sent += self._segments
             self._segments = []
             targets = [
-                granted + max(need - granted, min(step, wish.most_output - granted)) if need > granted else granted
-                for granted, step in zip(self._granted, wish.step, strict=True)
+                granted + max(need - granted, min(step, request.most_output - granted)) if need > granted else granted
+                for granted, step in zip(self._granted, request.step, strict=True)
             ]
             ask = ScriptArguments(
-                operation="more", id=self.id, need=need, targets=self._pairs(targets), ahead=wish.ahead
+                operation="more", id=self.id, need=need, targets=self._pairs(targets), ahead=request.ahead
             )
             ask.start, ask.segments = self._reported, self._ages(self._sent, now)
             answer = await self._store.send(self._layout, ask)
@@ -317,7 +322,7 @@ class RedisGrant:
             self._asking = None
 
     def _pairs(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the paces that have a limit, and 0 of others."""
+        """Return the values of limited paces, 0 for the others."""
         first, second = (count if paced else 0 for count, paced in zip(tokens, self._layout.paced, strict=True))
         return first, second
 
@@ -326,22 +331,22 @@ class RedisGrant:
         return tuple((now - when, count) for when, count in segments)
 
     def close(self, input_tokens: int, extra: int, *, void: bool = False) -> asyncio.Task[None] | None:
-        """Counts what was used and gives back the rest, once; in the background, unless somebody waits for it.
+        """Count what was used and give back the rest, once. The returned task runs in the background.
 
-        extra: output tokens beyond those that were let out, or below zero, fewer; void: not even the request counts.
+        extra: output tokens beyond (or, if negative, below) those delivered. void: do not count the request either.
         """
         if self._state != "open":
             return None
         self._state = "closed"
-        self._ending.input, self._ending.extra = input_tokens - self._wish.input_tokens, extra
+        self._ending.input, self._ending.extra = input_tokens - self._request.input_tokens, extra
         self._ending.void = int(void)
         return self._store.spawn(self._store.end(self))
 
     async def end(self) -> bool:
-        """Tells the store; whether it knows now."""
+        """Report the end. Return whether Redis knows it now."""
         ask, now = self._ending, self._store.now()
         ask.id = self.id
         ask.start, ask.segments = self._reported, self._ages([*self._sent, *self._segments], now)
         answer = await self._store.send(self._layout, ask)
-        # What was reserved without an answer may be done late, and is to be found then.
+        # A reservation that timed out may still take effect later, so this must be repeated until it is found.
         return answer[0] == 1 or self._state != "unsure"
