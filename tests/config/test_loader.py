@@ -299,7 +299,7 @@ def test_a_mistake_within_a_list_of_the_environment_names_the_variable() -> None
     [
         ({"server.port": 70_000}, r"^flag: server\.port: expected an integer"),
         ({"models": {"a.b": {"options": {"threads": "x"}}}}, r'^flag: models\."a\.b"\.options\.threads: expected'),
-        ({"models": {"m": {"options": {"kv": "f8"}}}}, r"^flag: models\.m\.options\.kv: unknown KV type"),
+        ({"models": {"m": {"options": {"kv": "f8"}}}}, r"^flag: models\.m\.options\.kv: Unknown KV type"),
         ({"keys": [{"name": "a", "key": "a b"}]}, r"^flag: keys\[0\]\.key: expected ASCII characters"),
     ],
 )

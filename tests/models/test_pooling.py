@@ -55,18 +55,18 @@ def test_pooling_is_read_as_sentence_transformers_reads_it(
 @pytest.mark.parametrize(
     ("modules", "pooling", "message"),
     [
-        ([TRANSFORMER], None, "no Pooling module"),
-        ([TRANSFORMER, POOLING], None, "1_Pooling.*no such file"),
+        ([TRANSFORMER], None, "Pooling module is missing"),
+        ([TRANSFORMER, POOLING], None, "1_Pooling.*does not exist"),
         ([TRANSFORMER, POOLING, module("Dense", "2_Dense")], {}, "'Dense' is not supported"),
-        ([TRANSFORMER, module("Pooling", "../elsewhere")], {}, "path.*folder within"),
+        ([TRANSFORMER, module("Pooling", "../elsewhere")], {}, "path.*folder inside"),
         ([TRANSFORMER, POOLING], {"pooling_mode": "max"}, "pooling_mode.*one of cls, lasttoken, mean"),
         (
             [TRANSFORMER, POOLING],
             {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-            "pooling cls and mean is not supported",
+            "Pooling cls and mean is not supported",
         ),
         ([TRANSFORMER, POOLING], {"include_prompt": False}, "include_prompt"),
-        ([7], None, "expected an object"),
+        ([7], None, "Expected an object"),
         ([TRANSFORMER] * 40, None, "at most 16"),
     ],
 )

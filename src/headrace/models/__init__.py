@@ -1,1 +1,1 @@
-"""WHAT a model is: its description, its weights, its tokenizer and its chat template."""
+"""Describes a model and reads it: its spec, weights, tokenizer and chat template. Does not run it."""

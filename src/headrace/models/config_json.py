@@ -1,4 +1,4 @@
-"""A typed, bounded view of a model's config.json.
+"""Reads a model's config.json with types and bounds.
 
 A wrong type, a missing key or a value outside its bounds raises a ModelError that names the file, the key, the expected
 value and the value found. Does not know what the keys mean: families do.
@@ -24,8 +24,8 @@ MAX_HEADS: Final = 1 << 12
 MAX_HEAD_SIZE: Final = 1 << 12
 MAX_EXPERTS: Final = 1 << 12
 MAX_CONTEXT: Final = 1 << 30  # tokens
-MAX_NUMBER: Final = 1e12  # past any rope base, scale or cap; products of three of them are still finite in f32
-MIN_NUMBER: Final = 1e-15  # of numbers that must be above zero, for their reciprocals
+MAX_NUMBER: Final = 1e12  # larger than any rope base, scale or cap; a product of three is still finite in f32
+MIN_NUMBER: Final = 1e-15  # for numbers that must be above zero, so that reciprocals stay finite
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _MISSING: Final = object()
 
 
 class ConfigJson:
-    """One JSON object of a model folder; `prefix` says where in the file it stands."""
+    """One JSON object of a model folder. `prefix` is its place in the file, such as `rope_scaling.`."""
 
     def __init__(self, values: Mapping[str, object], *, path: Path, prefix: str = "") -> None:
         self._values = values
@@ -45,7 +45,7 @@ class ConfigJson:
         return cls(read_json(path), path=path)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigJson:
-        """The same object with the defaults in place of missing keys."""
+        """Return a copy in which missing keys have these defaults."""
         return ConfigJson({**defaults, **self._values}, path=self.path, prefix=self._prefix)
 
     @property
@@ -53,16 +53,16 @@ class ConfigJson:
         return self.path.parent
 
     def has(self, key: str) -> bool:
-        """True when the key is there and is not null."""
+        """Return whether the key is present and not null."""
         return self._values.get(key) is not None
 
     def mismatch(self, key: str, expected: str) -> ModelError:
-        """An error that quotes the value of `key`."""
-        found = _shown(self._values[key]) if key in self._values else "nothing"
-        return self.error(key, f"expected {expected}, found {found}")
+        """Build an error that says what was expected and quotes the value found."""
+        found = _shorten(self._values[key]) if key in self._values else "nothing"
+        return self.error(key, f"Expected {expected}, found {found}.")
 
     def error(self, key: str, reason: str) -> ModelError:
-        return ModelError(f"config key {(self._prefix + key)[:120]!r}: {reason}", path=self.path)
+        return ModelError(f"Key {(self._prefix + key)[:120]!r}: {reason}", path=self.path)
 
     def size(self, key: str, *, maximum: int, minimum: int = 1, default: int | None = None) -> int:
         value = self._get(key, default)
@@ -78,7 +78,7 @@ class ConfigJson:
     def number(
         self, key: str, *, minimum: float = 0.0, maximum: float = MAX_NUMBER, default: float | None = None
     ) -> float:
-        """A finite number in [minimum, maximum]."""
+        """Return a finite number in [minimum, maximum]."""
         return self._number(key, self._get(key, default), minimum, maximum)
 
     def positive(self, key: str, *, maximum: float = MAX_NUMBER, default: float | None = None) -> float:
@@ -105,14 +105,14 @@ class ConfigJson:
         return value
 
     def choice(self, key: str, table: Mapping[str, T], *, default: str | None = None) -> T:
-        """What the table holds for the string at `key`."""
+        """Look up the string at `key` in the table."""
         name = self.text(key, default=default)
         if name not in table:
             raise self.mismatch(key, f"one of {', '.join(sorted(table))}")
         return table[name]
 
     def positives(self, key: str, count: int) -> tuple[float, ...]:
-        """Exactly `count` finite numbers above zero."""
+        """Return exactly `count` finite numbers above zero."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(cast("list[object]", value)) != count:
             raise self.mismatch(key, f"a list of {count} numbers")
@@ -122,7 +122,7 @@ class ConfigJson:
         return numbers
 
     def optional_sizes(self, key: str, *, minimum: int, maximum: int, max_items: int) -> tuple[int, ...] | None:
-        """A list of at most `max_items` integers, or None where it is missing or null."""
+        """Return a list of at most `max_items` integers, or None if the key is missing or null."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -134,7 +134,7 @@ class ConfigJson:
         return tuple(cast("list[int]", value))
 
     def optional_names(self, key: str, allowed: tuple[str, ...], count: int) -> tuple[str, ...] | None:
-        """Exactly `count` of the allowed strings, or None where the key is missing or null."""
+        """Return exactly `count` of the allowed strings, or None if the key is missing or null."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -142,11 +142,11 @@ class ConfigJson:
             raise self.mismatch(key, f"a list of {count} names")
         for item in cast("list[object]", value):
             if item not in allowed:
-                raise self.error(key, f"expected {' or '.join(allowed)}, found {_shown(item)}")
+                raise self.error(key, f"Expected {' or '.join(allowed)}, found {_shorten(item)}.")
         return tuple(cast("list[str]", value))
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A short list of strings; empty where the key is missing or null."""
+        """Return a list of at most 64 strings, empty if the key is missing or null."""
         value = self._values.get(key)
         items = cast("list[object]", value) if isinstance(value, list) else []
         if value is not None and (not isinstance(value, list) or len(items) > 64):
@@ -162,12 +162,12 @@ class ConfigJson:
         return ConfigJson(cast("dict[str, object]", value), path=self.path, prefix=f"{self._prefix}{key}.")
 
     def optional_sub(self, key: str) -> ConfigJson | None:
-        """The object at `key`; None where it is missing, null or empty."""
+        """Return the object at `key`, or None if it is missing, null or empty."""
         value = self._values.get(key)
         return None if value is None or value == {} else self.sub(key)
 
     def subs(self, key: str, *, max_items: int) -> tuple[ConfigJson, ...]:
-        """The objects of the list at `key`, at most `max_items` of them."""
+        """Return the objects in the list at `key`, at most `max_items`."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(cast("list[object]", value)) > max_items:
             raise self.mismatch(key, f"a list of at most {max_items} objects")
@@ -176,36 +176,39 @@ class ConfigJson:
         return tuple(within.sub(index) for index in items)
 
     def objects(self) -> tuple[str, ...]:
-        """The keys that hold objects."""
+        """Return the keys that hold objects."""
         return tuple(key for key, value in self._values.items() if isinstance(value, dict))
 
     def refuse(self, key: str, reason: str, *, unless: tuple[object, ...] = (None,)) -> None:
-        """Raise unless the key is missing or holds one of the harmless values."""
+        """Raise unless the key is missing, null or one of the values in `unless`."""
         value = self._values.get(key)
         if value is not None and not any(type(value) is type(good) and value == good for good in unless):
-            raise self.error(key, f"{_shown(value)} is not supported: {reason}")
+            raise self.error(key, f"{_shorten(value)} is not supported: {reason}.")
 
     def refuse_quantised(self) -> None:
         if self.has("quantization_config"):
-            raise self.error("quantization_config", "quantised checkpoints are not supported")
+            raise self.error(
+                "quantization_config",
+                "Quantised checkpoints are not supported. Use the unquantised model.",
+            )
 
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key, _MISSING)
         if value is not _MISSING:
             return value
         if default is None:
-            raise self.error(key, "missing")
+            raise self.error(key, "The key is missing.")
         return default
 
     def _number(self, key: str, value: object, minimum: float, maximum: float) -> float:
-        # An integer is compared as it is: one too large for a float must not overflow on the way here.
+        # Compare integers as they are: one that is too large for a float would overflow.
         if isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum:
             return float(value)
         raise self.mismatch(key, f"a number from {minimum:g} to {maximum:g}")
 
 
-def _shown(value: object) -> str:
-    """The value in few characters, whatever it is: error texts are bounded too."""
+def _shorten(value: object) -> str:
+    """Describe a value of any size in a few characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):

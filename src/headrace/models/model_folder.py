@@ -1,7 +1,6 @@
-"""A model folder, opened and checked: what the model is, where each canonical tensor comes from, how it speaks.
+"""Finds a model by name, path or hub id, opens its folder, and checks config, tensor names and shapes.
 
-Owns ModelFolder, the finding of a model by name, path or hub id, and the joining of a canonical tensor from its parts
-on disk. Knows nothing of precisions or of executors.
+Joins canonical tensors from their parts on disk. Does not know precisions or executors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headrace.models.formats.tensors import DenseTensor
 from headrace.models.spec import ModelSpec, tensor_shapes
 from headrace.models.text.tokenizer import Tokenizer
 
-BUNDLED: Final = Path(__file__).parent / "bundled"  # models of our own that come with the package
+BUNDLED: Final = Path(__file__).parent / "bundled"  # the models that ship with the package
 BUNDLED_NAMES: Final = ("mini", "draft")
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -30,7 +29,7 @@ _HUB_FILES: Final = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.j
 
 
 class ModelFolder:
-    """Reading the folder checks config, names and shapes; the weights themselves stay on disk, mapped."""
+    """A checked model folder. The weights stay on disk, mapped."""
 
     def __init__(
         self, path: Path, config: ConfigJson, spec: ModelSpec, weights: ModelWeights, sources: TensorSources
@@ -48,23 +47,23 @@ class ModelFolder:
 
     @cached_property
     def decoding_tokenizer(self) -> Tokenizer:
-        """The same for who hardly ever cuts a text: what that takes is read when it is first asked for."""
+        """A tokenizer that loads its encoder on first use, for a process that mostly decodes."""
         return Tokenizer.load_for_decoding(self.path, self.spec.vocab_size)
 
     def tensor(self, name: str) -> DenseTensor:
-        """A canonical tensor, joined from its parts; a view of the mapped file where one part is all of it."""
+        """Return a canonical tensor, joined from its parts, or a view of the mapped file if there is only one part."""
         parts = [self._part(name, part) for part in self.sources[name]]
         if len(parts) == 1:
             return parts[0]
-        kinds = {part.dtype for part in parts}
+        dtypes = {part.dtype for part in parts}
         data: NDArray[Any]
-        if len(kinds) == 1:
-            kind = parts[0].dtype
+        if len(dtypes) == 1:
+            dtype = parts[0].dtype
             data = np.concatenate([part.data for part in parts])
         else:
-            kind = "f32"
+            dtype = "f32"
             data = np.concatenate([part.to_f32() for part in parts])
-        return DenseTensor(name=name, dtype=kind, shape=self.shapes[name], data=data, path=parts[0].path)
+        return DenseTensor(name=name, dtype=dtype, shape=self.shapes[name], data=data, path=parts[0].path)
 
     def _part(self, name: str, part: TensorPart) -> DenseTensor:
         tensor = self.weights.dense(part.name)
@@ -74,34 +73,36 @@ class ModelFolder:
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
 
     def check_shapes(self) -> None:
-        """Every tensor that the spec wants is in the files, with the shape that follows from the spec."""
+        """Raise ModelError unless the files hold every tensor of the spec in its shape."""
         for name, shape in self.shapes.items():
             parts = self.sources[name]
             for part, rows in zip(parts, self._rows(name, len(parts)), strict=True):
-                found = self.weights.dense(part.name).shape
+                shape_on_disk = self.weights.dense(part.name).shape
                 if part.index is not None:
-                    if len(found) < 2 or part.index >= found[0]:
-                        raise self._misshapen(part, found, f"at least {part.index + 1} experts")
-                    found = found[1:]
-                if found != (rows, *shape[1:]):
-                    raise self._misshapen(part, found, "x".join(map(str, (rows, *shape[1:]))))
+                    if len(shape_on_disk) < 2 or part.index >= shape_on_disk[0]:
+                        raise self._shape_error(part, shape_on_disk, f"at least {part.index + 1} experts")
+                    shape_on_disk = shape_on_disk[1:]
+                if shape_on_disk != (rows, *shape[1:]):
+                    raise self._shape_error(part, shape_on_disk, "x".join(map(str, (rows, *shape[1:]))))
 
     def _rows(self, name: str, parts: int) -> tuple[int, ...]:
-        """How many rows each part of a canonical tensor has."""
+        """Return the number of rows of each part of a canonical tensor."""
         rows = self.shapes[name][0]
         if parts == 3:
             return (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)  # q, k and v
         return (rows // parts,) * parts  # all of it, or gate and up
 
-    def _misshapen(self, part: TensorPart, found: tuple[int, ...], expected: str) -> ModelError:
-        shape = "x".join(map(str, found)) or "a scalar"
-        return ModelError(f"has shape {shape}, expected {expected} from config.json", path=self.path, tensor=part.name)
+    def _shape_error(self, part: TensorPart, shape_on_disk: tuple[int, ...], expected: str) -> ModelError:
+        shape = "x".join(map(str, shape_on_disk)) or "a scalar"
+        return ModelError(f"Has shape {shape}. Expected {expected} from config.json.", path=self.path, tensor=part.name)
 
 
 def open_model(path: Path) -> ModelFolder:
-    """The model in a folder; ModelError where anything about it is wrong."""
+    """Open the model in a folder; raise ModelError if anything in it is wrong."""
     if not path.is_dir():
-        raise ModelError("no such model folder" if not path.exists() else "not a folder", path=path)
+        raise ModelError(
+            "The model folder does not exist." if not path.exists() else "The model path is not a folder.", path=path
+        )
     config = ConfigJson.read(path / "config.json")
     spec = model_spec(config)
     weights = ModelWeights.open(path)
@@ -111,7 +112,7 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model given as a bundled one's name, a path or a hub id; the hub is asked for what is neither."""
+    """Return the folder of a bundled model, a path or a hub id. Downloads from the hub only for a hub id."""
     if name in BUNDLED_NAMES:
         return BUNDLED / name
     path = Path(name).expanduser()
@@ -119,19 +120,19 @@ def find_model(name: str) -> Path:
         return path
     if not _HUB_ID.fullmatch(name):
         raise RequestError(
-            f"no model at '{name}': it is neither a folder, nor a hub id (owner/name), nor a "
-            f"bundled model ({', '.join(BUNDLED_NAMES)})",
+            f"Unknown model '{name}'. Pass a folder, a hub id (owner/name) or a bundled model "
+            f"({', '.join(BUNDLED_NAMES)}).",
             parameter="model",
         )
     try:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
     except ImportError:
         raise RequestError(
-            f"no folder '{name}'. To fetch it from the hub, install the extra: pip install 'headrace[hub]'",
+            f"Folder '{name}' does not exist. To download it from the hub, run: pip install 'headrace[hub]'",
             parameter="model",
         ) from None
     try:
         return Path(str(snapshot_download(name, allow_patterns=_HUB_FILES)))  # pyright: ignore[reportUnknownArgumentType]
-    except Exception as error:  # the hub's client raises its own, requests' and the system's errors
+    except Exception as error:  # the hub client raises its own errors, those of requests and those of the system
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RequestError(f"'{name}' could not be fetched from the hub: {reason[0]}", parameter="model") from error
+        raise RequestError(f"Cannot download '{name}' from the hub: {reason[0]}", parameter="model") from error

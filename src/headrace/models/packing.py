@@ -1,7 +1,7 @@
-"""Canonical tensors as the core takes them: products packed in a precision, everything else as f32 vectors.
+"""Packs a model folder into the tensors that the core takes: products in a precision, everything else as f32 vectors.
 
-Owns the way from a model folder and a weight plan to the core's tensors, and the packed file that saves it at the next
-start. The packed file is keyed by content: the digest of the weight files, the spec, the plan and the layout's version.
+Saves them in a file that the next start maps. Its name is a digest of the weight files, the spec, the plan and the
+layout's version, so a change of any of them packs again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.models.spec import ModelSpec, is_product
 from headrace.models.weight_cache import cache_limit, evict_until_fits
 
 PANEL: Final = 32  # output channels side by side in the core's layout
-VERSION: Final = 1  # of what this file does to tensors before the core packs them
+VERSION: Final = 1  # increase it when this file changes tensors before the core packs them
 
 CoreTensor = _core.Packed | NDArray[np.float32]
 
@@ -36,11 +36,11 @@ CoreTensor = _core.Packed | NDArray[np.float32]
 class LoadedTensors(msgspec.Struct):
     tensors: dict[str, CoreTensor]
     bytes: int
-    mapped: bool  # read from a packed file that was there
+    mapped: bool  # read from an existing packed file
 
 
-class _Piece(msgspec.Struct):
-    """A tensor as bytes with what it takes to read them back."""
+class _PackedTensor(msgspec.Struct):
+    """A tensor as bytes, with the metadata to read them back."""
 
     name: str
     meta: dict[str, Any]
@@ -55,7 +55,7 @@ def load_tensors(
     cache: Path | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedTensors:
-    """The model's tensors, from the cache folder's packed file or made now (and saved there, where there is room)."""
+    """Load the packed tensors from the cache folder, or pack them now and save them if there is room."""
     plan.check_patterns(name for name in folder.shapes if is_product(name))
     if cache is None:
         return _collect(_pieces(folder, plan, pool, progress), mapped=False)
@@ -72,16 +72,19 @@ def load_tensors(
             for piece in _pieces(folder, plan, pool, progress):
                 writer.add(piece.name, piece.meta, piece.data)
     except OSError:
-        # A cache that cannot be written (full, read-only) costs time at the next start, nothing else.
+        # An unwritable cache (full, read-only) only costs time at the next start.
         return _collect(_pieces(folder, plan, pool, progress), mapped=False)
     opened = _open_packed(path)
     if opened is None:
-        raise ModelError("the packed file that was just written cannot be read", path=path)
+        raise ModelError(
+            "Cannot read the packed file that was just written. Check the disk of the cache folder (HEADRACE_CACHE).",
+            path=path,
+        )
     return msgspec.structs.replace(opened, mapped=False)
 
 
 def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: WeightPlan) -> int:
-    """Bytes of the core's tensors under a plan."""
+    """Return the bytes of the packed tensors under a plan."""
     total = 0
     for name, shape in shapes.items():
         if is_product(name) or name.endswith(".router"):
@@ -99,7 +102,7 @@ def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
 
 def _precision(name: str, plan: WeightPlan, spec: ModelSpec) -> Precision:
     if name.endswith(".router"):
-        return Precision("f32")  # small, and a wrong choice of expert is not a small error
+        return Precision("f32")  # it is small, and a wrong choice of expert is a large error
     return plan.precision(name, tied=spec.tied)
 
 
@@ -108,7 +111,7 @@ def _key(folder: ModelFolder, plan: WeightPlan, digests: Path) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()[:40]
 
 
-def _collect(pieces: Iterator[_Piece], *, mapped: bool) -> LoadedTensors:
+def _collect(pieces: Iterator[_PackedTensor], *, mapped: bool) -> LoadedTensors:
     tensors: dict[str, CoreTensor] = {}
     total = 0
     for piece in pieces:
@@ -120,15 +123,17 @@ def _collect(pieces: Iterator[_Piece], *, mapped: bool) -> LoadedTensors:
 def _open_packed(path: Path) -> LoadedTensors | None:
     try:
         file = PackFile.open(path)
-        opened = _collect((_Piece(name, file.entry_meta(name), file.data(name)) for name in file.names), mapped=True)
+        opened = _collect(
+            (_PackedTensor(name, file.entry_meta(name), file.data(name)) for name in file.names), mapped=True
+        )
     except (ModelError, ValueError, KeyError, TypeError):
-        return None  # not there, or damaged: it is made anew
+        return None  # missing or damaged: pack again
     with contextlib.suppress(OSError):
-        os.utime(path)  # the least recently used file is the first to go
+        os.utime(path)  # eviction removes the least recently used file
     return opened
 
 
-def _tensor(piece: _Piece) -> CoreTensor:
+def _tensor(piece: _PackedTensor) -> CoreTensor:
     meta = piece.meta
     if meta["kind"] == "vector":
         return piece.data.view(np.float32)
@@ -145,7 +150,7 @@ def _tensor(piece: _Piece) -> CoreTensor:
 
 def _pieces(
     folder: ModelFolder, plan: WeightPlan, pool: _core.Pool, progress: Callable[[int, int], None] | None
-) -> Iterator[_Piece]:
+) -> Iterator[_PackedTensor]:
     for index, name in enumerate(folder.shapes):
         if progress is not None:
             progress(index, len(folder.shapes))
@@ -153,7 +158,9 @@ def _pieces(
         bad = _core.find_nonfinite(tensor.data, tensor.dtype, pool)
         if bad >= 0:
             raise ModelError(
-                f"holds NaN or infinity (first at value {bad})", path=tensor.path, tensor=_source_name(folder, name)
+                f"Contains NaN or infinity, first at value {bad}. Download or convert the model again.",
+                path=tensor.path,
+                tensor=_source_name(folder, name),
             )
         if is_product(name) or name.endswith(".router"):
             yield _packed(name, tensor, _precision(name, plan, folder.spec), pool)
@@ -165,7 +172,7 @@ def _source_name(folder: ModelFolder, name: str) -> str:
     return " + ".join(part.name for part in folder.sources[name])
 
 
-def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Pool) -> _Piece:
+def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Pool) -> _PackedTensor:
     source = _panels(tensor.data) if name.endswith(".gate_up") else np.ascontiguousarray(tensor.data)
     outputs, inputs = source.shape
     out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
@@ -180,20 +187,20 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
         "multiples": precision.multiples,
         "gain": gain,
     }
-    return _Piece(name, meta, out)
+    return _PackedTensor(name, meta, out)
 
 
-def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _Piece:
+def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _PackedTensor:
     values = tensor.to_f32()
     if name == "token_types":
-        # Every token is of type 0: one text at a time is all that is embedded.
+        # Headrace embeds one text at a time, so every token has type 0.
         name, values = "token_type", values[0]
     elif name.endswith(("norm", "norm.weight")) and spec.norm_offset:
         values = values + np.float32(spec.norm_offset)
     elif name.endswith(".gate_up.bias"):
         values = _panels(values)
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-    return _Piece(name, {"kind": "vector"}, flat.view(np.uint8))
+    return _PackedTensor(name, {"kind": "vector"}, flat.view(np.uint8))
 
 
 def _panel_rows(rows: int) -> int:
@@ -201,7 +208,7 @@ def _panel_rows(rows: int) -> int:
 
 
 def _panels(gate_up: NDArray[Any]) -> NDArray[Any]:
-    """Gate rows, then up rows -> by turns a panel of gates and a panel of ups, so that one pass opens its own gates."""
+    """Interleave panels of gate rows and up rows, so that one pass computes both sides of the gate."""
     inner = gate_up.shape[0] // 2
     padded = _panel_rows(gate_up.shape[0]) // 2
     halves = np.zeros((2, padded, *gate_up.shape[1:]), dtype=gate_up.dtype)
@@ -211,7 +218,7 @@ def _panels(gate_up: NDArray[Any]) -> NDArray[Any]:
 
 
 def aligned_bytes(count: int) -> NDArray[np.uint8]:
-    """Uninitialised bytes at a multiple of 64, as the core's vector loads like them."""
+    """Allocate uninitialised bytes aligned to 64, for the core's vector loads."""
     raw = np.empty(count + 64, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + count]

@@ -1,9 +1,7 @@
-"""How precisely each tensor of a model is kept.
+"""Parses precisions and assigns one to every canonical tensor. Does not quantise.
 
-Owns Precision (a format and its group size), its spelling, and WeightPlan, which gives every canonical tensor a
-precision. Knows nothing of how weights are quantised.
-
-Spellings: `f32`, `bf16`, `int8`, `int4`, and for the integer formats a group: `int4-g32`, `int8-g128`, `int4-channel`.
+A precision is written `f32`, `bf16`, `int8` or `int4`; integer formats may add a group: `int4-g32`, `int8-g128`,
+`int4-channel`.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from headrace.errors import RequestError
 WeightFormat = Literal["f32", "bf16", "int8", "int4"]
 KvType = Literal["f32", "bf16", "int8"]
 
-GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 stands for per channel
-# Groups by default: 32 for int4, whose coarse codes gain most from near scales; 128 for int8, which hardly gains, and
-# whose products are bound by what is done at the end of each group.
+GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
+# int4 takes groups of 32 because its coarse codes gain most from close scales. int8 hardly gains, and its products are
+# bound by the work at the end of each group, so it takes 128.
 _DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
 
 
 class Precision(msgspec.Struct, frozen=True):
     format: WeightFormat
-    group: int = 0  # inputs that share a scale; 0 is per channel, and what the float formats have
+    group: int = 0  # inputs that share a scale; 0 is per channel, and for float formats
 
     @property
     def name(self) -> str:
@@ -37,7 +35,7 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> float:
-        """Bits per weight with its share of what it is scaled by, for long rows."""
+        """Bits per weight, including its share of the scales, for long rows."""
         plain = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.format]
         if self.multiples:
             return plain + 8 / self.group + 16 / (4 * self.group)
@@ -45,26 +43,29 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def multiples(self) -> bool:
-        """Whether groups have whole multiples of a scale that four of them share, in place of scales of their own: they
-        end quicker, take less memory, and hardly lose."""
+        """Whether group scales are integer multiples of one that four groups share: faster, smaller, hardly lossy."""
         return self.format == "int4" and self.group == 32
 
 
 def parse_precision(text: str, *, parameter: str = "weights", group: str | int | None = None) -> Precision:
-    """`group` overrides the default group, but not one that the text itself spells."""
+    """Parse a precision. `group` replaces the default group, but not one in the text."""
     format_name, dash, suffix = text.partition("-")
     if format_name not in get_args(WeightFormat):
         raise RequestError(
-            f"unknown precision '{text}': expected f32, bf16, int8 or int4, the last two with -g32, -g64, -g128 or "
-            "-channel where the group is to be another",
+            f"Unknown precision '{text}'. Expected f32, bf16, int8 or int4; integers may end in -g32, -g64, -g128 or "
+            "-channel.",
             parameter=parameter,
         )
     chosen = cast(WeightFormat, format_name)
     if chosen not in _DEFAULT_GROUP:
         if dash:
-            raise RequestError(f"'{text}': {chosen} has no groups", parameter=parameter)
+            raise RequestError(
+                f"Precision '{text}' is invalid: {chosen} has no groups. Write '{chosen}'.", parameter=parameter
+            )
         if group is not None:
-            raise RequestError(f"a group of {group} was asked for, but {chosen} has no groups", parameter="group")
+            raise RequestError(
+                f"Group {group} is invalid: {chosen} has no groups. Remove the group.", parameter="group"
+            )
         return Precision(chosen)
     if not dash:
         return Precision(chosen, _DEFAULT_GROUP[chosen] if group is None else parse_group(group))
@@ -77,39 +78,39 @@ def parse_group(group: str | int) -> int:
         return 0
     if spelled in map(str, GROUPS):
         return int(spelled)
-    raise RequestError(f"unknown group '{group}': expected 32, 64, 128 or channel", parameter="group")
+    raise RequestError(f"Unknown group '{group}'. Expected 32, 64, 128 or channel.", parameter="group")
 
 
 def parse_kv_type(text: str) -> KvType:
     if text not in get_args(KvType):
-        raise RequestError(f"unknown KV type '{text}': expected f32, bf16 or int8", parameter="kv")
+        raise RequestError(f"Unknown KV type '{text}'. Expected f32, bf16 or int8.", parameter="kv")
     return cast(KvType, text)
 
 
 class WeightPlan(msgspec.Struct, frozen=True):
-    """A precision for every product, the embedding and the head; the last pattern that matches a name wins."""
+    """The precision of every product, the embedding and the head. The last matching pattern wins."""
 
     default: Precision
     keep: tuple[tuple[str, Precision], ...] = ()  # (pattern of canonical names, precision)
 
     def precision(self, name: str, *, tied: bool = False) -> Precision:
-        """The precision of a canonical tensor. A tied embedding is the head too, and patterns for either name it."""
+        """Return the precision of a canonical tensor. Patterns for `head` also match a tied embedding."""
         names = ("embed", "head") if tied and name in {"embed", "head"} else (name,)
         for pattern, precision in reversed(self.keep):
             if any(fnmatchcase(candidate, pattern) for candidate in names):
                 return precision
         if name in {"embed", "head"} and self.default.format == "int4":
-            # Every token passes through these two and quality falls off first here: they stay at 8 bit unless asked.
+            # Every token passes through these two, and quality drops here first, so they keep 8 bits.
             return Precision("int8", _DEFAULT_GROUP["int8"])
         return self.default
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Refuses a pattern that names nothing: it is a typing error that would go unnoticed."""
+        """Raise RequestError for a pattern that matches no tensor: a typo would otherwise go unnoticed."""
         known = list(names)
         for pattern, _ in self.keep:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise RequestError(
-                    f"--keep pattern '{pattern}' matches no tensor; names look like {', '.join(known[:4])}",
+                    f"--keep pattern '{pattern}' matches no tensor. Names look like {', '.join(known[:4])}.",
                     parameter="keep",
                 )
 
@@ -117,12 +118,12 @@ class WeightPlan(msgspec.Struct, frozen=True):
 def parse_plan(
     weights: str, *, group: str | int | None = None, keep: Sequence[str] | Mapping[str, str] = ()
 ) -> WeightPlan:
-    """`keep` holds `pattern=precision` entries, such as `layers.*.attn.o=bf16`."""
+    """Parse a plan. `keep` holds `pattern=precision` entries, such as `layers.*.attn.o=bf16`."""
     entries = [f"{pattern}={name}" for pattern, name in keep.items()] if isinstance(keep, Mapping) else keep
     overrides: list[tuple[str, Precision]] = []
     for entry in entries:
         pattern, equals, name = entry.rpartition("=")
         if not equals or not pattern:
-            raise RequestError(f"'{entry}' is not PATTERN=PRECISION", parameter="keep")
+            raise RequestError(f"Invalid entry '{entry}'. Expected PATTERN=PRECISION.", parameter="keep")
         overrides.append((pattern, parse_precision(name, parameter="keep")))
     return WeightPlan(parse_precision(weights, group=group), tuple(overrides))

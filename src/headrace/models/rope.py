@@ -1,12 +1,8 @@
-"""Rotary positions: from the keys of a config to a RopeSpec.
+"""Turns the rope keys of a config into a RopeSpec: default, linear, llama3, yarn and longrope.
 
-Owns the known kinds of rope (default, linear, llama3, yarn, longrope) and the arithmetic of their tables, step for step
-as transformers computes them: in f32, a division by a tensor as a product with its reciprocal. Powers are the one
-exception: they are correctly rounded here, where the reference has whatever its vector library gives (at most two units
-in the last place away), so that tables are the same on every machine. Does not know how angles are applied to queries
-and keys.
-
-A config has its rope in one of two forms, and both are read:
+The arithmetic follows transformers step by step: in f32, with a division by a tensor as a product with its reciprocal.
+The exception is powers, which are correctly rounded here so that tables are the same on every machine; the reference's
+vector library is at most two units in the last place away. A config writes its rope in one of two forms:
 
     "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", ...}         or "type" for "rope_type"
     "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", ...}
@@ -26,12 +22,12 @@ from headrace.models.spec import RopeSpec
 
 F32 = NDArray[np.float32]
 
-# What a config may call the kinds of rope.
+# Names of ropes in a config -> our names.
 KINDS: Mapping[str, str] = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}
 _REASONS = {
     "dynamic": "its angles depend on the length of the longest sequence in the batch",
     "ntk": "its angles depend on the length of the longest sequence in the batch",
-    "mrope": "it needs positions of images",
+    "mrope": "it needs image positions",
 }
 
 
@@ -44,17 +40,17 @@ def read_rope(
     partial: bool = False,
     kinds: Mapping[str, str] = KINDS,
 ) -> RopeSpec:
-    """The rope of a config with one kind of layer.
+    """Read the rope of a config whose layers are all of one kind.
 
-    `default_original` is the trained context of a family whose config may leave it out; `partial` allows heads of which
-    only the leading dims are rotated.
+    `default_original` is the trained context of a family whose config may omit it. `partial` allows a rope over only
+    the leading dims of a head.
     """
     parameters = config.optional_sub("rope_scaling") or config.optional_sub("rope_parameters")
     theta = config.positive("rope_theta", default=default_theta)
     if parameters is None:
         parameters = ConfigJson({}, path=config.path, prefix="rope_parameters.")
     elif nested := parameters.objects():
-        raise parameters.error(nested[0], "a rope for each kind of layer is not supported for this architecture")
+        raise parameters.error(nested[0], "This architecture does not support a rope per kind of layer.")
     return rope_of(
         config, parameters, head_size, theta=theta, default_original=default_original, partial=partial, kinds=kinds
     )
@@ -70,16 +66,16 @@ def rope_of(
     partial: bool = False,
     kinds: Mapping[str, str] = KINDS,
 ) -> RopeSpec:
-    """The rope that `parameters` describe; `theta` counts where they name none."""
+    """Read the rope in `parameters`; `theta` is the default base."""
     name = parameters.text("rope_type", default=parameters.text("type", default="default"))
     if name not in kinds:
         reason = _REASONS.get(name, f"supported are {', '.join(kinds)}")
-        raise ModelError(f"unsupported rope {name[:60]!r}: {reason}", path=config.path)
+        raise ModelError(f"Unsupported rope {name[:60]!r}: {reason}.", path=config.path)
     kind = kinds[name]
     rotated = _rotated_dims(config, parameters, head_size, partial=partial)
     theta = parameters.positive("rope_theta", default=theta)
     if theta <= 1.0:
-        raise ModelError(f"rope_theta: expected a number above 1, found {theta}", path=config.path)
+        raise ModelError(f"Key 'rope_theta': Expected a number above 1, found {theta}.", path=config.path)
     powers = _powers(theta, rotated)
     original = _original_context(config, parameters, default_original)
     try:
@@ -93,22 +89,22 @@ def rope_of(
             return _longrope(config, parameters, powers, original)
         return RopeSpec(inv_freq=_exact(_inverse(powers)))
     except (ArithmeticError, ValueError) as error:
-        raise ModelError(f"rope {kind!r} gives no finite table: {error}", path=config.path) from None
+        raise ModelError(f"The rope {kind!r} has no finite table: {error}.", path=config.path) from None
 
 
 def _rotated_dims(config: ConfigJson, parameters: ConfigJson, head_size: int, *, partial: bool) -> int:
     factor = config.positive("partial_rotary_factor", maximum=1.0, default=1.0)
     factor = parameters.positive("partial_rotary_factor", maximum=1.0, default=factor)
     if factor != 1.0 and not partial:
-        raise config.error("partial_rotary_factor", "is not supported for this architecture")
+        raise config.error("partial_rotary_factor", "This architecture does not support it.")
     rotated = int(head_size * factor)
     if rotated < 2 or rotated % 2:
-        raise config.error("head_dim", f"a rope over {rotated} of {head_size} dims: expected an even number of them")
+        raise config.error("head_dim", f"The rope covers {rotated} of {head_size} dims. Expected an even number.")
     return rotated
 
 
 def _original_context(config: ConfigJson, parameters: ConfigJson, default: int | None) -> int:
-    """The context that the model was trained with before its rope was stretched, in tokens."""
+    """Return the trained context in tokens, before the rope was stretched."""
     key = "original_max_position_embeddings"
     if config.has(key):
         return config.size(key, minimum=2, maximum=MAX_CONTEXT)
@@ -140,7 +136,7 @@ def _yarn(config: ConfigJson, parameters: ConfigJson, powers: F32, theta: float,
     pairs = len(powers)
 
     def pair_that_turns(times: float) -> float:
-        """The pair (a fraction of one, too) that turns so many times over the trained context."""
+        """Return the (fractional) pair that turns this often over the trained context."""
         return 2 * pairs * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_that_turns(fast), pair_that_turns(slow)
@@ -191,7 +187,7 @@ def _longrope(config: ConfigJson, parameters: ConfigJson, powers: F32, original:
 
 
 def _powers(theta: float, rotated: int) -> F32:
-    """theta ** (2i / rotated), each correctly rounded to f32."""
+    """Return theta ** (2i / rotated), each correctly rounded to f32."""
     base = float(np.float32(theta))
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     return np.array([math.pow(base, float(exponent)) for exponent in exponents], dtype=np.float32)

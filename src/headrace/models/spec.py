@@ -1,9 +1,7 @@
-"""WHAT a model is: an immutable description of a decoder or an encoder.
+"""Describes a decoder or an encoder: ModelSpec, and the names and shapes of its canonical tensors.
 
-Owns ModelSpec, its parts, and the names and shapes of the canonical tensors that follow from it. Knows nothing of
-files, of Hugging Face names (families do) or of how a step is computed (executors do).
-
-The sublayers of a layer, in the order in which they are computed; norms in brackets are there when the spec says so:
+Does not know files, Hugging Face names (see families) or how a step is computed (see the executors). A layer computes
+these sublayers in order; norms in brackets are optional:
 
     h = [pre_norm] x            q, k, v = qkv(h)            q, k = [qk_norm] q, k        rope
     y = o(attention)            x = [residual_norm](x + [out_norm] y)
@@ -26,28 +24,28 @@ Pooling = Literal["mean", "cls", "last"]
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary positions of one kind of layer: angle = position * inv_freq[i] for the pair (i, i + len(inv_freq)).
 
-    A long-context model (longrope) has a second table. Which one a sequence uses is fixed when the sequence is
-    admitted, from the most tokens it may reach, and never changes: its logits must not depend on how it was batched.
+    A long-context model (longrope) has a second table. The choice between them is made at admission, from the maximum
+    tokens of the sequence, and never changes: logits must not depend on batching.
     """
 
     inv_freq: tuple[float, ...]  # every value exact in f32; 2 * len(inv_freq) <= head_size leading dims are rotated
     scale: float = 1.0  # multiplies cos and sin (the attention factor of yarn and longrope)
     long_inv_freq: tuple[float, ...] | None = None  # for sequences that may pass original_context
     long_scale: float = 1.0
-    original_context: int = 0  # tokens; 0 where there is no long table
+    original_context: int = 0  # tokens; 0 without a long table
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    window: int = 0  # tokens that a query sees, itself included; 0 sees all
+    window: int = 0  # tokens that a query sees, including itself; 0: all
     rope: int | None = 0  # index into ModelSpec.ropes; None: the layer has no positions (SmolLM3)
-    experts: bool = False  # a mixture of experts in place of the dense MLP
+    experts: bool = False  # a mixture of experts instead of the dense MLP
 
 
 class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     top_k: int
     intermediate_size: int
-    normalise: bool  # the chosen experts' softmax weights are rescaled to sum to one
+    normalise: bool  # rescale the chosen experts' softmax weights to sum to one
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,14 +60,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_size: int
     layers: tuple[LayerSpec, ...]
-    context: int  # most positions that the model was made for
+    context: int  # maximum positions
 
     norm: NormKind = "rms"
     norm_eps: float
     norm_offset: float = 0.0  # added to norm weights at load (Gemma stores w - 1)
     pre_norm: bool = True
-    out_norm: bool = False  # the sublayer's output is normalised before it joins the residual (Gemma, OLMo-2)
-    residual_norm: bool = False  # the residual is normalised after the sublayer joined it (BERT)
+    out_norm: bool = False  # normalise the sublayer's output before adding it to the residual (Gemma, OLMo-2)
+    residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
     qk_norm: QkNorm = "none"  # "head": over each head's dims; "full": over all heads' dims at once
 
@@ -107,14 +105,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.head_size
 
     def rope_variant(self, total_tokens: int) -> int:
-        """1 when a sequence that may reach `total_tokens` must use the long rope tables, else 0."""
+        """Return 1 if a sequence of up to `total_tokens` must use the long rope tables, else 0."""
         return int(any(r.long_inv_freq is not None and total_tokens > r.original_context for r in self.ropes))
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor of the model, in load order, with its shape: [outputs, inputs] for products.
+    """Return the shape of every canonical tensor in load order: [outputs, inputs] for products.
 
-    `qkv` is q, then k, then v rows; `gate_up` is gate, then up rows.
+    `qkv` has q, then k, then v rows; `gate_up` has gate, then up rows.
     """
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
@@ -136,7 +134,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             product(f"{name}.up", inner, hidden, bias=bias)
         product(f"{name}.down", hidden, inner, bias=bias)
 
-    def around(name: str) -> None:
+    def sublayer_norms(name: str) -> None:
         for present, kind in (
             (spec.pre_norm, "norm"),
             (spec.out_norm, "out_norm"),
@@ -154,14 +152,14 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norm("embed_norm")
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
-        around(attn)
+        sublayer_norms(attn)
         product(f"{attn}.qkv", spec.q_size + 2 * spec.kv_size, hidden, bias=spec.qkv_bias)
         if spec.qk_norm == "head":
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
         elif spec.qk_norm == "full":
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         product(f"{attn}.o", hidden, spec.q_size, bias=spec.o_bias)
-        around(feed)
+        sublayer_norms(feed)
         if layer.experts and spec.experts is not None:
             shapes[f"{feed}.router"] = (spec.experts.count, hidden)
             for expert in range(spec.experts.count):
@@ -176,6 +174,6 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def is_product(name: str) -> bool:
-    """True for the tensors whose precision can be chosen: the matrices of products, the embedding and the head."""
+    """Return whether a precision can be chosen for a tensor: products, the embedding and the head."""
     leaf = name.rsplit(".", 1)[-1]
     return leaf in {"qkv", "o", "gate_up", "up", "down"} or name in {"embed", "head"}

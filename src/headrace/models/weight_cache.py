@@ -1,6 +1,6 @@
-"""Where Headrace keeps what it can make again: packed weights and the digests of the files they were made from.
+"""Locates and bounds the cache of packed weights and file digests.
 
-Owns the folder's place and its bound. Nothing in it is needed; deleting it costs time at the next start.
+You can delete the folder at any time; that only costs time at the next start.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _DEFAULT_GIB: Final = 64.0
 
 
 def cache_folder() -> Path:
-    """HEADRACE_CACHE, or ~/.cache/headrace."""
-    named = os.environ.get("HEADRACE_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "headrace"
+    """Return HEADRACE_CACHE, or ~/.cache/headrace."""
+    setting = os.environ.get("HEADRACE_CACHE")
+    return Path(setting).expanduser() if setting else Path.home() / ".cache" / "headrace"
 
 
 def cache_limit() -> int:
-    """Most bytes of packed weights: HEADRACE_CACHE_GIB, or 64 GiB."""
-    named = os.environ.get("HEADRACE_CACHE_GIB")
-    if not named:
+    """Return the maximum bytes of packed weights: HEADRACE_CACHE_GIB, or 64 GiB."""
+    setting = os.environ.get("HEADRACE_CACHE_GIB")
+    if not setting:
         return int(_DEFAULT_GIB * 2**30)
     try:
-        gib = float(named)
+        gib = float(setting)
     except ValueError:
         gib = -1.0
     if not 0.0 <= gib < 2**33:
-        raise RequestError(f"expected a number of GiB, not '{named}'", parameter="HEADRACE_CACHE_GIB")
+        raise RequestError(f"Expected a number of GiB, found '{setting}'.", parameter="HEADRACE_CACHE_GIB")
     return int(gib * 2**30)
 
 
 def evict_until_fits(folder: Path, needed: int, limit: int) -> bool:
-    """Deletes the packed files unused for longest until `needed` more bytes fit; False where they cannot."""
+    """Delete the least recently used packed files until `needed` bytes fit; return False if they cannot."""
     if needed > limit:
         return False
     files: list[tuple[float, int, Path]] = []

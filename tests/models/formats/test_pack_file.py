@@ -127,37 +127,37 @@ def set_entry(index: int, key: str, value: object) -> Callable[[dict[str, Any]],
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (set_entry(0, "offset", 0), "puts it at byte 0, expected 64"),
-        (set_entry(0, "offset", -64), "wrong footer"),
-        (set_entry(0, "offset", 65), "puts it at byte 65"),
-        (set_entry(2, "offset", 64), "puts it at byte 64"),
-        (set_entry(2, "offset", 2**62), "puts it at byte"),
-        (set_entry(2, "offset", 2**64), "wrong footer"),
+        (set_entry(0, "offset", 0), "places it at byte 0, expected 64"),
+        (set_entry(0, "offset", -64), "invalid footer"),
+        (set_entry(0, "offset", 65), "places it at byte 65"),
+        (set_entry(2, "offset", 64), "places it at byte 64"),
+        (set_entry(2, "offset", 2**62), "places it at byte"),
+        (set_entry(2, "offset", 2**64), "invalid footer"),
         (set_entry(0, "size", 2**62), "past the end"),
-        (set_entry(0, "size", 130), "puts it at byte 192, expected 256"),
+        (set_entry(0, "size", 130), "places it at byte 192, expected 256"),
         (set_entry(2, "size", 10**4), "past the end"),
-        (set_entry(2, "size", -1), "wrong footer"),
-        (set_entry(2, "size", 3.0), "wrong footer"),
-        (set_entry(2, "size", "3"), "wrong footer"),
-        (set_entry(2, "meta", []), "wrong footer"),
-        (set_entry(2, "name", "a"), "names it twice"),
-        (set_entry(2, "name", 7), "wrong footer"),
+        (set_entry(2, "size", -1), "invalid footer"),
+        (set_entry(2, "size", 3.0), "invalid footer"),
+        (set_entry(2, "size", "3"), "invalid footer"),
+        (set_entry(2, "meta", []), "invalid footer"),
+        (set_entry(2, "name", "a"), "lists it twice"),
+        (set_entry(2, "name", 7), "invalid footer"),
         (lambda footer: footer["entries"].pop(), "belong to no tensor"),
-        (lambda footer: footer.update(entries={}), "wrong footer"),
-        (lambda footer: footer.update(meta=1), "wrong footer"),
+        (lambda footer: footer.update(entries={}), "invalid footer"),
+        (lambda footer: footer.update(meta=1), "invalid footer"),
         (lambda footer: footer.update(version=2), "version 2"),
-        (lambda footer: footer.pop("version"), "wrong footer"),
-        (lambda footer: footer.update(more=1), "wrong footer"),
+        (lambda footer: footer.pop("version"), "invalid footer"),
+        (lambda footer: footer.update(more=1), "invalid footer"),
     ],
 )
-def test_a_footer_that_lies_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
+def test_a_wrong_footer_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
     path = with_footer(tmp_path / "p", change)
     with pytest.raises(ModelError, match=reason) as caught:
         PackFile.open(path)
     assert caught.value.path == str(path)
 
 
-def test_an_unchanged_footer_is_accepted_when_signed_anew(tmp_path: Path) -> None:
+def test_an_unchanged_footer_with_a_new_checksum_is_accepted(tmp_path: Path) -> None:
     assert PackFile.open(with_footer(tmp_path / "p", lambda footer: None)).names == ("a", "empty", "b")
 
 
@@ -169,7 +169,7 @@ def test_another_file_and_a_changed_footer_are_refused(tmp_path: Path) -> None:
     content = bytearray(write_sample(path).read_bytes())
     content[-60] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="footer is not what was written"):
+    with pytest.raises(ModelError, match="footer does not match its checksum"):
         PackFile.open(path)
 
 

@@ -431,7 +431,7 @@ def test_what_python_hides_is_undefined_and_never_printed() -> None:
 
 
 def test_an_error_says_where_in_the_template() -> None:
-    with pytest.raises(TemplateError, match=r"a\.jinja: chat template fails: 'x' is undefined \(line 3\)"):
+    with pytest.raises(TemplateError, match=r"a\.jinja: The chat template fails: 'x' is undefined \(line 3\)"):
         ChatTemplate("a\nb\n{{ x.y }}", special_tokens={}, path=Path("a.jinja")).render([USER])
     with pytest.raises(TemplateError, match=r"a\.jinja: .*\(line 2\)"):
         ChatTemplate("a\n{{ x", special_tokens={}, path=Path("a.jinja"))

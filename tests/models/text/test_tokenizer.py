@@ -321,7 +321,7 @@ def test_the_tokens_that_end_a_text(tmp_path: Path, generation: object, config: 
 
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.0, {"id": 1}])
 def test_an_eos_id_of_another_type_is_refused(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ModelError, match="eos_token_id must be") as caught:
+    with pytest.raises(ModelError, match="'eos_token_id' must be") as caught:
         load(write(tmp_path, byte_level(), generation_config={"eos_token_id": value}))
     assert caught.value.path == str(tmp_path / "generation_config.json")
 
@@ -406,12 +406,12 @@ BYTE_FALLBACK = byte_fallback().to_str().encode()
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
 def test_a_folder_with_only_a_slow_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ModelError, match=f"only as '{name}'; expected tokenizer.json"):
+    with pytest.raises(ModelError, match=f"only as '{name}'. Expected tokenizer.json"):
         load(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"Expected tokenizer\.json"):
         load(tmp_path)
 
 
@@ -448,7 +448,7 @@ def test_the_named_template_for_tools_is_used_with_tools(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("value", [1, {"a": "b"}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]])
 def test_a_chat_template_of_another_type_is_refused(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ModelError, match="chat_template must be"):
+    with pytest.raises(ModelError, match="'chat_template' must be"):
         load(write(tmp_path, byte_level(), tokenizer_config={"chat_template": value}))
 
 

@@ -1,7 +1,7 @@
-"""The families of models that Headrace knows, and the choice among them.
+"""Lists the model families and chooses the one for a config.
 
-Owns the list of families. A family is a module with `architectures`, `spec` and `sources` (see `family.Family`): to add
-one, write it, list it here and give it a golden test.
+A family is a module with `architectures`, `spec` and `sources` (see `family.Family`). To add one: write it, add it to
+FAMILIES and give it a golden test.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def family_of(config: ConfigJson) -> Family:
         if architecture in family.architectures:
             return family
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"unknown architecture {architecture[:80]!r}; supported are {supported}", path=config.path)
+    raise ModelError(f"Unknown architecture {architecture[:80]!r}. Headrace supports {supported}.", path=config.path)
 
 
 def model_spec(config: ConfigJson) -> ModelSpec:
-    """What the model of this config is."""
+    """Return the spec of the model that this config describes, with its sizes checked."""
     config.refuse_quantised()
     return check_size(family_of(config).spec(config), config)

@@ -1,11 +1,10 @@
-"""BERT encoders, and what was made of them: MiniLM, BGE, E5 and other sentence embedders.
+"""Reads BERT encoders and the sentence embedders built on them: MiniLM, BGE, E5 and others.
 
-Owns what the spec of a BERT is, its names in old and new checkpoints, and what sentence-transformers' files beside the
-config say of how its hidden states become one embedding. Knows nothing of other families.
+Also reads the files of sentence-transformers that say how hidden states become one embedding:
 
-    modules.json             [Transformer, Pooling, Normalize?]; without it, as sentence-transformers does, the mean
-    <path>/config.json       of the Pooling module: which tokens are pooled
-    sentence_bert_config.json    the most tokens that the embedder was made for, where they are fewer
+    modules.json                 [Transformer, Pooling, Normalize?]; without it, the mean, as in sentence-transformers
+    <path>/config.json           of the Pooling module: which tokens are pooled
+    sentence_bert_config.json    the maximum tokens of the embedder, if below the model's
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _NAMES: TensorNames = {
     "mlp.residual_norm": ("output.LayerNorm",),
 }
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# The older form of `pooling_mode`: a flag for each.
+# Older configs have one flag per mode instead of `pooling_mode`.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -78,7 +77,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         kv_heads=heads,
         head_size=size,
         layers=(LayerSpec(rope=None),) * layer_count(config),
-        context=min(positions, _longest_text(config.folder) or positions),
+        context=min(positions, _max_tokens(config.folder) or positions),
         norm="layer",
         norm_eps=config.positive("layer_norm_eps", maximum=1.0, default=1e-12),
         pre_norm=False,
@@ -105,14 +104,14 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
 
 
 def _old_or_new(part: TensorPart, names: frozenset[str]) -> TensorPart:
-    """The first BERT checkpoints call a norm's weight gamma and its bias beta."""
+    """Use gamma and beta, the names of a norm's weight and bias in early checkpoints, if the files have them."""
     stem, _, end = part.name.rpartition(".")
     old = f"{stem}.{'gamma' if end == 'weight' else 'beta'}"
     return TensorPart(old) if stem.endswith("LayerNorm") and part.name not in names and old in names else part
 
 
 def read_pooling(folder: Path) -> tuple[Pooling, bool]:
-    """How the model's hidden states become an embedding, and whether it is then made unit length."""
+    """Return the pooling of hidden states, and whether the embedding is normalised to unit length."""
     path = folder / "modules.json"
     if not path.exists():
         return "mean", False
@@ -127,39 +126,42 @@ def read_pooling(folder: Path) -> tuple[Pooling, bool]:
         elif kind == "Normalize" and pooling is not None:
             normalise = True
         else:
-            raise module.error("type", f"module {kind[:60]!r} is not supported at this place")
+            raise module.error(
+                "type",
+                f"Module {kind[:60]!r} is not supported here. Expected Transformer, Pooling, [Normalize].",
+            )
     if pooling is None:
-        raise ModelError("no Pooling module: expected Transformer, Pooling and at most Normalize", path=path)
+        raise ModelError("The Pooling module is missing. Expected Transformer, Pooling, [Normalize].", path=path)
     return pooling, normalise
 
 
 def _modules(path: Path) -> tuple[ConfigJson, ...]:
-    # The one file of a model folder with a list at its top: inside an object, the strict reader takes it.
+    # This file has a list at its top level; wrapped in an object, the strict reader accepts it.
     values = parse_json_object(f'{{"modules": {read_text(path)}}}'.encode(), path=path)
     if len(values) > 1:
-        raise ModelError("expected a list of modules", path=path)
+        raise ModelError("Expected a list of modules.", path=path)
     return ConfigJson(values, path=path).subs("modules", max_items=16)
 
 
 def _inside(folder: Path, module: ConfigJson) -> Path:
     relative = PurePosixPath(module.text("path"))
     if relative.is_absolute() or ".." in relative.parts or "\0" in str(relative):
-        raise module.mismatch("path", "a folder within the model's")
+        raise module.mismatch("path", "a folder inside the model folder")
     return folder / relative
 
 
 def _pooling(config: ConfigJson) -> Pooling:
-    config.refuse("include_prompt", "every token is pooled", unless=(True,))
+    config.refuse("include_prompt", "Headrace pools every token", unless=(True,))
     if config.has("pooling_mode"):
         return config.choice("pooling_mode", _POOLINGS)
     modes = [mode for key, mode in _POOLING_FLAGS.items() if config.flag(key, default=False)] or ["mean"]
     if len(modes) > 1 or modes[0] not in _POOLINGS:
         raise ModelError(
-            f"pooling {' and '.join(modes)} is not supported: expected one of {', '.join(_POOLINGS)}", path=config.path
+            f"Pooling {' and '.join(modes)} is not supported. Expected one of {', '.join(_POOLINGS)}.", path=config.path
         )
     return _POOLINGS[modes[0]]
 
 
-def _longest_text(folder: Path) -> int | None:
+def _max_tokens(folder: Path) -> int | None:
     path = folder / "sentence_bert_config.json"
     return ConfigJson.read(path).optional_size("max_seq_length", maximum=MAX_CONTEXT) if path.exists() else None

@@ -1,7 +1,6 @@
-"""What the decoder families share: how sizes are read from a config, and how tensors are named in the files.
+"""Shares what decoder families have in common: reading sizes from a config, naming tensors, bounding the whole model.
 
-Owns the base ModelSpec that each family amends, the table of Llama's tensor names that each family amends, and the
-bounds on the whole model. Knows no family.
+Families change the base spec and the table of Llama's tensor names. This module knows no family.
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ def head_size(config: ConfigJson, *, default: int | None = None) -> int:
 
 
 def layer_windows(config: ConfigJson, window: int | None, default: tuple[bool, ...]) -> tuple[int, ...]:
-    """The window of each layer (0: sees all), from `layer_types` or, without it, from the default: True slides."""
+    """Return each layer's window in tokens (0: unlimited), from `layer_types` or else `default` (True: sliding)."""
     types = config.optional_names("layer_types", ("full_attention", "sliding_attention"), len(default))
     slides = default if types is None else tuple(kind == "sliding_attention" for kind in types)
     if any(slides) and window is None:
-        raise config.error("layer_types", "some layers have a sliding window, but its size is not set")
+        raise config.error("layer_types", "Some layers have a sliding window, but sliding_window is not set.")
     return tuple(window if sliding and window is not None else 0 for sliding in slides)
 
 
@@ -94,7 +93,7 @@ def sliding_window(config: ConfigJson, *, default: int | None = None) -> int | N
 
 
 def gated_sliding_window(config: ConfigJson, *, default: int | None = None) -> int | None:
-    """The window of configs that name one even where it is not in use."""
+    """Return the window of a config whose `use_sliding_window` switches it on."""
     return sliding_window(config, default=default) if config.flag("use_sliding_window", default=False) else None
 
 
@@ -112,9 +111,9 @@ def decoder_spec(
     default_activation: str = "silu",
     default_tied: bool = False,
 ) -> ModelSpec:
-    """The spec of a plain Llama; families replace what they do otherwise."""
-    config.refuse("clip_qkv", "clipped projections")
-    config.refuse("per_layer_config", "layers of different sizes")
+    """Build the spec of a plain Llama; families replace the fields that differ."""
+    config.refuse("clip_qkv", "Headrace does not clip projections")
+    config.refuse("per_layer_config", "all layers must have the same size")
     heads = config.size("num_attention_heads", maximum=MAX_HEADS)
     kv_heads = config.optional_size("num_key_value_heads", maximum=MAX_HEADS, default=heads) or heads
     if heads % kv_heads:
@@ -141,7 +140,9 @@ def decoder_spec(
 
 
 def expert_spec(config: ConfigJson, *, size_key: str, normalise: bool) -> ExpertSpec:
-    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # both mean the same
+    key = (
+        "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    )  # the two keys have the same meaning
     count = config.size(key, maximum=MAX_EXPERTS)
     return ExpertSpec(
         count=count,
@@ -152,7 +153,7 @@ def expert_spec(config: ConfigJson, *, size_key: str, normalise: bool) -> Expert
 
 
 def parameter_bound(spec: ModelSpec) -> int:
-    """An upper bound of the model's weights, without a list of its tensors (which a hostile config makes long)."""
+    """Return an upper bound of the weights without listing tensors, since a hostile config makes that list long."""
     experts = spec.experts
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
     dense = 3 * spec.hidden_size * spec.intermediate_size
@@ -161,16 +162,16 @@ def parameter_bound(spec: ModelSpec) -> int:
 
 
 def check_size(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
-    """The spec itself, once its sizes taken together are those of a model that could exist."""
+    """Return the spec, or raise ModelError if its sizes together exceed the bounds."""
     if parameter_bound(spec) > MAX_PARAMETERS:
-        raise config.error("hidden_size", f"the sizes make a model of more than {MAX_PARAMETERS} parameters")
+        raise config.error("hidden_size", f"The sizes give more than {MAX_PARAMETERS} parameters.")
     if spec.experts and spec.experts.count * len(spec.layers) > MAX_EXPERT_TENSORS:
-        raise config.error("num_hidden_layers", f"more than {MAX_EXPERT_TENSORS} experts in all layers together")
+        raise config.error("num_hidden_layers", f"The layers together have more than {MAX_EXPERT_TENSORS} experts.")
     return spec
 
 
 def find_prefix(names: frozenset[str], candidates: tuple[str, ...], probe: str) -> str:
-    """The first prefix under which the probe is in the files; the first of all where it is nowhere."""
+    """Return the first prefix with which the probe is in the files, or else the first candidate."""
     return next((prefix for prefix in candidates if f"{prefix}{probe}" in names), candidates[0])
 
 
@@ -183,9 +184,9 @@ def named_sources(
     layer: str = "layers",
     head: str = "lm_head",
 ) -> TensorSources:
-    """The sources of every tensor of the spec, from a table of names.
+    """Map every tensor of the spec to its parts, from a table of names.
 
-    A layer's names follow `prefix`, `layer` and its number; the head stands outside of the prefix.
+    A layer's names follow `prefix`, `layer` and its number. The head does not take the prefix.
     """
 
     def parts(name: str) -> tuple[TensorPart, ...]:
@@ -203,16 +204,16 @@ def named_sources(
 
     sources = {name: parts(name) for name in tensor_shapes(spec)}
     if spec.tied and sources["embed"][0].name not in names and f"{head}.weight" in names:
-        sources["embed"] = (TensorPart(f"{head}.weight"),)  # the one of the two that was saved
+        sources["embed"] = (TensorPart(f"{head}.weight"),)  # some files store only the head of a tied pair
     return sources
 
 
 def fuse_experts(
     sources: TensorSources, spec: ModelSpec, names: frozenset[str], blocks: tuple[str, ...]
 ) -> TensorSources:
-    """The same sources with experts taken from tensors that hold all of them, in the layers where the files have those.
+    """Return the sources with experts taken from fused tensors, in layers whose files have those.
 
-    `blocks` are what the files may call the mixture of a layer, like "model.layers.{layer}.mlp".
+    `blocks` are the names that the files may use for a layer's mixture, such as "model.layers.{layer}.mlp".
     """
     if spec.experts is None:
         return sources

@@ -1,7 +1,4 @@
-"""What a family of models is to the rest of Headrace.
-
-Owns TensorPart, TensorSources and Family: the contract between families and loading. Knows no family and reads no file.
-"""
+"""Defines the contract between a model family and the loader: TensorPart, TensorSources and Family. Reads no file."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from headrace.models.spec import ModelSpec
 
 
 class TensorPart(msgspec.Struct, frozen=True):
-    """A tensor in the model's files, or one expert of a tensor that holds all experts: [experts, outputs, inputs]."""
+    """A tensor in the files, or expert `index` of a tensor that holds all experts: [experts, outputs, inputs]."""
 
     name: str
     index: int | None = None
@@ -24,23 +21,23 @@ TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its par
 
 
 class Family(Protocol):
-    """What a family's module holds: what it accepts, what the model is, and where its tensors are."""
+    """The attributes of a family module."""
 
     architectures: tuple[str, ...]  # Hugging Face class names
 
     def spec(self, config: ConfigJson) -> ModelSpec: ...
 
     def sources(self, spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-        """Where each tensor of `tensor_shapes(spec)` is; `names` are the tensors in the files.
+        """Map each tensor of `tensor_shapes(spec)` to its parts in the files; `names` are the tensors in the files.
 
-        Names that the files lack are given all the same: loading reports what is missing by its name.
+        The map includes names that the files lack, so that loading can report the missing tensor by name.
         """
         ...
 
 
 def architecture_of(config: ConfigJson) -> str:
-    """The Hugging Face class that a config names: the first of `architectures`."""
+    """Return the Hugging Face class name of a config: the first of `architectures`."""
     names = config.strings("architectures")
     if not names:
-        raise config.mismatch("architectures", "a list with the name of a model class")
+        raise config.mismatch("architectures", "a list that starts with the name of a model class")
     return names[0]

@@ -1,8 +1,7 @@
-"""Gemma 2 and Gemma 3 (text), and the text part of Gemma 3 with vision.
+"""Reads Gemma 2, Gemma 3 (text), and the text part of Gemma 3 with vision.
 
-Owns what sets these apart from the plain decoder: norms that store their weight less one, on both sides of each
-sublayer; scaled embeddings; soft caps (Gemma 2) or normalised heads (Gemma 3); layers that slide and layers that see
-all, which in Gemma 3 have ropes of their own. Knows nothing of other families.
+They differ from the plain decoder in norms that store their weight minus one, on both sides of each sublayer; scaled
+embeddings; soft caps (Gemma 2) or normalised heads (Gemma 3); and sliding layers, which in Gemma 3 have their own rope.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 _NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
-# The text part has stood under each of these, over the years.
+# Converters have used each of these prefixes for the text part.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.language_model.model.")
 
-# What Gemma 3 configs leave out, when it is as in the 4B model.
+# Gemma 3 configs omit keys whose values equal those of the 4B model.
 _GEMMA3_DEFAULTS: dict[str, object] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -66,7 +65,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         default_tied=True,
     )
     if gemma3:
-        config.refuse("attn_logit_softcapping", "Gemma 3 normalises its heads instead")
+        config.refuse("attn_logit_softcapping", "Gemma 3 normalises its heads instead of capping scores")
     bias = config.flag("attention_bias", default=False)
     return msgspec.structs.replace(
         plain,
@@ -96,10 +95,10 @@ def _layers(config: ConfigJson, *, gemma3: bool) -> tuple[LayerSpec, ...]:
 
 
 def _ropes(config: ConfigJson, size: int) -> tuple[RopeSpec, RopeSpec]:
-    """Of the layers that see all, then of those that slide."""
+    """Return the rope of full-attention layers, then that of sliding layers."""
     scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
     if both is not None and scaling is not None:
-        raise config.error("rope_scaling", "stands beside rope_parameters: one of them is expected")
+        raise config.error("rope_scaling", "Set either rope_scaling or rope_parameters, not both.")
     if both is not None and not both.objects():
         raise config.mismatch("rope_parameters", "a rope for full_attention and one for sliding_attention")
     none = ConfigJson({}, path=config.path, prefix="rope_parameters.")

@@ -1,7 +1,4 @@
-"""Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions) and Mistral (a sliding window).
-
-Owns what sets these apart from the plain decoder. Knows nothing of other families.
-"""
+"""Reads Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions) and Mistral (a sliding window)."""
 
 from __future__ import annotations
 
@@ -53,23 +50,23 @@ def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:
     count = layer_count(config)
     if architecture == "MistralForCausalLM":
         window = sliding_window(config, default=4096)
-        # Every layer slides or none does: a config that says otherwise is a Ministral under the wrong name.
+        # A config with both kinds of layers is a Ministral under the wrong class name.
         windows = layer_windows(config, window, (window is not None,) * count)
         if len(set(windows)) > 1:
-            raise config.error("layer_types", "MistralForCausalLM has one kind of layer")
+            raise config.error("layer_types", "All layers of a MistralForCausalLM must be of one kind.")
         return tuple(LayerSpec(window=window) for window in windows)
     if architecture == "LlamaForCausalLM":
         return (LayerSpec(),) * count
-    turning = _turning_layers(config, count)
+    has_rope = _rope_layers(config, count)
     window = gated_sliding_window(config)
-    windows = layer_windows(config, window, tuple(window is not None and not turns for turns in turning))
+    windows = layer_windows(config, window, tuple(window is not None and not roped for roped in has_rope))
     return tuple(
-        LayerSpec(window=window, rope=0 if turns else None) for window, turns in zip(windows, turning, strict=True)
+        LayerSpec(window=window, rope=0 if roped else None) for window, roped in zip(windows, has_rope, strict=True)
     )
 
 
-def _turning_layers(config: ConfigJson, count: int) -> tuple[bool, ...]:
-    """Which layers have a rope: `no_rope_layers` is, whatever its name says, 1 for the layers that do."""
+def _rope_layers(config: ConfigJson, count: int) -> tuple[bool, ...]:
+    """Return which layers have a rope. Despite its name, `no_rope_layers` holds 1 for layers with one."""
     given = config.optional_sizes("no_rope_layers", minimum=0, maximum=1, max_items=count)
     if given is None:
         interval = config.size("no_rope_layer_interval", maximum=1 << 20, default=4)

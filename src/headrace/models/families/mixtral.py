@@ -1,7 +1,4 @@
-"""Mixtral: a mixture of experts in every layer.
-
-Owns what sets it apart from the plain decoder. Knows nothing of other families.
-"""
+"""Reads Mixtral: a mixture of experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""OLMo-2: norms after each sublayer and none before it, queries and keys normalised over all heads at once.
-
-Owns what sets it apart from the plain decoder. Knows nothing of other families.
-"""
+"""Reads OLMo-2: norms after each sublayer instead of before, queries and keys normalised over all heads at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: fused projections, heads that may be rotated in part, long ropes.
-
-Owns what sets these apart from the plain decoder. Knows nothing of other families.
-"""
+"""Reads Phi-3, Phi-3.5 and Phi-4-mini: fused projections, partly rotated heads, long ropes."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from headrace.models.spec import LayerSpec, ModelSpec
 architectures: tuple[str, ...] = ("Phi3ForCausalLM",)
 
 _NAMES: TensorNames = {**LLAMA_NAMES, "attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
-# Early Phi-3 checkpoints have other names for longrope.
+# Early Phi-3 checkpoints name longrope differently.
 _ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 
 

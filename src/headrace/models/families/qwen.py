@@ -1,7 +1,4 @@
-"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (normalised heads) and Qwen3-MoE.
-
-Owns what sets these apart from the plain decoder. Knows nothing of other families.
-"""
+"""Reads Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (normalised heads) and Qwen3-MoE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A file that appears whole or not at all.
+"""Writes a file that appears complete or not at all: a temporary name in the same folder, a flush to disk, a rename.
 
-Owns the temporary name in the same folder, the flush to disk and the rename; where anything fails, the temporary file
-is removed. Knows nothing of formats.
+Removes the temporary file after any failure. Does not know formats.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import BinaryIO
 
 
 class NewFile:
-    """A file being written under a temporary name; `finish` gives it its own name, `abandon` removes it."""
+    """A file under a temporary name; `finish` renames it, `abandon` removes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._temporary = path.with_name(f".{path.name[:128]}.{secrets.token_hex(8)}.part")
-        # Not tempfile: its files are private to their owner, and a model folder should follow the umask.
+        # tempfile creates private files; a model folder should follow the umask.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self.file: BinaryIO = os.fdopen(os.open(self._temporary, flags, 0o666), "wb")
 
     def finish(self, *, durable: bool = True) -> None:
-        """Flush and rename; `durable` also waits for the disk, so that a power cut leaves the old or the new file."""
+        """Flush and rename. `durable` waits for the disk, so that a power cut leaves the old or the new file."""
         try:
             self.file.flush()
             if durable:
@@ -46,7 +45,7 @@ class NewFile:
 
 @contextlib.contextmanager
 def new_file(path: Path, *, durable: bool = True) -> Generator[BinaryIO, None, None]:
-    """Write to the yielded file; `path` appears, or is replaced, when the block ends without an exception."""
+    """Yield a file to write; create or replace `path` when the block ends without an exception."""
     target = NewFile(path)
     try:
         yield target.file
@@ -57,7 +56,7 @@ def new_file(path: Path, *, durable: bool = True) -> Generator[BinaryIO, None, N
 
 
 def _sync_folder(folder: Path) -> None:
-    # Some network file systems cannot sync a folder; the file itself is safe already.
+    # Some network file systems cannot sync a folder; the file itself is already safe.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

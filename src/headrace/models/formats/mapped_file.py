@@ -1,8 +1,7 @@
-"""A file mapped into memory, read-only.
+"""Maps a regular file read-only. The map lives as long as an array that views it.
 
-Owns the mapping of a whole regular file. Knows nothing of formats. The map lives as long as an array that views it
-does, and the descriptor is closed at once. A file that another program truncates while it is mapped kills the process
-at the next touch (SIGBUS): weights are replaced by renaming a new file over the old one, never in place.
+If another program truncates a mapped file, the next access kills the process (SIGBUS). Replace weights by renaming a
+new file over the old one, never in place.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from headrace.errors import ModelError
 def map_file(path: Path, *, minimum_bytes: int) -> NDArray[np.uint8]:
     """Map a regular file of at least `minimum_bytes` as a read-only array; raise ModelError for anything else."""
     try:
-        # O_NONBLOCK: to open a FIFO must not wait for a writer. It has no effect on regular files.
+        # O_NONBLOCK: do not wait for the writer of a FIFO. It has no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise ModelError(f"cannot be opened: {getattr(error, 'strerror', None) or error}", path=path) from None
+        raise ModelError(f"Cannot open the file: {getattr(error, 'strerror', None) or error}.", path=path) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ModelError("not a regular file", path=path)
+            raise ModelError("The path is not a regular file.", path=path)
         if status.st_size < max(minimum_bytes, 1):
-            raise ModelError(f"file is truncated: {status.st_size} bytes, too few for any file of this kind", path=path)
+            raise ModelError(f"The file is truncated: {status.st_size} bytes are too few for this format.", path=path)
         try:
             return np.frombuffer(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ), dtype=np.uint8)
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot be mapped: {error}", path=path) from None
+            raise ModelError(f"Cannot map the file: {error}.", path=path) from None
     finally:
         os.close(descriptor)

@@ -1,12 +1,12 @@
-"""Packed weights in one file, mapped at the next start.
+"""Stores packed weights in one file that the next start maps. Does not know what the blobs mean.
 
-Owns the container: named blobs of bytes, each with a small JSON description, and one description of the whole. Knows
-nothing of what the blobs mean. The layout, all numbers little-endian:
+The file holds named blobs of bytes, each with a small JSON description, and one description of the whole. The layout,
+with little-endian numbers:
 
     magic, zeros to 64 | blob, zeros to 64 | ... | footer (JSON) | sha256 of the footer, its length, end magic
 
-The footer comes last, so that a file can be streamed and a half-written one has no end. Blobs follow one another in the
-footer's order at the next multiple of 64; nothing else is accepted, so no footer can point two names at the same bytes.
+The footer is last so that files can be streamed and a half-written file is detected. Blobs follow one another in the
+footer's order at the next multiple of 64; the reader accepts nothing else, so two names cannot share bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _aligned(position: int) -> int:
 
 
 class PackWriter:
-    """Streams blobs to a temporary file, which takes its name at `close`; as a context manager it aborts on error."""
+    """Streams blobs to a temporary file that `close` renames. As a context manager it aborts on error."""
 
     def __init__(self, path: Path, meta: Mapping[str, object]) -> None:
         self._meta = dict(meta)
@@ -69,18 +69,18 @@ class PackWriter:
 
     def add(self, name: str, meta: Mapping[str, object], data: NDArray[np.uint8]) -> None:
         if not self._open:
-            raise ValueError("the pack file is closed")
+            raise ValueError("The pack file is closed.")
         if name in self._entries:
-            raise ValueError(f"'{name}' was added before")
+            raise ValueError(f"'{name}' was added before.")
         if data.dtype != np.uint8 or not data.flags.c_contiguous:
-            raise ValueError(f"'{name}': expected contiguous bytes, found {data.dtype}")
+            raise ValueError(f"'{name}': Expected contiguous bytes, found {data.dtype}.")
         self._pad()
         self._entries[name] = _Entry(name=name, offset=self._position, size=data.size, meta=dict(meta))
         if data.size:
             self._write(data.reshape(-1).data)
 
     def close(self) -> None:
-        """Write the footer, wait for the disk, and give the file its name."""
+        """Write the footer, wait for the disk, and rename the file."""
         if not self._open:
             return
         try:
@@ -89,7 +89,7 @@ class PackWriter:
                 _Footer(version=_VERSION, meta=self._meta, entries=list(self._entries.values()))
             )
             if len(footer) > FOOTER_LIMIT:
-                raise ValueError(f"footer of {len(footer)} bytes is larger than {FOOTER_LIMIT}")
+                raise ValueError(f"The footer of {len(footer)} bytes is larger than {FOOTER_LIMIT}.")
             self._write(footer)
             self._write(_TRAILER.pack(hashlib.sha256(footer).digest(), len(footer), _END))
         except BaseException:
@@ -99,7 +99,7 @@ class PackWriter:
         self._target.finish()
 
     def abort(self) -> None:
-        """Remove the temporary file; a file that had the name before stays as it was."""
+        """Remove the temporary file; an existing file of that name stays unchanged."""
         if self._open:
             self._open = False
             self._target.abandon()
@@ -124,12 +124,12 @@ class PackWriter:
 
 
 class PackFile:
-    """An open pack file; its arrays are read-only views of the map, aligned to 64 bytes."""
+    """An open pack file. Its arrays are read-only views of the map, aligned to 64 bytes."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8], meta: dict[str, Any], entries: dict[str, _Entry]) -> None:
         self.path = path
         self.meta = meta
-        self.names = tuple(entries)  # in the order in which they were added
+        self.names = tuple(entries)  # in the order of addition
         self._data = data
         self._entries = entries
 
@@ -137,23 +137,23 @@ class PackFile:
     def open(cls, path: Path) -> PackFile:
         data = map_file(path, minimum_bytes=len(_START) + _TRAILER.size)
         if data[: len(_START)].tobytes() != _START:
-            raise ModelError("not a pack file: it has another beginning", path=path)
+            raise ModelError("This is not a pack file.", path=path)
         trailer_start = len(data) - _TRAILER.size
         digest, length, end = _TRAILER.unpack(data[trailer_start:].tobytes())
         if end != _END:
-            raise ModelError("pack file is truncated or was not written to its end", path=path)
+            raise ModelError("The pack file is truncated.", path=path)
         if length > FOOTER_LIMIT or length > trailer_start - len(_START):
-            raise ModelError(f"pack file has an impossible footer length of {length} bytes", path=path)
+            raise ModelError(f"The pack file has an impossible footer length of {length} bytes.", path=path)
         footer_start = trailer_start - length
         encoded = data[footer_start:trailer_start].tobytes()
         if hashlib.sha256(encoded).digest() != digest:
-            raise ModelError("pack file is corrupt: the footer is not what was written", path=path)
+            raise ModelError("The pack file is corrupt: its footer does not match its checksum.", path=path)
         try:
             footer = _DECODER.decode(encoded)
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"pack file has a wrong footer: {str(error)[:200]}", path=path) from None
+            raise ModelError(f"The pack file has an invalid footer: {str(error)[:200]}.", path=path) from None
         if footer.version != _VERSION:
-            raise ModelError(f"pack file has version {footer.version}, expected {_VERSION}", path=path)
+            raise ModelError(f"The pack file has version {footer.version}, expected {_VERSION}.", path=path)
         return cls(path, data, footer.meta, _check_entries(footer.entries, footer_start, path))
 
     def entry_meta(self, name: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class PackFile:
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
         if entry is None:
-            raise ModelError("no such tensor in this pack file", path=self.path, tensor=name)
+            raise ModelError("The pack file has no such tensor.", path=self.path, tensor=name)
         return entry
 
 
@@ -176,17 +176,21 @@ def _check_entries(entries: list[_Entry], footer_start: int, path: Path) -> dict
     for entry in entries:
         shown = entry.name[:200]
         if entry.name in checked:
-            raise ModelError("pack file names it twice", path=path, tensor=shown)
+            raise ModelError("The pack file lists it twice.", path=path, tensor=shown)
         if entry.offset != _aligned(position):
             raise ModelError(
-                f"pack file puts it at byte {entry.offset}, expected {_aligned(position)}", path=path, tensor=shown
+                f"The pack file places it at byte {entry.offset}, expected {_aligned(position)}.",
+                path=path,
+                tensor=shown,
             )
         position = entry.offset + entry.size
         if position > footer_start:
             raise ModelError(
-                f"pack file gives it {entry.size} bytes, past the end of the data", path=path, tensor=shown
+                f"The pack file gives it {entry.size} bytes, which is past the end of the data.",
+                path=path,
+                tensor=shown,
             )
         checked[entry.name] = entry
     if _aligned(position) != footer_start:
-        raise ModelError(f"pack file has bytes after {position} that belong to no tensor", path=path)
+        raise ModelError(f"The pack file has bytes after {position} that belong to no tensor.", path=path)
     return checked

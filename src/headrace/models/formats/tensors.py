@@ -1,4 +1,4 @@
-"""Canonical tensors: what every on-disk format becomes."""
+"""Defines the canonical tensors that every on-disk format becomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class DenseTensor(msgspec.Struct, frozen=True):
-    """A tensor as it is on disk: a read-only view in C order, which keeps its file mapped."""
+    """A read-only view in C order of a tensor on disk; it keeps the file mapped."""
 
     name: str
     dtype: Literal["f32", "bf16", "f16"]
@@ -20,7 +20,7 @@ class DenseTensor(msgspec.Struct, frozen=True):
     path: Path  # of the file that holds it, for messages
 
     def to_f32(self) -> NDArray[np.float32]:
-        """Exact; a view for f32, a copy for the others."""
+        """Convert exactly: a view for f32, a copy for other types."""
         if self.dtype == "f32":
             return self.data
         if self.dtype == "f16":

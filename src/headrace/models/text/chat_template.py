@@ -1,8 +1,7 @@
-"""Chat templates: from messages to the text that a model reads.
+"""Renders chat messages into the text that a model reads, with the semantics of transformers' apply_chat_template.
 
-Owns ChatTemplate, which compiles a template once and renders it for each request with the meaning that transformers'
-apply_chat_template gives it, and the errors that come of it. What a template may do is the sandbox's matter, what it
-may cost is the budget's. Texts of users that look like special tokens are the tokenizer's matter.
+The sandbox decides what a template may do, and RenderBudget how much. Does not treat special tokens in user text: see
+the tokenizer.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from headrace.models.text.template_sandbox import sandbox
 SOURCE_LIMIT: Final = 128 * 1024  # characters; the largest templates in use have about 30 thousand
 DEFAULT_BOUNDS: Final = TemplateBounds()
 _REASON_LENGTH: Final = 300  # characters
-_FILENAME: Final = "<template>"  # what jinja calls a template without a file in tracebacks
-# Directives without a width: glibc pads to one, whatever it is.
+_FILENAME: Final = "<template>"  # jinja's name in tracebacks for a template without a file
+# Directives without a width, because glibc pads to a width of any size.
 _TIME_FORMAT: Final = re.compile(r"(?:[^%]|%[-_0^#]?[a-zA-Z%])*")
-# Names under which clients and older templates know a message's reasoning; the first is the standard one.
+# Names of a message's reasoning in clients and older templates; the first is standard.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 
 class _RaisedError(Exception):
-    """The template called raise_exception: it does not take these messages."""
+    """The template called raise_exception to reject the messages."""
 
 
 class ChatTemplate:
-    """A compiled chat template; safe to render from several threads at once."""
+    """A compiled chat template. Several threads may render it at once."""
 
     def __init__(
         self,
@@ -61,17 +60,17 @@ class ChatTemplate:
         self._path = path
         self._bounds = bounds
         self._now = now
-        self.uses_clock = "strftime_now" in source  # the same messages may be another prompt later
+        self.uses_clock = "strftime_now" in source  # the same messages may give another prompt later
         if len(source) > SOURCE_LIMIT:
-            raise TemplateError(f"chat template is longer than {SOURCE_LIMIT} characters", path=path)
+            raise TemplateError(f"The chat template is longer than {SOURCE_LIMIT} characters.", path=path)
         try:
             self._template = sandbox().prepare(source)
         except TemplateSyntaxError as error:
-            raise self._wrong(f"{error.message} (line {error.lineno})") from None
+            raise self._error(f"has a syntax error: {error.message} (line {error.lineno})") from None
         except RecursionError:
-            raise self._wrong("nested too deep") from None
-        except (Exception, MemoryError) as error:  # what jinja or Python's compiler make of a hostile source
-            raise self._wrong(f"cannot be compiled: {type(error).__name__}: {error}") from None
+            raise self._error("is nested too deep") from None
+        except (Exception, MemoryError) as error:  # jinja and Python's compiler raise many types for a hostile source
+            raise self._error(f"cannot be compiled: {type(error).__name__}: {error}") from None
 
     def render(
         self,
@@ -82,7 +81,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The prompt; RequestError where the template refuses the messages, TemplateError where it fails."""
+        """Return the prompt. Raises RequestError if the template rejects the messages, TemplateError if it fails."""
         values: dict[str, Any] = {
             **self._special_tokens,
             "raise_exception": _raise_exception,
@@ -96,19 +95,19 @@ class ChatTemplate:
             tools=None if tools is None else _plain(list(tools), "tools"),
             add_generation_prompt=add_generation_prompt,
         )
-        given = [value for name, value in values.items() if name in extra or name in ("messages", "tools")]
+        inputs = [value for name, value in values.items() if name in extra or name in ("messages", "tools")]
         try:
-            weight = weigh(given, self._bounds.input)
+            weight = weigh(inputs, self._bounds.input)
         except BoundsExceededError:
-            raise RequestError("the messages are too large for a chat template", parameter="messages") from None
+            raise RequestError("The messages are too large for a chat template.", parameter="messages") from None
         budget = RenderBudget(self._bounds, weight)
         token = RENDER_BUDGET.set(budget)
         try:
-            return self._rendered(budget, values)
+            return self._run(budget, values)
         finally:
             RENDER_BUDGET.reset(token)
 
-    def _rendered(self, budget: RenderBudget, values: dict[str, Any]) -> str:
+    def _run(self, budget: RenderBudget, values: dict[str, Any]) -> str:
         pieces: list[str] = []
         length = 0
         try:
@@ -118,24 +117,24 @@ class ChatTemplate:
                 pieces.append(piece)
         except _RaisedError as error:
             raise RequestError(
-                _short(f"the model's chat template refuses this: {error}"), parameter="messages"
+                _shorten(f"The model's chat template rejects the messages: {error}"), parameter="messages"
             ) from None
         except BoundsExceededError as error:
-            raise self._wrong(f"goes past its bounds: {error}{_line()}") from None
+            raise self._error(f"exceeds its limits: {error}{_line()}") from None
         except SecurityError as error:
-            raise self._wrong(f"tries to leave its sandbox: {error}{_line()}") from None
+            raise self._error(f"tries to leave the sandbox: {error}{_line()}") from None
         except RecursionError:
-            raise self._wrong("calls itself too deep") from None
+            raise self._error("recurses too deep") from None
         except MemoryError:
-            raise self._wrong("ran out of memory") from None
+            raise self._error("ran out of memory") from None
         except jinja2.TemplateError as error:
-            raise self._wrong(f"fails: {error.message}{_line()}") from None
-        except Exception as error:  # any operation on values of types that it does not expect
-            raise self._wrong(f"fails: {type(error).__name__}: {error}{_line()}") from None
+            raise self._error(f"fails: {error.message}{_line()}") from None
+        except Exception as error:  # any operation on values of unexpected types
+            raise self._error(f"fails: {type(error).__name__}: {error}{_line()}") from None
         return "".join(pieces)
 
-    def _wrong(self, reason: str) -> TemplateError:
-        return TemplateError(_short(f"chat template {reason}"), path=self._path)
+    def _error(self, reason: str) -> TemplateError:
+        return TemplateError(_shorten(f"The chat template {reason}."), path=self._path)
 
     def _strftime_now(self, format: str) -> str:
         if len(format) > 256 or not _TIME_FORMAT.fullmatch(format):
@@ -148,26 +147,26 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _with_reasoning(chat: list[Any]) -> list[Any]:
-    """Messages whose reasoning is found under every name that a template may know it by."""
+    """Give each message its reasoning under every name that a template may use."""
     for message in cast("list[dict[Any, Any]]", chat):
         if not isinstance(message, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - comes from outside
-            raise RequestError("every message must be an object", parameter="messages")
+            raise RequestError("Every message must be an object.", parameter="messages")
         reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
         if reasoning is not None:
             message.setdefault("thinking", reasoning)
             message["reasoning_content"] = reasoning
-    # Its messages may have grown, so the list is weighed anew.
+    # A new list, because messages may have grown and a WeighedList caches its weight.
     return list(chat)
 
 
 def _plain(value: object, parameter: str) -> Any:
-    """A copy made of JSON types only: an object of any other type brings methods that the sandbox knows nothing of."""
+    """Copy a value that has JSON types only, because the sandbox does not know the methods of other types."""
     try:
         return _copied(value)
     except TypeError as error:
-        raise RequestError(f"holds {error}, which is not JSON", parameter=parameter) from None
+        raise RequestError(f"'{parameter}' contains {error}, which is not JSON.", parameter=parameter) from None
     except RecursionError:
-        raise RequestError("is nested too deep", parameter=parameter) from None
+        raise RequestError(f"'{parameter}' is nested too deep.", parameter=parameter) from None
 
 
 def _copied(value: object) -> Any:
@@ -190,7 +189,7 @@ def _copied(value: object) -> Any:
 
 
 def _line() -> str:
-    """Where in the template the error being handled came from."""
+    """Return the line of the template that raised the error being handled."""
     trace: TracebackType | None = sys.exc_info()[2]
     line = 0
     while trace is not None:
@@ -200,5 +199,5 @@ def _line() -> str:
     return f" (line {line})" if line else ""
 
 
-def _short(reason: str) -> str:
+def _shorten(reason: str) -> str:
     return reason if len(reason) <= _REASON_LENGTH else f"{reason[:_REASON_LENGTH]}..."

@@ -1,15 +1,14 @@
-"""From generated tokens to text, one token at a time.
+"""Turns generated tokens into text, one token at a time, and reads a tokenizer's decoder.
 
-Owns Detokenizer and the reading of a tokenizer's decoder. Knows nothing of files or of where tokens come from. A piece
-of text is handed out as soon as nothing that follows can change it:
+A Detokenizer emits text as soon as no later token can change it:
 
-- byte-level decoders turn every token into bytes; bytes wait until they complete a character;
-- SentencePiece-like decoders turn a token into text, or, by byte fallback, into one byte;
-- what any other decoder does is found by decoding a short window again, and may differ from the decoding of the whole.
+- byte-level decoders turn every token into bytes, and wait for the bytes that complete a character;
+- SentencePiece-like decoders turn a token into text or, by byte fallback, into one byte;
+- for any other decoder it decodes a short window again, which may differ from decoding the whole text.
 
-`tokenizers` replaces every byte of a byte-fallback run by U+FFFD where the run as a whole is not UTF-8, so it cannot
-say anything of a run before its end. Here the complete characters of such a run stay, and only the bytes that belong to
-none are replaced: a script that is written in bytes alone can be streamed.
+`tokenizers` replaces every byte of a byte-fallback run by U+FFFD if the run as a whole is not UTF-8, so it can say
+nothing about a run before its end. A Detokenizer keeps the complete characters of such a run and replaces only the other
+bytes, so that a script written in bytes can be streamed.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 
-_MOST_WAITING: Final = 16  # tokens that the window decoder holds back, waiting for a character's last byte
+_MAX_HELD_BACK: Final = 16  # tokens that the window decoder holds back while a character is incomplete
 
 
 class DecoderKind(NamedTuple):
-    """What a tokenizer's decoder does to tokens, as far as it can be done one token at a time."""
+    """The part of a tokenizer's decoder that applies to one token at a time."""
 
     form: str  # "bytes", "pieces" or "window"
     replaces: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
-    first_without: str | None = None  # a character that is dropped from the first token
-    strip: tuple[str, int] = ("", 0)  # a character, and how many of it are dropped at the beginning of the text
+    first_without: str | None = None  # a character to drop from the first token
+    strip: tuple[str, int] = ("", 0)  # a character, and how many to drop at the start of the text
 
 
 class _ByteLevel(msgspec.Struct, tag_field="type", tag="ByteLevel"):
     pass
 
 
-class _Pattern(msgspec.Struct, forbid_unknown_fields=True):  # a regular expression is another kind of pattern
+class _Pattern(msgspec.Struct, forbid_unknown_fields=True):  # regular expressions are not supported
     String: str
 
 
@@ -73,14 +72,14 @@ class _Sequence(msgspec.Struct, tag_field="type", tag="Sequence"):
     decoders: list[_Step]
 
 
-# A later step may not come before an earlier one: what each does depends on what it is given.
+# Steps must come in this order, because each depends on the output of the one before.
 _ORDER: Final = (_Replace, _ByteFallback, _Metaspace, _Fuse, _Strip)
 
 
-def read_decoder(written: bytes) -> DecoderKind:
-    """Of a decoder as tokenizer.json has it."""
+def read_decoder(source: bytes) -> DecoderKind:
+    """Parse the `decoder` of a tokenizer.json."""
     try:
-        decoder = msgspec.json.decode(written, type=_Step | _Sequence)
+        decoder = msgspec.json.decode(source, type=_Step | _Sequence)
     except msgspec.MsgspecError:
         return DecoderKind("window")
     steps = decoder.decoders if isinstance(decoder, _Sequence) else [decoder]
@@ -90,33 +89,33 @@ def read_decoder(written: bytes) -> DecoderKind:
 
 
 def _read_pieces(steps: list[_Step]) -> DecoderKind | None:
-    """The steps of a SentencePiece-like decoder; None where one of them, or their order, is not known."""
-    found = DecoderKind("pieces")
+    """Return the steps of a SentencePiece-like decoder, or None if a step or the order is unknown."""
+    kind = DecoderKind("pieces")
     stage = 0
     for step in steps:
         if isinstance(step, _ByteLevel) or _ORDER.index(type(step)) < stage:
             return None
-        # Only replacing may happen twice; stripping is of the whole text only after the pieces were fused.
+        # Only Replace may occur twice. Strip acts on the whole text only after Fuse.
         stage = _ORDER.index(type(step)) + (not isinstance(step, _Replace))
         match step:
             case _Replace(pattern=pattern, content=content):
-                found = found._replace(replaces=(*found.replaces, (pattern.String, content)))
+                kind = kind._replace(replaces=(*kind.replaces, (pattern.String, content)))
             case _ByteFallback():
-                found = found._replace(byte_fallback=True)
+                kind = kind._replace(byte_fallback=True)
             case _Metaspace(replacement=mark, prepend_scheme=prepends):
                 dropped = mark if prepends != "never" else None
-                found = found._replace(replaces=(*found.replaces, (mark, " ")), first_without=dropped)
+                kind = kind._replace(replaces=(*kind.replaces, (mark, " ")), first_without=dropped)
             case _Strip(content=content, start=start, stop=stop):
                 if stop or not any(isinstance(other, _Fuse) for other in steps):
                     return None
-                found = found._replace(strip=(content, start))
+                kind = kind._replace(strip=(content, start))
             case _:
                 pass
-    return found
+    return kind
 
 
 class TokenLookup(Protocol):
-    """Who knows how tokens are written: a TokenTable, or a tokenizer of `tokenizers`."""
+    """Implemented by TokenTable and by the tokenizers of `tokenizers`."""
 
     def id_to_token(self, id: int) -> str | None: ...
 
@@ -124,7 +123,7 @@ class TokenLookup(Protocol):
 
 
 class TokenPieces:
-    """Every token's own bytes or text, found once; shared by the detokenizers of one tokenizer."""
+    """Caches each token's bytes or text for all detokenizers of one tokenizer."""
 
     def __init__(self, tokens: TokenLookup, kind: DecoderKind, special: Collection[int]) -> None:
         self.kind = kind
@@ -136,7 +135,7 @@ class TokenPieces:
         return token in self._special
 
     def raw(self, token: int) -> bytes | str:
-        """Bytes that join those around them, or text; before anything is done to the first token."""
+        """Return a token's bytes, which join those around them, or its text, before any first-token rule."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._find(self._tokens.id_to_token(token) or "")
@@ -161,10 +160,10 @@ class HasPieces(Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence. Joined, what `push` and `finish` return is the text of all its tokens."""
+    """The text of one sequence: the results of `push` and `finish`, joined, are the text of all tokens."""
 
     def __init__(self, tokenizer: HasPieces, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
-        """`continues`: the text goes on after a prompt, so the space before its first word stays."""
+        """Set `continues` if the text follows a prompt, so that the space before its first word stays."""
         self._pieces = pieces = tokenizer.pieces
         self._skip = skip_special_tokens
         self._first = not continues
@@ -173,11 +172,11 @@ class Detokenizer:
         self._strip = 0 if continues else count
         self._utf8: Any = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
-        self._shown = 0  # tokens of the window whose text was handed out
+        self._shown = 0  # tokens of the window whose text was emitted
         self.push: Callable[[int], str] = self._push_window if pieces.kind.form == "window" else self._push_piece
 
     def finish(self) -> str:
-        """What was still waiting; bytes that never became a character become U+FFFD."""
+        """Return the held-back text; incomplete characters become U+FFFD."""
         if self._pieces.kind.form == "window":
             return self._window_text(force=True)
         return self._stripped(self._utf8.decode(b"", True))
@@ -197,7 +196,7 @@ class Detokenizer:
                 piece = piece.replace(kind.first_without, "")
         for old, new in kind.replaces:
             piece = piece.replace(old, new)
-        # A text ends the run of bytes before it.
+        # Text ends a run of bytes.
         return self._stripped(self._utf8.decode(b"", True) + piece)
 
     def _push_window(self, token: int) -> str:
@@ -209,10 +208,10 @@ class Detokenizer:
     def _window_text(self, *, force: bool) -> str:
         before = self._pieces.window(self._window[: self._shown])
         after = self._pieces.window(self._window)
-        waiting = len(self._window) - self._shown
-        if after.endswith("\ufffd") and not force and waiting < _MOST_WAITING:
+        held_back = len(self._window) - self._shown
+        if after.endswith("\ufffd") and not force and held_back < _MAX_HELD_BACK:
             return ""
-        # The tokens just shown stay as the context of those that follow.
+        # Keep the tokens just emitted as context for the next ones.
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
         return after[len(before) :]
@@ -238,7 +237,7 @@ def _fallback_byte(text: str) -> bytes | None:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level tokenizers write every byte as a printable character: itself, or one from U+0100 on."""
+    """Map the printable characters of byte-level tokenizers (the byte itself, or from U+0100 on) to bytes."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

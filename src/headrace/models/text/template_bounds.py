@@ -3,9 +3,9 @@
 RenderBudget counts steps, wall time, the size of each value and the memory of all values, and checks an operation's
 arguments before it runs. Does not know jinja's syntax or chat messages.
 
-Every value that a template makes is weighed: a text by its length, a container by the length of its text. Shared parts
-count each time they appear, because printing, comparing and hashing meet them each time: `[a, a]` doubled thirty times
-is a small object with a text of gigabytes.
+Every value has a weight: the length of a text, or the printed length of a container. Shared parts count every time,
+because printing, comparing and hashing visit them every time: `[a, a]` doubled thirty times is a small object that
+prints gigabytes.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import Any, Final, cast
 
 import msgspec
 
-ITEM: Final = 8  # weight of an item in a container, besides its text: about what its quotes and comma take
-MAX_INT_BITS: Final = 16_384  # past the largest integer that Python turns into text by default
+ITEM: Final = 8  # weight of an item besides its text: about its quotes and comma
+MAX_INT_BITS: Final = 16_384  # above the largest integer that Python prints by default
 MAX_SCAN: Final = 1 << 30  # character comparisons in one call whose cost is a product of two lengths
 MAX_DIGITS: Final = 4_300
-MAX_BATCH: Final = 10_000  # items of a row that `batch` fills up
+MAX_BATCH: Final = 10_000  # items in a row of `batch`
 MAX_PRECISION: Final = 100
 
 
 class BoundsExceededError(Exception):
-    """A template went past its bounds; no template and no filter of jinja catches it."""
+    """A template exceeded its limits. Neither templates nor jinja's filters catch this."""
 
 
 class TemplateBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one rendering; `value` and `memory` grow with the request, so that a long chat can be rendered."""
+    """Limits of one rendering. `value` and `memory` grow with the request, so that long chats can be rendered."""
 
-    ticks: int = 2_000_000  # loop rounds, calls, filters and macros
-    seconds: float = 5.0  # wall time, looked at on every tick
-    value: int = 4 * 1024 * 1024  # weight of one value, and characters of the output
-    memory: int = 512 * 1024 * 1024  # bytes of all values ever made; 512 MiB
-    input: int = 64 * 1024 * 1024  # weight of everything handed to the template
+    ticks: int = 2_000_000  # loop iterations, calls, filters and macros
+    seconds: float = 5.0  # wall time, checked on every tick
+    value: int = 4 * 1024 * 1024  # weight of one value, and characters of output
+    memory: int = 512 * 1024 * 1024  # bytes of all values made; 512 MiB
+    input: int = 64 * 1024 * 1024  # weight of all inputs
 
 
 class WeighedList(list[Any]):
-    """A list that knows its weight, so that a template which gathers messages one by one stays linear."""
+    """A list with a cached weight, so that collecting messages one by one takes linear time."""
 
     __slots__ = ("weight",)
     weight: int
 
 
 def weigh(value: object, limit: int) -> int:
-    """The weight of a value; BoundsExceededError as soon as it is known to pass `limit`."""
+    """Return the weight of a value; raise BoundsExceededError as soon as it exceeds `limit`."""
     total = 0
     stack: list[object] = [value]
     while stack:
@@ -79,7 +79,7 @@ def weigh(value: object, limit: int) -> int:
 
 
 class RenderBudget:
-    """What is left for one rendering."""
+    """The remaining budget of one rendering."""
 
     def __init__(self, bounds: TemplateBounds, input_weight: int) -> None:
         self.value = max(bounds.value, 4 * input_weight)
@@ -89,7 +89,7 @@ class RenderBudget:
         self._deadline = time.monotonic() + bounds.seconds
 
     def tick(self) -> bool:
-        """One step; True, so that it can stand in a condition."""
+        """Count one step. Returns True so that it can be part of a condition."""
         self._ticks -= 1
         if self._ticks < 0:
             raise BoundsExceededError("too many steps")
@@ -102,30 +102,30 @@ class RenderBudget:
             raise BoundsExceededError(f"a value larger than {self.value} characters")
 
     def charge(self, size: int) -> None:
-        self._memory -= size + 64  # the overhead keeps a great many tiny values bounded too
+        self._memory -= size + 64  # the overhead also bounds many tiny values
         if self._memory < 0:
             raise BoundsExceededError("too much memory")
 
-    def made(self, value: Any) -> Any:
-        """`value` itself, paid for; a lazy iterator is replaced by one that pays as it goes."""
+    def charged(self, value: Any) -> Any:
+        """Charge a new value and return it; a lazy iterator is wrapped so that it charges per item."""
         if isinstance(value, str):
             self.check(len(value))
             self.charge(sys.getsizeof(value))
         elif isinstance(value, list | tuple | dict):
             items = cast("Sequence[object]", value)
             self._weigh(items)
-            self.charge(sys.getsizeof(items) + 64 * len(items))  # its items may be new too, as those of `split`
+            self.charge(sys.getsizeof(items) + 64 * len(items))  # items may also be new, as those of `split`
         elif isinstance(value, int):
             if value.bit_length() > MAX_INT_BITS:
                 raise BoundsExceededError("an integer of too many digits")
         elif isinstance(value, Iterator):
-            return self._paced(cast("Iterator[Any]", value))
+            return self._charged_items(cast("Iterator[Any]", value))
         return cast(object, value)
 
-    def settled(self, value: Any) -> Any:
-        """A value fit for work that looks at all of it: no longer lazy, and weighed."""
+    def materialised(self, value: Any) -> Any:
+        """Return the value materialised and weighed, for an operation that visits all of it."""
         if isinstance(value, Iterator):
-            value = list(self._paced(cast("Iterator[Any]", value)))
+            value = list(self._charged_items(cast("Iterator[Any]", value)))
         self._weigh(value)
         return value
 
@@ -143,10 +143,10 @@ class RenderBudget:
             texts.append(self.text(item))
             total += len(texts[-1])
             self.check(total)
-        return self.made(separator.join(texts))
+        return self.charged(separator.join(texts))
 
-    def operate(self, operator: str, left: Any, right: Any, carry_out: Callable[[Any, Any], Any]) -> Any:
-        """A binary operation, refused before it is carried out where its result would be too large."""
+    def operate(self, operator: str, left: Any, right: Any, run: Callable[[Any, Any], Any]) -> Any:
+        """Run a binary operation; raise before it runs if the result would be too large."""
         if operator == "+":
             if isinstance(left, list) and isinstance(right, list):
                 return self._joined_lists(cast("list[Any]", left), cast("list[Any]", right))
@@ -162,23 +162,23 @@ class RenderBudget:
         for operand in cast("tuple[object, object]", (left, right)):
             if isinstance(operand, int) and operand.bit_length() > MAX_INT_BITS:
                 raise BoundsExceededError("an integer of too many digits")
-        return self.made(carry_out(left, right))
+        return self.charged(run(left, right))
 
     def check_percent(self, template: str, arguments: object) -> None:
-        """Bounds of `template % arguments` and of jinja's format filter."""
+        """Check `template % arguments` and jinja's format filter."""
         self.check(len(template))
         widths = 0
         count = 0
-        for found in _CONVERSION.finditer(template):
+        for match in _CONVERSION.finditer(template):
             count += 1
-            for number in found.group("width", "precision"):
+            for number in match.group("width", "precision"):
                 if number == "*" or len(number or "") > 7:
                     raise BoundsExceededError("a format with too large a width")
                 widths += int(number or 0)
-            # A parenthesis inside a key would hide from the expression above what Python takes for the width.
-            if "(" in (found.group("key") or ""):
+            # A parenthesis in a key would hide the width from the expression above.
+            if "(" in (match.group("key") or ""):
                 raise BoundsExceededError("a format with a parenthesis in a key")
-        # With a mapping every conversion may print the same value; otherwise each argument is printed once.
+        # With a mapping, several conversions may print the same value.
         weight = self._weigh(arguments)
         self.check(len(template) + widths + weight * (count if isinstance(arguments, Mapping) else 1))
 
@@ -200,7 +200,7 @@ class RenderBudget:
         self.check(len(text) + times * max(len(new) - len(old), 0))
 
     def check_scan(self, text: object, part: object) -> None:
-        """Searches from the right, and stripping, take time in proportion to the product of the two lengths."""
+        """Check a search from the right or a strip: its time grows with the product of the two lengths."""
         if isinstance(text, str) and isinstance(part, str) and len(text) * len(part) > MAX_SCAN:
             raise BoundsExceededError("a search that takes too long")
 
@@ -229,11 +229,11 @@ class RenderBudget:
     def _weigh(self, value: object) -> int:
         return weigh(value, self.value)
 
-    def _paced(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _charged_items(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             self.tick()
             if isinstance(item, list | tuple):
-                self.made(cast(object, item))
+                self.charged(cast(object, item))
             yield item
 
 

@@ -1,7 +1,6 @@
-"""The filters of chat templates, and the methods of texts: jinja's and Python's own, with bounds.
+"""Bounds jinja's filters and the methods of strings: checks arguments before the work, and charges the result.
 
-Owns the checks of their arguments, which come before the work, and the few filters that are our own. Knows nothing of
-syntax trees, nor of which attributes may be read.
+Does not know syntax trees or which attributes a template may read.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from headrace.models.text.template_bounds import (
 )
 
 _LEFT_OUT: Final = frozenset({"pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr"})
-# Filters that look at the whole of a container.
+# Filters that visit a whole container.
 _THOROUGH: Final = frozenset(
     "dictsort e escape forceescape groupby list max min safe sort string unique urlencode".split()
 )
@@ -39,7 +38,7 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, n
 def checked_method(
     budget: RenderBudget, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """The arguments for a method of a text, once its result is known to be bounded."""
+    """Check the arguments of a string method and return them, with lazy ones materialised."""
     budget.check(len(text))
     first = args[0] if args else None
     match name:
@@ -54,7 +53,7 @@ def checked_method(
         case "strip" | "lstrip" | "rstrip" | "rfind" | "rindex" | "rpartition" | "rsplit":
             budget.check_scan(text, kwargs.get("sep", first))
         case "join" if args:
-            items = list(budget.settled(iter(args[0])))
+            items = list(budget.materialised(iter(args[0])))
             budget.check(len(text) * len(items))
             return (items, *args[1:])
         case _:
@@ -62,7 +61,7 @@ def checked_method(
     return args
 
 
-def _checked_filter(
+def _check_filter(
     budget: RenderBudget, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     match name:
@@ -99,12 +98,12 @@ def bounded_filters() -> dict[str, Callable[..., Any]]:
 
 
 def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of jinja that ticks, looks at its arguments first and pays for its result."""
+    """Wrap a jinja filter: tick, check the arguments, charge the result."""
     filter = _OWN_FILTERS.get(name, filter)
     passes: Any = getattr(filter, "jinja_pass_arg", None)
     thorough = name in _THOROUGH
 
-    # Wanting the context also keeps jinja from working a filter out while it compiles, where there is no budget.
+    # pass_context also keeps jinja from evaluating the filter at compile time, where there is no budget.
     @jinja2.pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = RENDER_BUDGET.get()
@@ -112,12 +111,12 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(value, str):
             budget.check(len(value))
         elif thorough:
-            value = budget.settled(value)
-        _checked_filter(budget, name, value, args, kwargs)
+            value = budget.materialised(value)
+        _check_filter(budget, name, value, args, kwargs)
         if passes is None:
-            return budget.made(filter(value, *args, **kwargs))
+            return budget.charged(filter(value, *args, **kwargs))
         first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passes.name]
-        return budget.made(filter(first, value, *args, **kwargs))
+        return budget.charged(filter(first, value, *args, **kwargs))
 
     return bounded
 
@@ -125,9 +124,9 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As transformers has it: plain JSON, nothing escaped for HTML."""
+    """Encode JSON as transformers does, without HTML escapes."""
     budget = RENDER_BUDGET.get()
-    budget.settled(value)
+    budget.materialised(value)
     if isinstance(indent, int | str) and (indent if isinstance(indent, int) else len(indent)) > 16:
         raise BoundsExceededError("JSON with too wide an indent")
     for separator in separators or ():
@@ -138,7 +137,7 @@ def _tojson(
     )
     if indent is None:
         return encoder.encode(value)
-    # Deep nesting times an indent can be far larger than the value.
+    # With an indent, deep nesting can be far larger than the value.
     pieces: list[str] = []
     length = 0
     for piece in encoder.iterencode(value):
@@ -151,7 +150,7 @@ def _tojson(
 @jinja2.pass_environment
 def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
     budget = RENDER_BUDGET.get()
-    items: list[Any] = list(budget.settled(iter(value)))
+    items: list[Any] = list(budget.materialised(iter(value)))
     if attribute is not None:
         items = [make_attrgetter(environment, attribute)(item) for item in items]
     if any(isinstance(item, Markup) for item in (d, *items)):

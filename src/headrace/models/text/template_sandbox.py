@@ -1,13 +1,14 @@
-"""The jinja environment in which chat templates live: nothing to reach, nothing without a bound.
+"""Runs chat templates in a jinja environment that reaches nothing outside and does nothing without a bound.
 
-Owns the environment, the rewriting of a template's syntax tree, and the attributes and globals that a template may use.
-Knows nothing of chat messages. On top of jinja's own immutable sandbox:
+On top of jinja's immutable sandbox:
 
-- loop bodies, loop conditions, macros and blocks begin with a tick; calls and filters tick by themselves;
-- `~`, literals and slices are rewritten into calls that pay for what they make; so does everything that is printed;
-- an attribute can be read only where its type is in a short list of what templates use;
-- filters and globals with no use in a chat template and no cheap bound (urlize, wordwrap, striptags, xmlattr, pprint,
-  random, lipsum) are left out, and so are include, import, extends and autoescape.
+- loop bodies, loop conditions, macros and blocks begin with a tick; calls and filters tick too;
+- `~`, literals and slices become calls that charge the new value, and so does all output;
+- a template may read only the attributes in a short list per type;
+- filters and globals without a use in chat templates or a cheap bound are removed (urlize, wordwrap, striptags,
+  xmlattr, pprint, random, lipsum), and so are include, import, extends and autoescape.
+
+docs/explanation/decisions/chat-templates.md says why this is not minijinja. Does not know chat messages.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _READABLE: Final[tuple[tuple[type[Any], frozenset[str]], ...]] = (
 
 
 class SandboxNamespace(Namespace):
-    """A namespace whose text does not grow with what it holds, and which keeps no name that Python gives a meaning."""
+    """A namespace with a constant text that rejects names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -73,7 +74,7 @@ class SandboxNamespace(Namespace):
 
 
 class DictFactory:
-    """What a template sees as `dict`: neither the type nor a way to it."""
+    """Stands in for `dict` in templates, so that they cannot reach the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -84,11 +85,13 @@ class DictFactory:
 
 def _check_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name[:40]!r}: it begins with an underscore")
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name[:40]!r}: the name begins with an underscore"
+        )
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it only opens a scope."""
+    """`{% generation %}` marks assistant text for training; here it only opens a scope."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - jinja declares it so
 
@@ -104,11 +107,11 @@ class _Formatter(SandboxedFormatter):
         budget.tick()
         budget.check_format_spec(format_spec)
         if not isinstance(value, str):
-            budget.settled(value)
-        return budget.made(super().format_field(value, format_spec))
+            budget.materialised(value)
+        return budget.charged(super().format_field(value, format_spec))
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        RENDER_BUDGET.get().settled(value)
+        RENDER_BUDGET.get().materialised(value)
         return super().convert_field(value, conversion)
 
 
@@ -117,13 +120,13 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment; one serves all templates and threads, for what a rendering may spend is in RENDER_BUDGET."""
+    """The environment of all templates and threads; each rendering has its own RENDER_BUDGET."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
-        self.finalize = jinja2.pass_context(_printed)
+        self.finalize = jinja2.pass_context(_finalize)
         self.filters = bounded_filters()
         self.globals = {
             "range": safe_range,
@@ -137,12 +140,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         tree = _Rewriter().visit(self.parse(source))
         return jinja2.Template.from_code(self, self.compile(tree), self.globals)
 
-    # The rewritten tree calls these three; a template cannot name them.
+    # The rewritten tree calls these three methods; a template cannot name them.
     def tick(self) -> bool:
         return RENDER_BUDGET.get().tick()
 
-    def made(self, value: Any) -> Any:
-        return RENDER_BUDGET.get().made(value)
+    def charged(self, value: Any) -> Any:
+        return RENDER_BUDGET.get().charged(value)
 
     def concat_texts(self, *items: Any) -> str:
         return RENDER_BUDGET.get().join("", items)
@@ -150,17 +153,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
-            return __obj(*args)  # without the variables of loop and block that jinja adds for its own context
+            return __obj(*args)  # without the loop and block variables that jinja adds
         budget = RENDER_BUDGET.get()
         budget.tick()
         if isinstance(owner, str):
             args = checked_method(budget, owner, __obj.__name__, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
-        # `get` hands out what was there before.
-        return result if isinstance(owner, dict) and __obj.__name__ == "get" else budget.made(result)
+        # `get` returns an existing value.
+        return result if isinstance(owner, dict) and __obj.__name__ == "get" else budget.charged(result)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # The fields of messages are most of what templates read, and jinja gets there by an exception for each.
+        # Templates mostly read fields of messages, for which jinja would raise and catch an exception each.
         if type(cast(object, obj)) is dict and attribute in obj and attribute not in _DICT_NAMES:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -203,7 +206,7 @@ def sandbox() -> TemplateSandbox:
 
 
 class _Rewriter(NodeTransformer):
-    """Puts ticks and payments into a template's syntax tree."""
+    """Inserts ticks and charges into a template's syntax tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja finds it by the node's name
         self.generic_visit(node)
@@ -225,35 +228,35 @@ class _Rewriter(NodeTransformer):
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        if (isinstance(node, nodes.Tuple) and node.ctx != "load") or _constant(node):
+        if (isinstance(node, nodes.Tuple) and node.ctx != "load") or _is_constant(node):
             return node
-        return _call("made", node, node)
+        return _call("charged", node, node)
 
     visit_Tuple = visit_Dict = visit_List  # noqa: N815
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _call("made", node, node) if isinstance(node.arg, nodes.Slice) else node
+        return _call("charged", node, node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Name(self, node: nodes.Name) -> nodes.Node:  # noqa: N802
-        # Inside a macro these two are containers of whatever it was called with.
-        return _call("made", node, node) if node.name in ("varargs", "kwargs") and node.ctx == "load" else node
+        # In a macro these two are containers of the arguments.
+        return _call("charged", node, node) if node.name in ("varargs", "kwargs") and node.ctx == "load" else node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        # Literal text does not pass through `finalize`, a constant does: in a loop it has to be paid for each time.
+        # Constants pass through `finalize` and literal text does not; in a loop each output must be charged.
         node.nodes = [
             nodes.Const(item.data, lineno=item.lineno) if isinstance(item, nodes.TemplateData) else item
             for item in node.nodes
         ]
         return node
 
-    def _refused(self, node: nodes.Node) -> nodes.Node:
+    def _reject(self, node: nodes.Node) -> nodes.Node:
         kind = type(node).__name__
-        raise jinja2.exceptions.TemplateSyntaxError(f"{kind} has no place in a chat template", node.lineno)
+        raise jinja2.exceptions.TemplateSyntaxError(f"{kind} is not allowed in a chat template", node.lineno)
 
-    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refused  # noqa: N815
-    visit_EvalContextModifier = visit_ScopedEvalContextModifier = _refused  # noqa: N815
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _reject  # noqa: N815
+    visit_EvalContextModifier = visit_ScopedEvalContextModifier = _reject  # noqa: N815
 
 
 def _call(method: str, near: nodes.Node, *arguments: nodes.Expr) -> nodes.Call:
@@ -265,13 +268,13 @@ def _tick_statement(near: nodes.Node) -> nodes.ExprStmt:
     return nodes.ExprStmt(_call("tick", near), lineno=near.lineno)
 
 
-def _constant(node: nodes.Node) -> bool:
-    """True for a literal of literals: it is no larger than the template's source."""
+def _is_constant(node: nodes.Node) -> bool:
+    """Return whether a node is a literal of literals, which is no larger than the source."""
     if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair):
-        return all(_constant(child) for child in node.iter_child_nodes())
+        return all(_is_constant(child) for child in node.iter_child_nodes())
     return isinstance(node, nodes.Const)
 
 
-def _printed(context: Context, value: Any) -> str:
+def _finalize(context: Context, value: Any) -> str:
     budget = RENDER_BUDGET.get()
-    return budget.made(budget.text(value))
+    return budget.charged(budget.text(value))

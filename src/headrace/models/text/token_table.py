@@ -1,8 +1,7 @@
-"""How the tokens of a tokenizer.json are written, without what cuts a text into them.
+"""Reads how the tokens of a tokenizer.json are written, without loading the encoder.
 
-Owns TokenTable and the form of an added token. To read what a model writes is a fifth of the work of reading a whole
-tokenizer, and all that an engine needs until somebody asks for a grammar. What is read here is what `tokenizers` would
-say; a file of which that is not certain is not read.
+This is a fifth of the work of loading a whole tokenizer, and all that an engine needs until a request brings a grammar.
+The result equals that of `tokenizers`; read_pieces returns None for a file where that is not certain.
 """
 
 from __future__ import annotations
@@ -46,21 +45,20 @@ class TokenTable:
         return self._texts[id] if 0 <= id < len(self._texts) else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> NoReturn:
-        raise AssertionError("a decoder that needs the whole tokenizer was read as a table")
+        raise AssertionError("A decoder that needs the whole tokenizer was loaded as a table.")
 
 
 def read_pieces(
     data: bytes, vocab_size: int, named_special: Iterable[str]
 ) -> tuple[TokenPieces, dict[str, int]] | None:
-    """What the tokens of a tokenizer.json are written as, and their ids by that. None where only `tokenizers` can tell,
-    or would refuse the file."""
+    """Return the written tokens and the ids by token, or None if only `tokenizers` can read or reject the file."""
     try:
         file = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    kind = read_decoder(bytes(file.decoder))
+    decoder = read_decoder(bytes(file.decoder))
     ids = _ids(file)
-    if kind.form == "window" or ids is None or not ids:
+    if decoder.form == "window" or ids is None or not ids:
         return None
     highest = max(ids.values())
     if min(ids.values()) < 0 or highest >= vocab_size:
@@ -69,14 +67,14 @@ def read_pieces(
     for text, id in ids.items():
         texts[id] = text
     if texts.count(None) != len(texts) - len(ids):
-        return None  # two tokens of one id
+        return None  # two tokens share an id
     special = {added.id for added in file.added_tokens if added.special}
     special.update(ids[text] for text in named_special if text in ids)
-    return TokenPieces(TokenTable(texts), kind, special), ids
+    return TokenPieces(TokenTable(texts), decoder, special), ids
 
 
 def _ids(file: _File) -> dict[str, int] | None:
-    """The ids of all tokens; None where added ones have others than `tokenizers` would give them."""
+    """Return the ids of all tokens, or None if added tokens have other ids than `tokenizers` would assign."""
     vocab = file.model.vocab
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
     size = len(vocab)
@@ -93,7 +91,7 @@ def _ids(file: _File) -> dict[str, int] | None:
             known = ids[added.content] = following
             following += 1
         elif known >= size:
-            return None  # ids with gaps: which is the next one depends on the version of `tokenizers`
+            return None  # ids with gaps: the next id depends on the version of `tokenizers`
         if known != added.id:
             return None
     return ids

@@ -1,9 +1,7 @@
-"""The tokenizer of a model folder, with its special tokens, its chat templates and the tokens that end a text.
+"""Loads the tokenizer of a model folder: special tokens, chat templates and end-of-text tokens.
 
-Owns Tokenizer and the reading of tokenizer.json and of the files beside it. Knows nothing of weights; of the model it
-knows the size of its vocabulary, which no token may pass. What cuts texts into tokens takes most of the time to read,
-which a server's process spends at its start and a worker's only once a grammar asks for it: therefore the libraries of
-that half are imported where it is read.
+The encoder takes most of the loading time. A server loads it at start and a worker only when a grammar needs it, so its
+libraries are imported where it is loaded.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 TOKENIZER_LIMIT: Final = 256 * 1024 * 1024  # 256 MiB; the largest in use are about 40 MiB
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Files of tokenizers that `tokenizers` cannot read by itself.
+# Tokenizer files that `tokenizers` cannot read.
 _SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 
 
 class _Encoder(NamedTuple):
-    """What makes tokens of texts and of chats."""
+    """The half of a tokenizer that turns texts and chats into tokens."""
 
     tokenizer: tokenizers.Tokenizer
     templates: Mapping[str, ChatTemplate]
-    frame: tuple[list[int], list[int]] | None  # tokens before and after a text; None: the tokenizer's own
+    frame: tuple[list[int], list[int]] | None  # tokens around a text; None: those of the tokenizer
 
 
 class Tokenizer:
@@ -63,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
-        """ModelError for files that are missing, corrupt, or do not fit a model of `vocab_size` tokens."""
+        """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens."""
         config, special_tokens = _read_settings(folder)
         encoder = _read_encoder(folder, vocab_size, config, special_tokens)
         tokenizer = encoder.tokenizer
@@ -76,14 +74,13 @@ class Tokenizer:
 
     @classmethod
     def load_for_decoding(cls, folder: Path, vocab_size: int) -> Tokenizer:
-        """The same for who reads what a model writes and hardly ever cuts a text: that half is read when it is first
-        asked for, and its errors are raised then."""
+        """Load what decoding needs. The encoder is loaded on first use and raises its errors then."""
         config, special_tokens = _read_settings(folder)
         data = read_bounded(_tokenizer_path(folder), TOKENIZER_LIMIT)
-        found = read_pieces(data, vocab_size, special_tokens.values())
-        if found is None:
+        table = read_pieces(data, vocab_size, special_tokens.values())
+        if table is None:
             return cls.load(folder, vocab_size)
-        pieces, ids = found
+        pieces, ids = table
         encoder = partial(_read_encoder, folder, vocab_size, config, special_tokens)
         return cls._of(folder, encoder, pieces, ids.get, vocab_size, special_tokens)
 
@@ -116,16 +113,16 @@ class Tokenizer:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The template of a chat without tools."""
+        """The template for chats without tools."""
         return self._encoder.templates.get("default")
 
     @property
     def tool_template(self) -> ChatTemplate | None:
-        """The template of a chat with tools."""
+        """The template for chats with tools."""
         return self._encoder.templates.get("tool_use") or self.template
 
     def load_encoder(self) -> None:
-        """What cuts texts is there from now on; ModelError where it cannot be read."""
+        """Load the encoder now; raise ModelError if that fails."""
         _ = self._encoder
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -133,26 +130,26 @@ class Tokenizer:
         own_frame = add_special_tokens and frame is None
         try:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=own_frame).ids
-        except (TypeError, UnicodeEncodeError):  # which of the two depends on the version of `tokenizers`
-            raise RequestError("the text holds half of a surrogate pair, which is no character") from None
+        except (TypeError, UnicodeEncodeError):  # depends on the version of `tokenizers`
+            raise RequestError("The text contains half of a surrogate pair, which is not a character.") from None
         if add_special_tokens and frame is not None:
             return [*frame[0], *ids, *frame[1]]
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The same text that a Detokenizer gives piece by piece."""
+        """Return the text that a Detokenizer emits piece by piece."""
         if self.pieces.kind.form != "pieces":
             return self._encoder.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 
     def token_id(self, text: str) -> int | None:
-        """The token that is written so in the vocabulary: for added tokens and special ones, the text's own token."""
+        """Return the token with exactly this text in the vocabulary, if there is one."""
         return self._encoder.tokenizer.token_to_id(text)
 
     @cached_property
     def longest_piece(self) -> int:
-        """Characters of the longest token."""
+        """Characters in the longest token."""
         return max(map(len, self._encoder.tokenizer.get_vocab()), default=1)
 
     def is_special(self, token: int) -> bool:
@@ -160,7 +157,7 @@ class Tokenizer:
 
     @property
     def uses_clock(self) -> bool:
-        """The same messages may be another prompt later."""
+        """Whether the same messages may give another prompt later."""
         return any(template.uses_clock for template in self._encoder.templates.values())
 
     def apply_template(
@@ -172,15 +169,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The prompt of a chat, to be encoded with add_special_tokens=False: the template writes them itself."""
+        """Render a chat. Encode the result with add_special_tokens=False: the template writes the special tokens."""
         template = self.tool_template if tools else self.template
         if template is None:
-            raise RequestError("the model has no chat template; it completes text only", parameter="messages")
+            raise RequestError("The model has no chat template. Use it for text completion.", parameter="messages")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
 
 
 def _read_settings(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
-    """tokenizer_config.json, and the special tokens by the names that templates know them by."""
+    """Read tokenizer_config.json and the special tokens by their names in templates."""
     config = _optional_json(folder / "tokenizer_config.json")
     return config, _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
 
@@ -190,7 +187,7 @@ def _read_encoder(
 ) -> _Encoder:
     path = _tokenizer_path(folder)
     tokenizer = _drop_excess_tokens(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
-    # Limits that somebody saved with the tokenizer would cut prompts in silence.
+    # Truncation saved with the tokenizer would silently cut prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _mark_special(tokenizer, special_tokens)
@@ -207,10 +204,10 @@ def _tokenizer_path(folder: Path) -> Path:
 def _missing(folder: Path) -> ModelError:
     slow = next((name for name in _SLOW if (folder / name).exists()), None)
     if slow is None:
-        return ModelError("no tokenizer: expected tokenizer.json", path=folder)
+        return ModelError("The folder has no tokenizer. Expected tokenizer.json.", path=folder)
     return ModelError(
-        f"the tokenizer is there only as '{slow}'; expected tokenizer.json. Convert it with transformers: "
-        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+        f"The folder has its tokenizer only as '{slow}'. Expected tokenizer.json. Convert it with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
         path=folder,
     )
 
@@ -227,14 +224,14 @@ def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:
         if not is_tokenizers_error(error):
             raise
-        raise ModelError(f"not a tokenizer: {str(error)[:200]}", path=path) from None
+        raise ModelError(f"The file is not a tokenizer: {str(error)[:200]}.", path=path) from None
 
 
 def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer, without added tokens past the vocabulary; ModelError where other tokens pass it."""
+    """Parse a tokenizer without added tokens past the vocabulary; raise ModelError if other tokens are past it."""
     bpe = read_bpe(data)
     if bpe is not None and bpe[1] < vocab_size:
-        return bpe[0]  # as nearly all
+        return bpe[0]  # the usual case
     tokenizer = _parse(decode_text(data, path), path)
     past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
     if not past:
@@ -243,10 +240,10 @@ def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.
     token, highest = max(past.items(), key=lambda item: item[1])
     if not past.keys() <= added or past.keys() & tokenizer.get_vocab(with_added_tokens=False).keys():
         raise ModelError(
-            f"token {token[:80]!r} has id {highest}, but the model's vocabulary has {vocab_size} tokens", path=path
+            f"Token {token[:80]!r} has id {highest}, but the model's vocabulary has {vocab_size} tokens.", path=path
         )
-    # Public models have such tokens (Gemma 3 1B: <image_soft_token>, of its larger sisters). The model knows nothing of
-    # them, so their text is text like any other.
+    # Public models have such tokens: Gemma 3 1B has the <image_soft_token> of the larger models. The model cannot use
+    # them, so their text is ordinary text.
     content = parse_json_object(data, path=path)
     listed = cast("list[dict[str, object]]", content.get("added_tokens"))
     content["added_tokens"] = [entry for entry in listed if cast(int, entry["id"]) < vocab_size]
@@ -254,29 +251,29 @@ def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.
 
 
 def _special_tokens(config: Mapping[str, object], legacy: Mapping[str, object]) -> dict[str, str]:
-    """Special tokens by the names that templates know them by."""
-    found: dict[str, str] = {}
+    """Return the special tokens by their names in templates."""
+    tokens: dict[str, str] = {}
     for source in (legacy, config):
         for name in _NAMED:
             if (content := _token_content(source.get(name))) is not None:
-                found[name] = content
+                tokens[name] = content
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
         for name, value in cast("dict[str, object]", extra).items():
             if (content := _token_content(value)) is not None:
-                found.setdefault(name, content)
-    return found
+                tokens.setdefault(name, content)
+    return tokens
 
 
 def _token_content(value: object) -> str | None:
-    """A special token is written as its text, or as an object that has it as "content"."""
+    """Return the text of a special token, which is a string or an object with "content"."""
     if isinstance(value, dict):
         value = cast("dict[str, object]", value).get("content")
     return value if isinstance(value, str) else None
 
 
 def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
-    """Named special tokens that are in the vocabulary but not marked, as older converters left them."""
+    """Mark named special tokens that older converters left unmarked."""
     from tokenizers import AddedToken
 
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -288,7 +285,7 @@ def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, 
 def _frame(
     config: Mapping[str, object], tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
 ) -> tuple[list[int], list[int]] | None:
-    """What add_bos_token and add_eos_token put around a text, where they are set: they rule over tokenizer.json."""
+    """Return the tokens that add_bos_token and add_eos_token put around a text. They override tokenizer.json."""
     if not isinstance(config.get("add_bos_token"), bool) and not isinstance(config.get("add_eos_token"), bool):
         return None
     ends: list[list[int]] = []
@@ -300,14 +297,14 @@ def _frame(
 
 
 def _eos_ids(folder: Path, eos_id: int | None, vocab_size: int) -> frozenset[int]:
-    """Tokens that end a text, from the first file that names any; else the tokenizer's own."""
+    """Return the end-of-text tokens of the first file that names any, or else the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = _optional_json(path).get("eos_token_id")
         ids = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
-            raise ModelError("eos_token_id must be an integer or a list of integers", path=path)
-        # An id past the vocabulary can never be generated.
+            raise ModelError("Key 'eos_token_id' must be an integer or a list of integers.", path=path)
+        # Ids past the vocabulary are never generated.
         fitting = frozenset(id for id in cast("list[int]", ids) if 0 <= id < vocab_size)
         if fitting:
             return fitting
@@ -329,10 +326,12 @@ def _templates(
             named = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
             name, source = named.get("name"), named.get("template")
             if not isinstance(name, str) or not isinstance(source, str):
-                raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+                raise ModelError(
+                    "Key 'chat_template' must be a string or a list of objects with name and template.", path=path
+                )
             sources[name] = (source, path)
     elif value is not None:
-        raise ModelError("chat_template must be a text, or a list of objects with name and template", path=path)
+        raise ModelError("Key 'chat_template' must be a string or a list of objects with name and template.", path=path)
     for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
         if (folder / place).exists():
             sources[name] = (read_text(folder / place, limit=4 * SOURCE_LIMIT), folder / place)
