@@ -7,8 +7,8 @@ A Detokenizer emits text as soon as no later token can change it:
 - for any other decoder it decodes a short window again, which may differ from decoding the whole text.
 
 `tokenizers` replaces every byte of a byte-fallback run by U+FFFD if the run as a whole is not UTF-8, so it can say
-nothing about a run before its end. A Detokenizer keeps the complete characters of such a run and replaces only the other
-bytes, so that a script written in bytes can be streamed.
+nothing about a run before its end. A Detokenizer keeps the complete characters of such a run and replaces only the
+other bytes, so that a script written in bytes can be streamed.
 """
 
 from __future__ import annotations
