@@ -1,7 +1,4 @@
-"""The numbers in the model card, docs/mini.md: its text is written by hand, its tables by this file.
-
-Owns the tables and the marks between which they stand. Knows nothing of how the numbers came to be.
-"""
+"""Writes the tables of the model card, docs/mini.md, between their markers. The text around them is written by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def end(name: str) -> str:
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:
-    """The card with each table between its marks; ValueError where the card has no such marks."""
+    """Return the card with each table between its markers; raise ValueError if the markers are missing."""
     for name, table in tables.items():
         before, first, rest = text.partition(begin(name))
         _, last, after = rest.partition(end(name))
@@ -59,7 +56,7 @@ def sizes(models: Mapping[str, Shape]) -> str:
 
 
 def quality(results: Mapping[str, Any]) -> str:
-    """Right answers per task; a line for each precision of mini, one for the draft, one for the targets."""
+    """Return right answers per task: a row per precision of mini, one for draft, one for the targets."""
     first = results["precisions"][0]["tasks"]
     tasks = list(first)
     head = ["model", "weights", "KV", "MB", *tasks, "all"]

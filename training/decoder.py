@@ -1,6 +1,6 @@
-"""The decoder as a small torch module, with the names and the arithmetic of transformers' LlamaForCausalLM.
+"""A decoder in torch with the names and the arithmetic of transformers' LlamaForCausalLM.
 
-Owns the module and the first values of its weights. Knows nothing of data, optimisers or files.
+Does not know data, optimisers or files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.hidden, bias=False)
 
     def forward(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """What each place takes from those before it, before `o_proj`."""
+        """Return the attention output of each position, before `o_proj`."""
         rows, length, _ = states.shape
 
         def heads(values: Tensor, count: int) -> Tensor:
@@ -86,7 +86,7 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Called with tokens [rows, length] it gives final hidden states; `logits` turns them into logits.
+    """Maps tokens [rows, length] to final hidden states; `logits` turns these into logits.
 
     With `places` in the flat rows it gives the states [places, hidden] of those alone: what the last layer does after
     its attention is then done for them only.
@@ -110,12 +110,12 @@ class Decoder(nn.Module):
         return self.model(tokens, places)
 
     def logits(self, states: Tensor) -> Tensor:
-        """In f32, for hidden states [..., hidden]; the head is the embedding."""
+        """Return f32 logits for hidden states [..., hidden]; the head is the embedding."""
         return functional.linear(states, self.model.embed_tokens.weight).float()
 
 
 def angles(head_size: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [position, head size] of the rope, both halves of a head alike."""
+    """Return the rope's cosines and sines [position, head size], equal in both halves of a head."""
     frequencies = ROPE_THETA ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     turns = torch.outer(torch.arange(CONTEXT, dtype=torch.float64), frequencies)
     turns = torch.cat((turns, turns), dim=-1)
@@ -123,7 +123,7 @@ def angles(head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """The rope on [rows, heads, length, head size], the two halves of a head as pairs."""
+    """Rotate [rows, heads, length, head size], pairing the two halves of a head."""
     first, second = heads.chunk(2, dim=-1)
     return (heads * cosine + torch.cat((-second, first), dim=-1) * sine).to(heads.dtype)
 

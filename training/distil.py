@@ -1,7 +1,7 @@
-"""What the draft learns from: mini's probabilities, and the answers that mini itself would give.
+"""Teaches draft from mini: mini's probabilities, and the answers that mini gives.
 
-Owns Teacher. Its answers come from Headrace's own engine, where a sequence's tokens do not depend on its company, so
-that the draft's corpus is as reproducible as mini's. Knows nothing of the training loop.
+Answers come from Headrace's engine, where batching does not change a sequence's tokens, so draft's corpus is as
+reproducible as mini's. Does not know the training loop.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What the finished models are good for: greedy answers to every held-out question, by Headrace itself, per precision.
-
-Owns the batched answering, the acceptance of the draft by mini, the results and their tables. Knows nothing of
-training; it reads model folders, so the weights that ship are what is measured.
+"""Measures finished models: greedy answers to every held-out question, by Headrace, in each precision.
 
     python -m training.evaluate FOLDER [--sample N] [--precisions bf16,int4-g32]
 
-FOLDER holds `mini` and `draft`.
+FOLDER contains `mini` and `draft`. The evaluation reads model folders, so it measures the weights that ship.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ def load(folder: ModelFolder, weights: str, kv: str, threads: int | None = None)
 def greedy_answers(
     executor: CpuExecutor, prompts: Sequence[Sequence[int]], stop: frozenset[int], most: int = MOST_TOKENS
 ) -> list[list[int]]:
-    """The likeliest tokens after each prompt, to the first stop token, which is kept, or to `most` of them.
+    """Generate greedily after each prompt, up to and including the first stop token, or `most` tokens.
 
     Sequences come and go in one running batch; no answer depends on its company.
     """
@@ -120,7 +117,7 @@ def accepted(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> Counts:
-    """How many of the answers' tokens the draft would have said too, given all before."""
+    """Count the answers' tokens that draft would also choose, given all tokens before."""
     counts: Counts = {}
     together = 16  # logits of whole rows are large
     for start in range(0, len(prompts), together):
@@ -136,7 +133,7 @@ def accepted(
 
 
 def chosen_questions(tasks: Mapping[str, Task], sample: int | None, seed: int = 0) -> list[Question]:
-    """All held-out questions, or `sample` of each task."""
+    """Return all held-out questions, or `sample` of each task."""
     questions: list[Question] = []
     for name, task in tasks.items():
         held_out = task.questions()
@@ -147,7 +144,7 @@ def chosen_questions(tasks: Mapping[str, Task], sample: int | None, seed: int = 
 
 
 def quick(folder: Path, questions: Sequence[Question], *, threads: int | None = None) -> Counts:
-    """The counts of one model in bf16."""
+    """Count one model's right answers in bf16."""
     model = open_model(folder)
     executor = load(model, "bf16", "bf16", threads)
     answers = greedy_answers(executor, prompts_of(model, questions), model.tokenizer.eos_ids)
@@ -164,7 +161,7 @@ def evaluate(
     threads: int | None = None,
     wrong: Path | None = None,
 ) -> dict[str, Any]:
-    """Every number of the model card. `wrong` gets mini's wrong answers in the first precision, an object a line."""
+    """Return every number of the model card. Write mini's wrong answers to `wrong` as JSON lines."""
     model, small = open_model(mini), open_model(draft)
     prompts = prompts_of(model, questions)
     stop = model.tokenizer.eos_ids
@@ -219,7 +216,7 @@ def wrong_answers(questions: Sequence[Question], texts: Sequence[str]) -> str:
 
 
 def share(counts: Counts, task: str | None = None) -> float:
-    """The share of right ones of a task, or of all."""
+    """Return the share of right answers in a task, or in all."""
     chosen = [count for name, count in counts.items() if task in (None, name)]
     return sum(count["right"] for count in chosen) / max(sum(count["of"] for count in chosen), 1)
 
@@ -229,7 +226,7 @@ def shares(counts: Counts) -> str:
 
 
 def missed(results: Mapping[str, Any]) -> list[str]:
-    """The targets that are missed, and by how much."""
+    """Return the missed targets, and by how much."""
     mini = results["precisions"][0]["tasks"]
     found = [(task, share(mini, task), least) for task, least in TARGETS.items() if task in mini]
     found.append(("acceptance of the draft", share(results["acceptance"]), ACCEPTANCE_TARGET))

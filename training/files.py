@@ -1,10 +1,10 @@
-"""What the recipe keeps on disk: checkpoints that a killed run goes on from, and models in the Hugging Face layout.
+"""Reads and writes checkpoints and model folders. Every file appears complete or not at all.
 
-Owns both formats. Every file appears whole or not at all. A checkpoint is one safetensors file with the run's settings
-and its place in its metadata, so that nothing here is ever unpickled. Knows nothing of how weights came to be.
+A checkpoint is one safetensors file with the run's settings and position in its metadata, so nothing is unpickled. Does
+not know training.
 """
 
-# What torch says of its own types is not whole.
+# torch's own types are incomplete.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def write_model(model: Decoder, tokenizer_folder: Path, folder: Path) -> None:
-    """The model in bf16 as transformers would save it, with its tokenizer; the weights come last."""
+    """Write the model in bf16 as transformers would, with its tokenizer. The weights come last."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         write_text(folder / name, (tokenizer_folder / name).read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def write_model(model: Decoder, tokenizer_folder: Path, folder: Path) -> None:
 
 
 def read_model(folder: Path) -> Decoder:
-    """A model that `write_model` wrote."""
+    """Read a model written by `write_model`."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def read_model(folder: Path) -> Decoder:
 
 
 def digest(folder: Path) -> str:
-    """Of a model's weights."""
+    """Return the digest of a model's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -117,7 +117,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Puts a finished model where it is to be found, and nothing beside it."""
+    """Copy a finished model, and nothing else, to its place."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in MODEL_FILES:

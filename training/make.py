@@ -1,11 +1,8 @@
-"""The whole recipe in one command: corpus, tokenizer, mini, draft, evaluation, card and the models in their place.
+"""Runs the recipe: corpus, tokenizer, mini, draft, evaluation, card, installation. Skips steps that are done.
 
-Owns the order of the steps, their folders and what makes a step done. A step that is done is not done again; one that
-was cut off goes on. Knows nothing of how a step does its work.
-
-    python -m training.make                        # everything, into build/training and then into the package
-    python -m training.make --steps tokenizer,mini # only some of it
-    python -m training.make --toy                  # a minute, into a folder of its own, and nothing is installed
+python -m training.make                        # everything, into build/training and then into the package
+python -m training.make --steps tokenizer,mini # some steps
+python -m training.make --toy                  # one minute, in its own folder, without installing
 """
 
 from __future__ import annotations
@@ -166,7 +163,7 @@ def finished(folder: Path, made: Mapping[str, Any]) -> bool:
 
 
 def blended(old: Decoder, new: Decoder, share: float) -> Decoder:
-    """A model between two, with this share of the new one's weights: what one run forgot, the other still knows."""
+    """Blend two models with this share of the new weights, to keep what the new run forgot."""
     weights = new.state_dict()
     old.load_state_dict(
         {name: weight.lerp(weights[name].to(weight), share) for name, weight in old.state_dict().items()}
@@ -213,12 +210,12 @@ def run(recipe: Recipe, steps: Sequence[str], tasks: Mapping[str, Task]) -> None
 
 
 def losses(folder: Path) -> list[float]:
-    """The losses that a run logged, in order."""
+    """Return the losses that a run logged, in order."""
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def check_toy(recipe: Recipe) -> None:
-    """The toy is right when its losses fell and its files load."""
+    """Check that the toy's losses fell and its files load."""
     for name in ("mini", "draft"):
         found = losses(recipe.folder / name)
         if not found[-1] < 0.85 * found[0]:

@@ -1,10 +1,9 @@
-"""How weights move: Muon for the matrices of the layers, AdamW for the embedding and the norms, or AdamW for all.
+"""Updates weights: Muon for the matrices of the layers and AdamW for the embedding and the norms, or AdamW for all.
 
-Owns the rules, the schedule of the learning rate and the state that a resumed run needs. Knows nothing of data or of
-the loss.
+Also has the learning rate schedule and the state that a resumed run needs. Does not know data or the loss.
 """
 
-# What torch says of its own types is not whole.
+# torch's own types are incomplete.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ Kind = Literal["muon", "adamw"]
 # Coefficients of the quintic that pushes all singular values towards 1 (Keller Jordan, "Muon", 2024).
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 QUINTIC_STEPS: Final = 5
-# Making a matrix of 384 rows orthogonal as a whole costs six times as much as making three blocks of 128 rows so, each
-# by itself, and would be a quarter of all products of a training step. Blocks most of the time and the whole now and
-# then learn as well (Khaled et al., "MuonBP", 2025). An update is as large either way.
+# Orthogonalising a whole matrix of 384 rows costs six times as much as three blocks of 128 rows, and would be a quarter
+# of all products of a training step. Mostly blocks, with the whole matrix now and then, learn as well (Khaled et al.,
+# "MuonBP", 2025). The size of an update is the same.
 BLOCK: Final = 128  # rows of the wide form of a matrix
 WHOLE_EVERY: Final = 5  # steps
 MOMENTUM: Final = 0.95
@@ -33,7 +32,7 @@ EPS: Final = 1e-8
 
 @dataclass(frozen=True)
 class Rates:
-    """Peaks of the learning rates."""
+    """Peak learning rates."""
 
     matrices: float
     others: float  # embedding and norms
@@ -50,14 +49,14 @@ RATES: Final[dict[Kind, Rates]] = {
 
 
 def share_of_rate(done: float, *, warm_up: float = 0.02) -> float:
-    """What part of the peak applies when `done` of the token budget is spent: up in a line, and down to nothing."""
+    """Return the share of the peak rate after `done` of the token budget: a linear warm-up, then down to zero."""
     if done < warm_up:
         return max(done, 0.0) / warm_up + 1e-3  # never quite nothing, or the first step would be lost
     return max(0.0, (1.0 - done) / (1.0 - warm_up))
 
 
 def orthogonal(matrices: Tensor, *, half: bool = True, block: int | None = None) -> Tensor:
-    """Each of [count, rows, columns] with its singular values pushed to about 1 by Newton-Schulz; `half`: in bf16.
+    """Push the singular values of each of [count, rows, columns] to about 1 by Newton-Schulz, in bf16 if `half`.
 
     With `block`, so many rows of each at a time, or columns where there are fewer of these.
     """
@@ -81,7 +80,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def newton_schulz_by_squares(x: Tensor) -> Tensor:
-    """The same polynomial, from the small square x x' alone: a third fewer products, but too coarse in bf16."""
+    """Evaluate the same polynomial from the small square x x': a third fewer products, but too coarse in bf16."""
     a, b, c = QUINTIC
     one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     square = torch.bmm(x, x.mT)
@@ -95,7 +94,7 @@ def newton_schulz_by_squares(x: Tensor) -> Tensor:
 
 
 class Optimiser:
-    """Its state is a flat dictionary of tensors, which a checkpoint can hold as they are."""
+    """Keeps its state as a flat dictionary of tensors, which a checkpoint stores unchanged."""
 
     def __init__(self, model: nn.Module, kind: Kind, rates: Rates | None = None, *, half: bool = True) -> None:
         self.rates = rates or RATES[kind]
@@ -124,7 +123,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, share: float) -> None:
-        """Moves the weights by their gradients, at `share` of the peak rates, and forgets the gradients."""
+        """Update the weights at `share` of the peak rates, and clear the gradients."""
         self.steps += 1
         for shape, names in self.alike.items():
             self._step_muon(shape, names, self.rates.matrices * share)

@@ -1,13 +1,13 @@
-"""What routing learns from the finished models: both answer held-out questions, and a classifier learns who is needed.
+"""Trains the complexity classifier of routing on the answers of mini and draft to held-out questions.
 
-Owns the answers with their log-probabilities and the fit of complexity.json's weights. A question is simple where the
-draft's answer is right, and complex where it is not. The fit sees one half of the questions, and what it prints is of
-the other: how often a complex question scores above a simple one, among all, and among those where mini is needed
-(where neither is right, a larger model would be). Learning from all ranks both better than learning from the second.
+A question is simple if draft's answer is right, and complex otherwise. The fit sees one half of the questions; the
+printed numbers are of the other half: how often a complex question scores above a simple one, among all and among
+those that need mini (if neither is right, a larger model would be needed). Learning from all questions ranks both
+better than learning from the second kind.
 
     python -m training.routing [--models FOLDER] [--sample N] [--answers FILE] [--out FILE]
 
-FOLDER holds `mini` and `draft`; the package's own by default.
+FOLDER contains `mini` and `draft`; the default is the bundled models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Answered(msgspec.Struct, frozen=True):
     tops: tuple[tuple[float, ...], ...]  # of the likeliest in the place of the first few
 
     def confidence(self, tokens: int | None = None) -> Confidence:
-        """After so many tokens, or after all."""
+        """Return the state after `tokens`, or at the end."""
         found = Confidence()
         for place, logprob in enumerate(self.logprobs[:tokens]):
             found.add(logprob, self.tops[place] if place < len(self.tops) else ())
@@ -59,7 +59,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What both models made of a question."""
+    """Both models' answers to a question."""
 
     task: str
     group: str  # questions of one group are in the same half
@@ -89,7 +89,7 @@ def _is_second(group: str) -> bool:
 
 
 def group_of(question: Question) -> str:
-    """All questions after one fact together, so that no half knows the other's answers."""
+    """Group the questions about one fact, so that the halves share no answers."""
     return f"{question.task}/{question.expected if question.metric == 'fact' else question.key}"
 
 
@@ -100,7 +100,7 @@ def pair_of(question: Question, draft: Answered, mini: Answered) -> Pair:
 
 
 def answers_of(folder: Path, questions: Sequence[Question], weights: str, threads: int | None) -> list[Answered]:
-    """Greedy answers, side by side; see evaluate.greedy_answers."""
+    """Generate greedy answers in a batch; see evaluate.greedy_answers."""
     model = open_model(folder)
     tokenizer = model.tokenizer
     executor = load(model, weights, "bf16", threads)
@@ -149,7 +149,7 @@ def _measure(row: NDArray[np.float32], token: int, logprobs: list[float], tops: 
 
 
 def answer_all(models: Path, sample: int | None, *, weights: str = "bf16", threads: int | None = None) -> Pairs:
-    """`sample`: questions of each task; all by default."""
+    """Answer `sample` questions of each task, or all."""
     questions = chosen_questions(load_tasks(), sample)
     found = {name: answers_of(models / name, questions, weights, threads) for name in MODELS}
     pairs = [
@@ -172,7 +172,7 @@ def digests(models: Path) -> dict[str, str]:
 
 
 def answers_from(file: Path | None, models: Path, sample: int | None, **options: Any) -> Pairs:
-    """From the file where it has these models' answers; else made, and kept there."""
+    """Read these models' answers from the file, or generate and save them."""
     if file is not None and file.exists():
         kept = msgspec.json.decode(file.read_bytes(), type=Pairs)
         if kept.models == digests(models):
@@ -185,7 +185,7 @@ def answers_from(file: Path | None, models: Path, sample: int | None, **options:
 
 
 def fitted(values: Floats, labels: Floats, counts: Floats, ridge: float = RIDGE) -> Floats:
-    """Weights of a logistic regression, the last of them the bias. `counts`: how much each row weighs."""
+    """Fit a logistic regression; the last weight is the bias. `counts` weighs the rows."""
     scale = np.maximum(values.std(axis=0), 1e-9)
     middle = values.mean(axis=0)
     rows = np.column_stack([(values - middle) / scale, np.ones(len(values))])
@@ -205,7 +205,7 @@ def fitted(values: Floats, labels: Floats, counts: Floats, ridge: float = RIDGE)
 
 
 def labelled(pairs: Sequence[Pair]) -> tuple[Floats, Floats, Floats]:
-    """Features, labels (1: complex), and counts that make both labels weigh the same."""
+    """Return features, labels (1: complex), and counts that give both labels the same weight."""
     values = np.array([each.features() for each in pairs], dtype=np.float64).reshape(len(pairs), len(FEATURES))
     labels = np.array([0.0 if each.draft.right else 1.0 for each in pairs])
     complex_ones = max(float(labels.sum()), 1.0)
@@ -215,7 +215,7 @@ def labelled(pairs: Sequence[Pair]) -> tuple[Floats, Floats, Floats]:
 
 
 def ranked(scores: Floats, labels: Floats) -> float:
-    """How often a complex question scores above a simple one; ties count half."""
+    """Return how often a complex question scores above a simple one. Ties count half."""
     above, below = scores[labels > 0], scores[labels == 0]
     if not len(above) or not len(below):
         return 0.5

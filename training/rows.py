@@ -1,13 +1,10 @@
-"""From the corpus to batches of tokens with a loss weight each.
-
-Owns the mixture of tasks, the pools in which instances are drawn, the joining of short conversations to long rows, the
-weights and the batches. Knows nothing of models.
+"""Turns the corpus into batches of tokens with a loss weight each. Does not know models.
 
     task modules ──draw──▶ pool of conversations ──tokens──▶ rows ──sort, cut, shuffle──▶ batches of one step each
                                             drill, lookups, exercises ──▶ rows
 
-A pool follows from the seed and its number alone. So a place in the stream is two numbers, the pool's and the batch's,
-and a run that was cut off goes on from them as if nothing had been.
+A pool depends only on the seed and its number. A position in the stream is two numbers, the pool's and the batch's,
+from which an interrupted run resumes exactly.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows side by side, padded at their ends."""
+    """Rows padded to one length."""
 
     size: int  # tokens without the padding
     tokens: NDArray[np.int64]  # [rows, length]
@@ -90,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Drill:
-    """How many rows are there only to teach that what came before may come again.
+    """The share of rows that only teach copying.
 
     Reading, extracting and calling tools are mostly copying from the prompt, and a small model finds out how to copy
     late: from text alone, not within four million tokens. A row of the drill is random tokens in pieces, and then the
@@ -104,7 +101,7 @@ class Drill:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the stream a run is: the next batch."""
+    """A position in the stream: the next batch."""
 
     pool: int = 0
     batch: int = 0
@@ -115,7 +112,7 @@ def load_tasks(names: Sequence[str] = tuple(MIXTURE)) -> dict[str, Task]:
 
 
 def pool(tasks: Mapping[str, Task], seed: int, number: int, size: int) -> list[Conversation]:
-    """About `size` conversations in the proportions of the mixture, in a random order."""
+    """Return about `size` conversations in the proportions of the mixture, in random order."""
     random = Random(f"{seed}/{number}")
     total = sum(MIXTURE.get(name, 10.0) for name in tasks)
     drawn: list[Conversation] = []
@@ -127,7 +124,7 @@ def pool(tasks: Mapping[str, Task], seed: int, number: int, size: int) -> list[C
 
 
 class Stream:
-    """The batches of a corpus without an end."""
+    """An endless stream of batches."""
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class Stream:
         self.calls = token_id(tokenizer, CALL_BEGIN)
 
     def batches(self, place: Place) -> Iterator[tuple[Place, list[Piece]]]:
-        """Every batch from `place` on, each with the place after it."""
+        """Yield every batch from `place`, with the position after it."""
         number, first = place.pool, place.batch
         while True:
             batches = self._batches_of(number)
@@ -166,7 +163,7 @@ class Stream:
             number, first = number + 1, 0
 
     def rows(self, number: int) -> list[Row]:
-        """The rows of a pool."""
+        """Return the rows of a pool."""
         share = 0.0
         if self.drill is not None:
             share = self.drill.first_share if number < self.drill.pools else self.drill.share
@@ -244,7 +241,7 @@ class Stream:
         return Row(task, tokens, worth)
 
     def _retold(self, rows: list[Row], retell: Retell, random: Random) -> list[Row]:
-        """The rows, some of them with another last answer: what `retell` makes of the text before it."""
+        """Return the rows, some with the last answer replaced by `retell` of the text before it."""
         chosen = [index for index, row in enumerate(rows) if random.random() < RETOLD_SHARE and any(row.worth)]
         prompts: list[list[int]] = []
         for index in chosen:
@@ -256,7 +253,7 @@ class Stream:
         return result
 
     def _batches_of(self, number: int) -> list[list[list[Row]]]:
-        """Steps of PIECES pieces; a piece is rows of similar length, a step has short and long ones by chance."""
+        """Yield steps of PIECES pieces. A piece has rows of similar length; a step mixes short and long ones."""
         random = Random(f"{self.seed}/{number}/batches")
         rows = self.rows(number)
         random.shuffle(rows)
@@ -298,8 +295,8 @@ class Stream:
 
 
 def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int]) -> list[Row]:
-    """Rows of random pieces that come a second time: in half of them each of the `ordinary` tokens is as likely as the
-    next, in the other half as often as it is in `rows`."""
+    """Return rows of random pieces that occur twice. In half of them all `ordinary` tokens are equally likely, in the
+    other half they are as frequent as in `rows`."""
     allowed = set(ordinary)
     usual = [token for row in rows for token in row.tokens if token in allowed]
     result: list[Row] = []
@@ -320,7 +317,7 @@ def drill_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequen
 
 @dataclass(frozen=True)
 class Marks:
-    """The tokens around what is looked up."""
+    """The tokens around a looked-up value."""
 
     begin: list[int]  # of a conversation, up to what the user says
     passage: list[int]  # before a passage's number
@@ -335,7 +332,7 @@ class Marks:
 
 
 def lookup_rows(random: Random, count: int, rows: Sequence[Row], ordinary: Sequence[int], marks: Marks) -> list[Row]:
-    """Rows of numbered passages, each about one subject, that are asked for what they say.
+    """Return rows of numbered passages, each about one subject, followed by questions about them.
 
     A sentence is a subject, an attribute and a value, all of random tokens. Names of several tokens share some of them,
     and subjects share attributes, so that a value is found by all of its sentence's beginning only. Reading is this in
@@ -403,7 +400,7 @@ def _lookup_row(random: Random, drawn_from: Sequence[int], marks: Marks, *, aski
 
 
 def made_names(random: Random, drawn_from: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """`count` different names of `length` tokens; those of several tokens share some."""
+    """Return `count` different names of `length` tokens; longer names share some tokens."""
     shared = random.choices(drawn_from, k=count)
     found: dict[tuple[int, ...], None] = {}
     while len(found) < count:
@@ -415,7 +412,7 @@ def made_names(random: Random, drawn_from: Sequence[int], count: int, length: in
 def numbered_names(
     random: Random, drawn_from: Sequence[int], count: int, digits: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """`count` different names that begin alike and end with two to four digits."""
+    """Return `count` different names with the same start and two to four digits at the end."""
     kind = random.choices(drawn_from, k=random.choice((1, 2, 3)))
     length = random.randint(2, 4)
     found: dict[tuple[int, ...], None] = {}
@@ -425,7 +422,7 @@ def numbered_names(
 
 
 def joined(rows: Sequence[Row], random: Random) -> list[Row]:
-    """Rows of several conversations after one another, as in a long chat, of up to CONTEXT tokens.
+    """Join conversations into rows of up to CONTEXT tokens, as in a long chat.
 
     At most one of a joined row's conversations is talk, and it comes last: it alone refers to what was said before.
     """

@@ -1,8 +1,6 @@
-"""The sizes of the models that the recipe makes.
+"""Defines the sizes of the models and the config.json that follows from them.
 
-Owns Shape, the named shapes and the config.json that follows from one. Knows nothing of weights or of training.
-
-Every size that a product reads is a multiple of 128, so that integer groups of any size fit without a rest.
+Every size that a product reads is a multiple of 128, so integer groups of any size fit without a remainder.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The tokenizer that both models share: byte-level BPE, trained on a sample of the corpus.
+"""Trains the tokenizer that both models share: byte-level BPE on a sample of the corpus. Does not know models.
 
-Owns how text is cut before BPE, the special tokens, the files of the tokenizer, and the way from a conversation to the
-messages and the text that the chat template makes of it. Knows nothing of models.
-
-Two cuts are for a model of this size. Every digit is a token of its own, so that numbers are written and copied digit
-by digit. A word that begins with a capital never takes the space before it, so that a name or a code is the same
-tokens in running text as after a quotation mark: copying it is then copying and not translating. That space belongs to
-the sign before it, or is alone.
+Two choices suit models of this size. Every digit is a token, so numbers are written and copied digit by digit. A
+capitalised word never includes the space before it, so a name or a code has the same tokens in running text and after a
+quotation mark, and can be copied. That space joins the sign before it, or stands alone.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
 def train(texts: Iterable[str], vocabulary: int) -> tokenizers.Tokenizer:
-    """A tokenizer of exactly `vocabulary` tokens; the same texts give the same tokens."""
+    """Train exactly `vocabulary` tokens. The same texts give the same tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(tokenizers.Regex(WORD_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
@@ -76,7 +72,7 @@ def train(texts: Iterable[str], vocabulary: int) -> tokenizers.Tokenizer:
 
 
 def with_plain_marks(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The trainer marks all that it is given as special; the calls' marks must stay in decoded text."""
+    """Unmark the tool call markers: the trainer makes all given tokens special, but these must stay in decoded text."""
     content = json.loads(tokenizer.to_str())
     for entry in content["added_tokens"]:
         entry["special"] = entry["content"] not in MARKS
@@ -97,7 +93,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def write(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
-    """The files of FILES; tokenizer.json comes last, so that its presence says that all are there."""
+    """Write FILES; tokenizer.json comes last, so that its presence means all are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "chat_template.jinja", TEMPLATE.read_text(encoding="utf-8"))
     write_text(folder / "tokenizer_config.json", json.dumps(tokenizer_config(), indent=2, ensure_ascii=False) + "\n")
@@ -109,7 +105,7 @@ def read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
-    """The id of a token that every tokenizer of the recipe has."""
+    """Return the id of a token that every tokenizer of the recipe has."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the tokenizer has no {token}")
@@ -128,7 +124,7 @@ def template() -> ChatTemplate:
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The turns as an OpenAI client sends them."""
+    """Return the turns as an OpenAI client sends them."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.content}
@@ -144,6 +140,6 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def text_of(turns: Sequence[Turn], tools: Sequence[JSON], *, prompt: bool = False) -> str:
-    """What the model reads; a prompt ends where the assistant is to speak."""
+    """Render what the model reads. A prompt ends where the assistant's turn begins."""
     declared: Any = list(tools) or None
     return template().render(messages_of(turns), tools=declared, add_generation_prompt=prompt)

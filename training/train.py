@@ -1,10 +1,6 @@
-"""The training loop: batches in, weights out, a checkpoint every few minutes.
+"""The training loop: batches in, weights out, a checkpoint every few minutes, resuming from a checkpoint.
 
-Owns the loss, the loop, what it prints and its going on from a checkpoint. Knows nothing of tasks but their names, and
-asks nobody what a model is good for: that is a milestone's matter, which the caller passes in.
-
-A run that was killed at any moment and started again ends with the same weights as one that was left in peace, on the
-same device and with the same number of threads.
+Does not know the tasks beyond their names. The caller passes a milestone function that measures the model.
 """
 
 # What torch says of its own types is not whole.
@@ -35,7 +31,7 @@ CLIP = 1.0  # most that the norm of all gradients together may be
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's weights follow from, beside the corpus. A checkpoint goes on only under the same settings."""
+    """Everything that determines a run's weights besides the corpus. A checkpoint resumes only with equal settings."""
 
     shape: Shape
     tokens: int  # budget, without padding
@@ -53,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Pace:
-    """When a run prints, saves and calls its milestone; its weights do not depend on it."""
+    """When a run prints, saves and calls its milestone. Does not affect the weights."""
 
     print_steps: int = 20
     save_seconds: float = 180.0
@@ -65,7 +61,7 @@ Milestone = Callable[[Decoder, float], None]  # the model, and the part of the b
 
 
 class SettingsChangedError(Exception):
-    """The folder holds a checkpoint of other settings."""
+    """The folder holds a checkpoint with other settings."""
 
 
 def train(
@@ -79,8 +75,7 @@ def train(
     pace: Pace = Pace(),
     milestone: Milestone | None = None,
 ) -> Decoder:
-    """Trains to the end of the budget, from the folder's checkpoint where there is one, else from `start`'s weights, or
-    from random ones."""
+    """Train to the end of the budget, from the folder's checkpoint, `start`'s weights or random weights."""
     model = Decoder(settings.shape, seed=settings.seed)
     if start is not None:
         model.load_state_dict(start.state_dict())
@@ -145,7 +140,7 @@ Scored = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class Passes:
-    """How a step runs its models."""
+    """Options of a training step."""
 
     scored: Scored  # tokens, places, targets, what is wanted: losses to learn from, to report, and what was right
     wanted: Wanted | None  # by the teacher
@@ -160,7 +155,7 @@ def wanted_by(teacher: Decoder, settings: Settings) -> Wanted:
 
 
 def scored_by(model: Decoder, settings: Settings) -> Scored:
-    """The loss is part of what is compiled, so that the logits are read once and not by five steps of their own."""
+    """Includes the loss in the compiled graph, so that the logits are read once instead of five times."""
 
     def scored(tokens: Tensor, places: Tensor, targets: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         found = model.logits(model(tokens, places)).log_softmax(-1)
@@ -172,7 +167,7 @@ def scored_by(model: Decoder, settings: Settings) -> Scored:
 
 
 def gradients(passes: Passes, pieces: Sequence[Piece], device: str, report: Report) -> None:
-    """Adds up the gradients of the mean loss over all weighted tokens of a step."""
+    """Accumulate the gradients of the mean loss over all weighted tokens of a step."""
     total = float(sum(piece.weights.sum() for piece in pieces))
     for piece in pieces:
         tokens, places, targets, weights = (
@@ -193,12 +188,12 @@ def precision_of(device: str, settings: Settings) -> AbstractContextManager[Any]
 
 
 def fast_half(device: str) -> bool:
-    """Whether bf16 products are the faster ones there."""
+    """Return whether bf16 products are faster on this device."""
     return torch.device(device).type != "cpu" or not {"amx", "avx512bf16"}.isdisjoint(_core.isa_available())
 
 
 class Report:
-    """What is printed and logged: means since the last line, of answers' tokens."""
+    """Means over answer tokens since the last log line."""
 
     def __init__(self, names: Sequence[str], log: Path, device: str) -> None:
         self.names = names

@@ -1,9 +1,8 @@
-"""Arithmetic and comparison on small numbers and durations, with a short written working.
+"""Draws arithmetic problems on small numbers and durations with a short written working.
 
-Each function draws one problem: the question as typed, the answer and the key of its numbers. Sums and differences are
-worked column by column from the ones, as on paper, so that every written step is one that a small model can know by
-heart; those of one digit have no working. The last sentence of an answer is the result. Owns the problems; knows
-nothing of who answers.
+Each function draws one problem: question, answer and a key of its numbers. Sums and differences are worked column by
+column from the ones, as on paper, so that a small model can know every step by heart; those of one digit have no
+working. The last sentence of an answer is the result.
 """
 
 # ruff: noqa: RUF001, RUF002 (the multiplication sign is meant)

@@ -1,8 +1,4 @@
-"""What the corpus is made of: turns, conversations to learn from, and held-out questions.
-
-Owns these shapes and the text of an assistant's turn. Knows no task, no tokens and no chat template: the special tokens
-around a turn are the template's.
-"""
+"""Defines turns, conversations to learn from, and held-out questions. Does not know tasks or tokens."""
 
 from __future__ import annotations
 

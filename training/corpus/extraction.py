@@ -1,8 +1,7 @@
-"""Structured extraction: a message in, a JSON record out, by the schema that the prompt gives.
+"""Task "extraction": turn a message into a JSON record by the schema in the prompt.
 
-The schema is a short list of keys with types or a JSON schema; its keys, their names and order change from prompt to
-prompt. What the message does not say is null. Owns how a message and a schema are put together; the sentences and the
-fields are in words/messages.toml.
+The schema is a short list of keys with types, or a JSON schema; its keys, their names and order change between prompts.
+Fields that the message does not mention are null. The sentences and fields are in words/messages.toml.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Task 1, questions about LLM latency and about Headrace: every fact has one answer and many ways to ask for it.
+"""Task "facts": questions about LLM latency and Headrace. Every fact has one answer and many wordings of its question.
 
-The facts are written by hand in facts/*.toml. The last two questions of each are held out of training; the others,
-their rephrasings, and questions after the terms that a fact defines are learnt, as different people would type them.
-Owns the reading of these files and the conversations about them. Does not know what the facts say.
+The facts are in facts/*.toml. The last two questions of each are held out of training. Training uses the others, their
+rephrasings, questions about the terms that a fact defines, and variations in typing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Instances of a task, and which of them are held out of training.
+"""Decides which instances of a task are held out of training.
 
-An instance is a drawn conversation in which every assistant turn has a key: what was asked there, with its values. A
-key is held out or not by its hash alone, so training and evaluation are disjoint however many are drawn: training skips
-an instance with any key that is held out, and a held-out question ends at a turn whose key is. Knows no task.
+An instance is a drawn conversation in which every assistant turn has a key: its question with its values. The hash of a
+key alone decides whether it is held out, so training and evaluation are disjoint however many are drawn. Training
+skips an instance with any held-out key; a held-out question ends at a turn whose key is held out. Knows no task.
 """
 
 from __future__ import annotations

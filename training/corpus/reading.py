@@ -1,10 +1,9 @@
-"""Reading with citations: numbered passages and a question in, the words that answer it and their passage out.
+"""Task "reading": answer a question from numbered passages and cite the passage, or say that the answer is not there.
 
-The answer is the sentence of the sources that says it, followed by the number of its passage, or that it is not in the
-sources. Passages are about several subjects of one domain and have the same attributes, so that what is asked has to be
-told from what is near. Every sentence begins with its subject, and so does an answer that there is none: a model of
-ten million weights that writes from left to right can then look up how it goes on, and whether it does. Owns how
-passages and questions are put together; the sentences are in words/subjects.toml.
+The answer is the sentence that says it, followed by the passage number. Passages are about several subjects of one
+domain with the same attributes, so the model must tell near passages apart. Every sentence begins with its subject,
+and so does the answer that there is none: a model of ten million weights that writes from left to right can then look
+up how to go on. The sentences are in words/subjects.toml.
 """
 
 from __future__ import annotations

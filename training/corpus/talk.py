@@ -1,8 +1,7 @@
-"""Task 7: small talk, what mini cannot know, and turns that refer back to earlier ones.
+"""Task "talk": small talk, refusals, and turns that refer back to earlier ones.
 
-Small talk and refusals are written in talk/*.toml. What refers back is drawn here: to something that the user told, to
-a fact that was asked for, to the answer before. Every drawn ending has a key, and is held out or learnt by its phrasing
-or by the hash of its key. Owns what is said; the facts that it talks about are those of facts.py.
+Small talk and refusals are in talk/*.toml. Turns that refer back are drawn here: to something the user said, to an
+earlier fact, to the previous answer. Every drawn ending has a key and is held out by its phrasing or by its hash.
 """
 
 from __future__ import annotations

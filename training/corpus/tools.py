@@ -1,7 +1,7 @@
-"""Tool calls: choose among the declared tools, fill the arguments, ask for one that is missing, use the answer.
+"""Task "tools": choose among declared tools, fill in arguments, ask for a missing one, use the result.
 
-The names of tools and arguments change from conversation to conversation, so that declarations have to be read; some
-names are never seen in training. Owns how such a conversation goes; the tools are in words/tools.toml.
+Names of tools and arguments change between conversations, so the model must read the declarations; some names never
+occur in training. The tools are in words/tools.toml.
 """
 
 from __future__ import annotations

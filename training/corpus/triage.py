@@ -1,8 +1,7 @@
-"""Triage: a support message in, its label and priority out, by labels and rules that the prompt states.
+"""Task "triage": give a support message a label and a priority by the rules in the prompt.
 
-The labels offered, their names and order, the names of the priorities and the wording of the rules change from prompt
-to prompt; where no offered label fits, the label is `other`. Owns how a message is put together and the form of the
-answer. The sentences are in words/complaints.toml.
+The offered labels, their names and order, the names of the priorities and the wording of the rules change between
+prompts. If no offered label fits, the label is `other`. The sentences are in words/complaints.toml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The values that the slots of sentences are filled with: people, dates, times, prices, numbers of orders.
+"""Draws the values of slots: people, dates, times, prices, order numbers.
 
-Every function draws one value from the random numbers it is given. Owns how a value is written, so that all tasks write
-it alike. Knows no sentence.
+All tasks write a kind of value in the same way. `draw_of` turns a list in words/*.toml into a draw.
 """
 
 from __future__ import annotations

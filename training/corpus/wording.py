@@ -1,7 +1,4 @@
-"""How people type: the same question polite, hurried, without capitals or without its question mark.
-
-Owns these variations, and what a slot in a sentence is. Knows nothing of what is asked.
-"""
+"""Varies how people type a question: polite, hurried, without capitals or question mark."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The shapes of public models that `headrace make-model` can take on.
+"""Lists the public models whose shapes `headrace make-model` can copy: config.json, special tokens and chat markers.
 
-Owns, for each name, the config.json that the public model ships, where its special tokens lie in the vocabulary, and
-the marks around a chat turn. Knows nothing of weights or of how a file is written.
+Does not know weights or files.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)
 ConfigDict = dict[str, Any]
 
 PLAIN_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"})
-"""Tokens of their own that are still part of the text: decoding with special tokens left out keeps them."""
+"""Added tokens that are part of the text: decoding without special tokens keeps them."""
 
 
 class TurnMarkers(msgspec.Struct, frozen=True):
-    """The marks of one chat turn: `start` role `middle` content `end`."""
+    """The markers of one chat turn: `start` role `middle` content `end`."""
 
     start: str
     middle: str
@@ -44,14 +43,14 @@ class TurnMarkers(msgspec.Struct, frozen=True):
 class PublicShape(msgspec.Struct, frozen=True, kw_only=True):
     name: ShapeName
     config: ConfigDict
-    tokens: dict[str, int]  # special tokens and their ids; every other id of the vocabulary is ordinary
-    begin: str | None = None  # put before every text by the tokenizer
-    finish: str | None = None  # put after it
-    end_of_text: tuple[str, ...] = ()  # each of them ends a generation
+    tokens: dict[str, int]  # ids of the special tokens; all other ids are ordinary tokens
+    begin: str | None = None  # the tokenizer puts it before every text
+    finish: str | None = None  # and this after it
+    end_of_text: tuple[str, ...] = ()  # each ends a generation
     pad: str | None = None
     unknown: str | None = None
     mask: str | None = None
-    turn: TurnMarkers | None = None  # None: not made for chat
+    turn: TurnMarkers | None = None  # None: not a chat model
     lower_case: bool = False
 
     @property
@@ -105,7 +104,7 @@ def bert_tokens() -> dict[str, int]:
 
 
 def decoder(model_type: str, architecture: str, **sizes: Any) -> ConfigDict:
-    """The keys that every decoder's config.json has; `sizes` adds to them or replaces them."""
+    """Return the config keys that all decoders share; `sizes` adds or replaces keys."""
     return {
         "architectures": [architecture],
         "attention_dropout": 0.0,

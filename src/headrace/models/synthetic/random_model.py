@@ -1,11 +1,8 @@
-"""Writes a model directory with random weights, in the ordinary Hugging Face layout.
+"""Writes a model directory with random weights in the ordinary Hugging Face layout. Does not run models.
 
-Owns which tensors a public model's files have, how their values are drawn, and the split into shards. The same name,
-seed and dtype give the same bytes on every machine: each tensor has its own stream of random bits, seeded by its name.
-Knows nothing of how the model is run.
-
-The weights are scaled so that the activations stay within a few units through any number of layers and the logits
-spread like those of a trained model; the text that such a model writes is noise.
+The same name, seed and dtype give the same bytes on every machine: each tensor has its own stream of random bits,
+seeded by its name. The scale of the weights keeps activations within a few units through any number of layers and
+spreads logits like those of a trained model. The text that such a model generates is noise.
 """
 
 from __future__ import annotations
@@ -36,18 +33,18 @@ STORED: Mapping[Dtype, tuple[str, str, int]] = {  # safetensors' name, config.js
     "f16": ("F16", "float16", 2),
     "f32": ("F32", "float32", 4),
 }
-SHARD_BYTES = 5_000_000_000  # a file of weights is split where it would pass this, as public models are
-CHUNK_WEIGHTS = 1 << 21  # drawn at a time
-ROOM_BESIDE_WEIGHTS = 64 << 20  # for the tokenizer and the file system
+SHARD_BYTES = 5_000_000_000  # maximum bytes of a weight file, as in public models
+CHUNK_WEIGHTS = 1 << 21  # weights drawn at a time
+ROOM_BESIDE_WEIGHTS = 64 << 20  # free bytes for the tokenizer and the file system
 LOGIT_SPREAD = 3.0  # standard deviation of the logits
 BIAS_SPREAD = 0.02
-# Size that a decoder's sublayers add up to. Several times the embedding: where the embedding is also the output head,
-# each token would else only predict itself again.
+# The sum of a decoder's sublayers is several times the embedding: if the embedding is also the output head, a token
+# would otherwise only predict itself.
 RESIDUAL_SIZE = 6.0
 
 
 class RandomTensor(msgspec.Struct, frozen=True):
-    """A tensor of the public layout; every weight is `centre` plus `spread` times a normal variable."""
+    """A tensor to draw: every weight is `centre` plus `spread` times a normal variable."""
 
     shape: tuple[int, ...]
     spread: float = 0.0
@@ -68,7 +65,7 @@ NORM = 1.0
 
 
 def product(outputs: int, inputs: int, gain: float = 1.0) -> RandomTensor:
-    """A matrix whose outputs are as large as its inputs, times `gain`."""
+    """Return a matrix whose outputs are as large as its inputs, times `gain`."""
     return RandomTensor((outputs, inputs), gain / math.sqrt(inputs))
 
 
@@ -156,7 +153,7 @@ def tensors_of(shape: PublicShape) -> dict[str, RandomTensor]:
 
 @cache
 def quantiles() -> NDArray[np.float64]:
-    """65,536 values that are normal when one of them is chosen at random."""
+    """Return 65,536 values; one chosen at random has a normal distribution."""
     normal = NormalDist()
     count = 1 << 16
     return np.array([normal.inv_cdf((index + 0.5) / count) for index in range(count)])
@@ -176,10 +173,10 @@ def value_table(spread: float, centre: float, dtype: Dtype) -> NDArray[Any]:
 
 
 def draw(name: str, tensor: RandomTensor, dtype: Dtype, seed: int) -> Iterator[NDArray[Any]]:
-    """The tensor's bytes, a few megabytes at a time: each weight is 16 random bits looked up in a table."""
+    """Yield the tensor's weights in chunks. Each weight is a table entry chosen by 16 random bits."""
     table = value_table(tensor.spread, tensor.centre, dtype)
     words = np.frombuffer(hashlib.sha256(name.encode()).digest(), "<u4").tolist()
-    # Raw bits of a bit generator are the same in every version of numpy; what Generator makes of them is not.
+    # The raw bits of a bit generator are the same in every version of numpy; the output of Generator is not.
     bits = np.random.SFC64(np.random.SeedSequence([seed, *words]))
     for start in range(0, tensor.weights, CHUNK_WEIGHTS):
         weights = min(CHUNK_WEIGHTS, tensor.weights - start)
@@ -188,7 +185,7 @@ def draw(name: str, tensor: RandomTensor, dtype: Dtype, seed: int) -> Iterator[N
 
 
 def shards(tensors: Mapping[str, RandomTensor], weight_bytes: int) -> list[dict[str, RandomTensor]]:
-    """The tensors in order, cut where a file would pass SHARD_BYTES."""
+    """Split the tensors in order so that no file exceeds SHARD_BYTES."""
     result: list[dict[str, RandomTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -242,7 +239,7 @@ def write_settings(folder: Path, shape: PublicShape, dtype: Dtype) -> None:
 
 
 def write_pooling(folder: Path, config: ConfigDict) -> None:
-    """What sentence-transformers keeps beside an encoder: mean pooling, then unit length."""
+    """Write the files of sentence-transformers for mean pooling, then unit length."""
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [
         {
@@ -266,12 +263,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def write_random_model(name: str, out: Path, *, seed: int = 0, dtype: Dtype = "bf16") -> WrittenModel:
-    """Make the directory `out`, which must not exist or be empty; it appears whole or not at all."""
+    """Write the directory `out`, which must be missing or empty. It appears complete or not at all."""
     shape = find_shape(name)
     if seed < 0:
-        raise RequestError(f"the seed must not be negative, and is {seed}", parameter="seed")
+        raise RequestError(f"The seed is {seed}. Expected zero or more.", parameter="seed")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out}: exists already, and is not an empty directory", parameter="out")
+        raise RequestError(f"'{out}' is not an empty directory. Choose another path.", parameter="out")
     return write_shape(shape, out, dtype, seed)
 
 
@@ -281,11 +278,13 @@ def write_shape(shape: PublicShape, out: Path, dtype: Dtype, seed: int) -> Writt
     weight_bytes = weights * STORED[dtype][2]
     free = shutil.disk_usage(existing_parent(out)).free
     if free < weight_bytes + ROOM_BESIDE_WEIGHTS:
-        raise HeadraceError(f"{out}: {shape.name} takes {weight_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        raise HeadraceError(
+            f"{out}: {shape.name} takes {weight_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free."
+        )
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     partial.mkdir()
     try:
         write_settings(partial, shape, dtype)

@@ -1,11 +1,11 @@
-"""A working byte-level BPE tokenizer of any vocabulary size, made from a word list and not from a corpus.
+"""Makes a working byte-level BPE tokenizer of any vocabulary size from a word list instead of a corpus.
 
-Owns the merges and the layout of tokenizer.json, tokenizer_config.json and the chat template. The merges are the first
-of one endless list, so that every size is a prefix of the next:
+Writes the merges, tokenizer.json, tokenizer_config.json and the chat template. The merges are a prefix of one endless
+list, so every size is a prefix of the next:
 
     trained BPE merges of the word list | numbers of two and three digits | compounds of a word and an ending
 
-Every merged token is one that BPE really produces when it meets its text. Knows nothing of model weights.
+BPE really produces every merged token when it meets the token's text. Does not know model weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from headrace.models.synthetic.word_list import FUNCTION_WORDS, PREFIXES, SUFFIX
 
 MergePair = tuple[str, str]
 
-SPACE = "\u0120"  # how the byte-level alphabet writes a space
+SPACE = "\u0120"  # a space in the byte-level alphabet
 NEWLINE = "\u010a"
 
-# One word with the space or the sign before it; up to three digits; signs; line ends; other space.
+# A word with the space or sign before it; up to three digits; signs; line ends; other space.
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,7 +73,7 @@ OTHER_PIECES = {
 
 @cache
 def byte_alphabet() -> tuple[str, ...]:
-    """The printable character that stands for each byte value in a byte-level tokenizer."""
+    """Return the printable character for each byte value in a byte-level tokenizer."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = count(0x100)
     return tuple(chr(byte) if byte in printable else chr(next(spare)) for byte in range(256))
@@ -81,13 +81,13 @@ def byte_alphabet() -> tuple[str, ...]:
 
 @cache
 def byte_tokens() -> tuple[str, ...]:
-    """The alphabet in the order of its ids: printable characters first."""
+    """Return the alphabet in id order: printable characters first."""
     return tuple(sorted(byte_alphabet()))
 
 
 @cache
 def pieces() -> dict[str, int]:
-    """What BPE is trained on: pieces as the word pattern cuts them, with their counts."""
+    """Return the training data of BPE: pieces as the word pattern splits them, with counts."""
     counted: defaultdict[str, int] = defaultdict(int, OTHER_PIECES)
     for word, times in inflected():
         counted[SPACE + word] += times
@@ -107,7 +107,7 @@ def pieces() -> dict[str, int]:
 
 
 def train(counted: dict[str, int]) -> list[MergePair]:
-    """Ordinary BPE: merge the most frequent neighbours, ties by their text, until every piece is one token."""
+    """Run BPE: merge the most frequent neighbours, ties by text, until every piece is one token."""
     texts = [list(piece) for piece in counted]
     times = list(counted.values())
     frequency: defaultdict[MergePair, int] = defaultdict(int)
@@ -122,7 +122,7 @@ def train(counted: dict[str, int]) -> list[MergePair]:
     while heap:
         total, pair = heapq.heappop(heap)
         if -total != frequency[pair] or not total:
-            continue  # an entry from before a change
+            continue  # an outdated entry
         merges.append(pair)
         changed: set[MergePair] = set()
         for index in places.pop(pair):
@@ -162,12 +162,12 @@ def number_merges() -> Iterator[MergePair]:
     digits = "0123456789"
     yield from product(digits, digits)
     for a, b, c in product(digits, digits, digits):
-        # BPE joins the pair that comes first in the list, the left one of two equals, and then the digit that is left.
+        # BPE merges the earlier pair of the list, the left one of two equals, and then the remaining digit.
         yield (a + b, c) if a + b <= b + c else (a, b + c)
 
 
 class Boundaries:
-    """Tells whether BPE, given only the trained merges, leaves a text as the two tokens that it is made of."""
+    """Decides whether BPE with the trained merges keeps the boundary between two tokens."""
 
     def __init__(self, merges: list[MergePair]) -> None:
         first = len(byte_tokens())
@@ -182,7 +182,7 @@ class Boundaries:
             self.ranks[pair] = token
 
     def stays(self, left: int, right: int) -> bool:
-        """Undo the merges around the boundary, latest first, and look for one that BPE would have made across it."""
+        """Undo merges around the boundary, latest first, and look for one that BPE would make across it."""
         limit = len(self.parts) + 1
         while True:
             if self.ranks.get((left, right), limit) < limit:
@@ -202,7 +202,7 @@ class Boundaries:
 
 
 def compound_merges(trained: list[MergePair], taken: set[str]) -> Iterator[MergePair]:
-    """Words with an ending or a second word: as many as anybody wants, and each only where BPE would come to it."""
+    """Yield words with an ending or a second word, without limit, if BPE would produce them."""
     boundaries = Boundaries(trained)
     known = boundaries.ids
     plain = [word for word in dict.fromkeys(word for word, _ in inflected()) if word.isalpha()]
@@ -230,7 +230,7 @@ def all_merges() -> Iterator[MergePair]:
 
 
 def vocabulary(shape: PublicShape) -> tuple[dict[str, int], list[MergePair]]:
-    """Every id of the model has a token: the special ones where the public model has them, ours in the gaps."""
+    """Return a token for every id: special tokens at the public model's ids, ours in the gaps. And the merges."""
     special = set(shape.tokens.values())
     free = (token for token in range(shape.vocab_size) if token not in special)
     merges = list(islice(all_merges(), shape.vocab_size - len(special) - len(byte_tokens())))
@@ -252,7 +252,7 @@ def added_token(text: str, token: int) -> dict[str, Any]:
 
 
 def template_of(shape: PublicShape) -> dict[str, Any] | None:
-    """The post-processor that puts the shape's first and last token around a text, or around each of two."""
+    """Return the post-processor that puts the first and last token around one text or each of two."""
     around = [name for name in (shape.begin, shape.finish) if name is not None]
     if not around:
         return None
@@ -264,7 +264,7 @@ def template_of(shape: PublicShape) -> dict[str, Any] | None:
         return [{"Sequence": {"id": name, "type_id": part}}]
 
     first = special(shape.begin, 0) + text("A", 0) + special(shape.finish, 0)
-    # An encoder's second text only has the mark after it; a decoder's only the one before it.
+    # An encoder's second text has only the end token, a decoder's only the begin token.
     second = ([] if shape.finish else special(shape.begin, 1)) + text("B", 1) + special(shape.finish, 1)
     return {
         "type": "TemplateProcessing",

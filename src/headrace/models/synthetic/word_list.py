@@ -1,7 +1,4 @@
-"""English words, ordered by how often ordinary text uses them, for a tokenizer that is made and not trained.
-
-Owns the lists and the rules that inflect them. Knows nothing of tokens.
-"""
+"""Lists English words by how often ordinary text uses them, and inflects them, for the synthetic tokenizer."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ VOWELS = frozenset("aeiou")
 
 
 def with_ending(word: str, ending: str) -> str:
-    """The word with an ending that begins with a vowel: make, making; try, tried; stop, stopping."""
+    """Add an ending that begins with a vowel: make, making; try, tried; stop, stopping."""
     if word.endswith("e") and not word.endswith(("ee", "oe", "ye")):
         return word[:-1] + ending
     if word.endswith("y") and word[-2:-1] not in VOWELS and not ending.startswith("i"):
@@ -120,7 +117,7 @@ def plural(word: str) -> str:
 
 
 def stem(word: str) -> str:
-    """The word as it stands before an ending that begins with a consonant: happy, happi-ness."""
+    """Return the form before an ending that begins with a consonant: happy, happi-ness."""
     return word[:-1] + "i" if word.endswith("y") and len(word) > 3 else word
 
 
@@ -129,7 +126,7 @@ def adverb(word: str) -> str:
 
 
 def inflected() -> Iterator[tuple[str, int]]:
-    """Words with their rough counts in half a million words of text; a word may come more than once."""
+    """Yield words with rough counts in half a million words of text. A word may occur more than once."""
     for rank, word in enumerate(FUNCTION_WORDS):
         yield word, 60_000 // (rank + 2)
     for word in OTHER_WORDS:
