@@ -123,8 +123,8 @@ def test_what_tenants_and_keys_cannot_have_is_refused(text: str, said: str) -> N
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prices.mini.input = 0.1234567", "prices.mini.input: '0.1234567' has more than six decimals"),
-        ("prices.mini.cached = 1e-7", "prices.mini.cached: '1e-07' has more than six decimals"),
+        ("prices.mini.input = 0.1234567", "prices.mini.input: expected at most six decimals, found '0.1234567'"),
+        ("prices.mini.cached = 1e-7", "prices.mini.cached: expected at most six decimals, found '1e-07'"),
         ("prices.maxi = {}", 'prices.maxi: unknown model or variant "maxi"; known: "mini"'),
         ("prices.'mini@int4'.input = 1", 'prices."mini@int4": unknown model or variant "mini@int4"'),
         (

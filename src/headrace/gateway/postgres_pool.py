@@ -1,8 +1,7 @@
-"""Connections to Postgres whose every use has an end.
+"""A pool of Postgres connections with a timeout on every use.
 
-Owns a few connections, each used by one statement or transaction at a time, and the timer that cuts one which does not
-answer: at once, without asking the server, which may be the one that is frozen. Knows no table. Needs asyncpg, which is
-loaded when the first connection is made.
+A connection that does not answer in time is cut at once, without asking the server, which may be frozen. Knows no
+tables. asyncpg is imported with the first connection.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
 from headrace.errors import HeadraceError
-from headrace.gateway.ledger.ledger_store import StoreBusyError
 
 T = TypeVar("T")
 PostgresConnection: TypeAlias = Any  # asyncpg's
 
-_STATEMENT_MS: Final = 10_000  # that the server itself lets one run
+_STATEMENT_MS: Final = 10_000  # statement timeout on the server
+
+
+class StoreBusyError(TimeoutError):
+    """The database works, but has more requests than it can handle."""
 
 
 class MissingDriverError(HeadraceError):
@@ -31,21 +33,21 @@ class PostgresPool:
         self._schema = schema
         self._idle: list[PostgresConnection] = []
         self._all: set[PostgresConnection] = set()
-        self._places = asyncio.Semaphore(most)
+        self._slots = asyncio.Semaphore(most)
         self._closed = False
 
     async def run(self, work: Callable[[PostgresConnection], Awaitable[T]], seconds: float) -> T:
-        """`work`'s result, all in all within so many seconds.
+        """Run `work` within a total of `seconds`.
 
-        Else TimeoutError, and it may have happened all the same; or BusyError, and it has not.
+        Raise TimeoutError if it took longer and may have taken effect, StoreBusyError if it was not started.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         try:
             async with asyncio.timeout_at(end):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
-            raise StoreBusyError("every connection to the ledger's database is in use") from None
+            raise StoreBusyError("all database connections are in use") from None
         try:
             connection = await self._connected(end)
             timer = loop.call_at(end, connection.terminate)
@@ -54,7 +56,7 @@ class PostgresPool:
                 result = await work(connection)
                 healthy = True
             except Exception as error:
-                # What the server refused leaves the connection as it was; everything else does not.
+                # The connection survives an error that the server reported, and nothing else.
                 healthy = type(error).__module__ == "asyncpg.exceptions" and not connection.is_closed()
                 if loop.time() >= end:
                     raise TimeoutError("the database did not answer in time") from None
@@ -64,10 +66,10 @@ class PostgresPool:
                 self._put_back(connection, healthy=healthy)
             return result
         finally:
-            self._places.release()
+            self._slots.release()
 
     async def warm(self, count: int, seconds: float) -> None:
-        """Open so many, so that those who have little time find one."""
+        """Open connections in advance."""
         missing = count - len(self._all)
         if missing > 0 and not self._closed:
             end = asyncio.get_running_loop().time() + seconds
@@ -76,11 +78,13 @@ class PostgresPool:
                 self._put_back(connection, healthy=True)
 
     async def connect(self, seconds: float) -> PostgresConnection:
-        """One more, which its user closes."""
+        """Open a connection that the caller must close."""
         try:
             asyncpg = importlib.import_module("asyncpg")
         except ImportError:
-            raise MissingDriverError("a ledger in Postgres needs asyncpg: pip install 'headrace[postgres]'") from None
+            raise MissingDriverError(
+                "Postgres needs the package asyncpg. Run: pip install 'headrace[postgres]'"
+            ) from None
         settings = {
             "search_path": self._schema,
             "statement_timeout": str(_STATEMENT_MS),
@@ -91,7 +95,7 @@ class PostgresPool:
 
     async def _connected(self, end: float, *, fresh: bool = False) -> PostgresConnection:
         if self._closed:
-            raise ConnectionError("the ledger is closed")
+            raise ConnectionError("the pool is closed")
         while self._idle and not fresh:
             connection = self._idle.pop()
             if not connection.is_closed():

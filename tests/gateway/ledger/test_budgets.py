@@ -56,7 +56,8 @@ def test_a_spent_budget_is_refused_until_its_period_is_over() -> None:
     error = refused.error()
     assert (error.status, error.retry_after) == (429, MIDNIGHT - NOON)
     assert error.openai()["error"] == {
-        "message": "the budget of this day has no room for this request; the next one begins at 2025-11-23T00:00:00Z",
+        "message": "The daily budget has no room for this request: 0.000099 of 0.001000 left. "
+        "It renews at 2025-11-23T00:00:00Z.",
         "type": "insufficient_quota",
         "param": None,
         "code": "insufficient_quota",
@@ -114,8 +115,8 @@ def test_thresholds_that_are_reached() -> None:
 def test_accounts_by_tenant_endpoint_and_period() -> None:
     chat = BudgetConfig(limit_micros=1, period="day", endpoint="/v1/chat/completions")
     accounts = BudgetBook({"a": TenantBudgets((DAY, chat))}, default=TenantBudgets((MONTH,)))
-    assert accounts.of("a").applying("/v1/chat/completions") == (DAY, chat)
-    assert accounts.of("a").applying("/v1/embeddings") == (DAY,)
+    assert accounts.of("a").for_endpoint("/v1/chat/completions") == (DAY, chat)
+    assert accounts.of("a").for_endpoint("/v1/embeddings") == (DAY,)
     assert accounts.budget("a", "/v1/chat/completions", "2025-11-22") == chat
     assert accounts.budget("a", "", "2025-11") is None
     assert accounts.budget("b", "", "2025-11") == MONTH

@@ -114,7 +114,7 @@ def test_a_longer_journal_keeps_its_length_and_a_shorter_one_grows(tmp_path: Pat
 def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"somebody's letters" * 1000)
-    with pytest.raises(JournalError, match="move it away"):
+    with pytest.raises(JournalError, match="Move the file away"):
         opened(path)
     assert path.read_bytes() == b"somebody's letters" * 1000
 

@@ -201,7 +201,7 @@ def test_the_end_of_a_budget_refuses_or_falls_to_a_variant(tmp_path: Path) -> No
             for number in range(2):
                 await admitted(opened, f"small {number}", variant="mini@int4")
             assert await ledger.reserve(entry("four", variant="mini@int4"), output_tokens=10) == BudgetRefusal(
-                "held", 1.0, "what is left of the budget is held by requests that are running; try again"
+                "held", 1.0, "Running requests hold the rest of the budget. Try again in a moment."
             )
             ledger.settle("two", used(output=5))
             for number in range(2):

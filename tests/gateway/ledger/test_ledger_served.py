@@ -306,7 +306,7 @@ async def test_at_the_end_of_a_budget_openais_client_and_anthropics_are_told_in_
             "param": None,
             "code": "insufficient_quota",
         }
-        assert "the budget of this day has no room for this request" in refused.error["message"]
+        assert "The daily budget has no room for this request" in refused.error["message"]
         assert refused.headers["x-should-retry"] == "false"
         assert 0 < int(refused.headers["retry-after"]) <= 86_400
         before = count(metrics.ledger, "refused_budget")

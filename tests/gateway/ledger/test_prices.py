@@ -46,7 +46,7 @@ def test_no_sum_is_off_by_more_than_half_a_micro(
     )
     assert -Fraction(1, 2) < each.micros(prompt, cached, output, machine_us) - exact <= Fraction(1, 2)
     hit = exact * each.hit_percent / 100
-    assert -Fraction(1, 2) < each.of_hit(prompt, cached, output, machine_us) - hit <= Fraction(1, 2)
+    assert -Fraction(1, 2) < each.hit_micros(prompt, cached, output, machine_us) - hit <= Fraction(1, 2)
 
 
 def test_machine_time_is_whole_microseconds_before_it_is_summed() -> None:
@@ -62,9 +62,9 @@ def test_a_cached_token_costs_what_another_does_unless_told_otherwise() -> None:
 
 
 def test_a_hit_costs_nothing_or_its_share() -> None:
-    assert make_price(input=1).of_hit(10, 0, 0) == 0
-    assert make_price(input=1, hit_percent=25).of_hit(10, 0, 0) == 3  # 2.5
-    assert make_price(input=1, hit_percent=100).of_hit(10, 0, 0) == 10
+    assert make_price(input=1).hit_micros(10, 0, 0) == 0
+    assert make_price(input=1, hit_percent=25).hit_micros(10, 0, 0) == 3  # 2.5
+    assert make_price(input=1, hit_percent=100).hit_micros(10, 0, 0) == 10
 
 
 @pytest.mark.parametrize("amount", ["", "x", -1, "0.0000001", float("nan"), float("inf"), 1e30, "1e9", "--1"])

@@ -1,1 +1,1 @@
-"""What requests cost, whose money it is, and how much of it is left: prices, the ledger, budgets, alerts, export."""
+"""Prices, the usage ledger, budgets, budget alerts and the usage export."""

@@ -1,12 +1,9 @@
-"""Sends what the store has recorded of budgets to a webhook, one alert after another.
+"""Posts budget alerts to a webhook, one after another, with bounded retries.
 
-Owns the tries, their bounds and what is sent. The store says which alerts are still to be sent, so that they outlive
-the process; what a budget is, and when an alert is due, is not known here.
-
-Each alert is recorded once, in the transaction of the charge that reached its threshold. It is posted until the
-receiver says 2xx or its tries are used up. A process that dies between the receiver's answer and its note of it posts
-the alert again at the next start, with the same id in the body and in `Idempotency-Key`: nobody can do better without
-the receiver's help.
+The store records each alert once, in the transaction of the charge that reached the threshold, and keeps it until it is
+sent, so alerts survive restarts. An alert is posted until the receiver answers 2xx or the tries are used up. If the
+process dies after the receiver answered and before that is recorded, it posts the alert again at the next start with
+the same id in the body and in `Idempotency-Key`.
 """
 
 from __future__ import annotations
@@ -25,27 +22,27 @@ from headrace.gateway.ledger.ledger_store import BudgetAlert
 
 log: Final = logging.getLogger(__name__)
 
-# url, body, headers, seconds → HTTP's status. It may raise what it likes.
+# (url, body, headers, timeout in seconds) → HTTP status. May raise any exception.
 Post = Callable[[str, bytes, Mapping[str, str], float], Awaitable[int]]
-_LOOK_S: Final = 60.0  # between two looks at what is to be sent, where nobody wakes it
+_POLL_S: Final = 60.0  # interval of checks for alerts to send
 SendOutcome = Literal["sent", "failed"]
 
 
 class AlertQueue(Protocol):
-    """The store, as far as the courier uses it."""
+    """The methods of the store that the sender uses."""
 
     async def next_alert(self) -> BudgetAlert | None: ...
     async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None: ...
 
 
 class AlertWebhook(msgspec.Struct, frozen=True, kw_only=True):
-    """Where alerts go. The URL is the operator's own, and may lead wherever the operator likes."""
+    """Where alerts are posted. The operator chooses the URL, so any address is allowed."""
 
     url: str
     headers: Mapping[str, str] = {}
     timeout_s: float = 5.0  # of one try
     tries: int = 5
-    first_pause_s: float = 1.0  # and twice as long after each further try
+    first_pause_s: float = 1.0  # doubles after each try
     longest_pause_s: float = 60.0
 
     @classmethod
@@ -63,7 +60,7 @@ class AlertSender:
     def __init__(
         self,
         alerts: AlertQueue,
-        webhook: AlertWebhook | None,  # without one, alerts are in the log and the store alone
+        webhook: AlertWebhook | None,  # None: alerts are only logged and stored
         *,
         post: Post | None = None,
         count: Callable[[SendOutcome], None] = lambda outcome: None,
@@ -73,24 +70,24 @@ class AlertSender:
         self._post = _post if post is None else post
         self._count = count
         self._woken = asyncio.Event()
-        self._woken.set()  # what an earlier process has left
+        self._woken.set()  # alerts of an earlier process may be waiting
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Check for alerts to send now."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Send alerts until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):  # then another gateway may have died over one
-                async with asyncio.timeout(_LOOK_S):
+            with contextlib.suppress(TimeoutError):  # another gateway may have died while sending one
+                async with asyncio.timeout(_POLL_S):
                     await self._woken.wait()
             self._woken.clear()
             try:
                 while (alert := await self._alerts.next_alert()) is not None:
                     sent = self._webhook is None or await self._send(self._webhook, alert)
                     await self._alerts.alert_done(alert, sent=sent)
-            except Exception as error:  # of the store; what it has of them stays there
+            except Exception as error:  # of the store, which keeps the alerts
                 log.error("alerts cannot be sent: %s", str(error) or type(error).__name__)
                 await asyncio.sleep(1.0 if self._webhook is None else self._webhook.longest_pause_s)
                 self._woken.set()
@@ -108,13 +105,13 @@ class AlertSender:
                     status = await self._post(webhook.url, body, headers, webhook.timeout_s)
                 what = f"answered {status}"
             except Exception as error:
-                status, what = 0, f"failed: {type(error).__name__}"  # its text may have the URL, which may be a secret
+                status, what = 0, f"failed: {type(error).__name__}"  # the text may contain the URL, which may be secret
             if 200 <= status < 300:
                 self._count("sent")
                 return True
             log.warning("the webhook for alerts %s", what)
         self._count("failed")
-        log.error("alert %s was not taken by the webhook and is given up", alert.id)
+        log.error("the webhook did not accept alert %s; giving up", alert.id)
         return False
 
 

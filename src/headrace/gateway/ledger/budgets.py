@@ -19,32 +19,33 @@ from headrace.config.tenant_section import BudgetConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
 from headrace.gateway.ledger.periods import Calendar, is_month
+from headrace.gateway.ledger.prices import format_micros
 
 RefusalReason = Literal["budget", "held", "store", "full"]
-_SOON: Final = 1.0  # seconds; until a refusal that is no budget's end may be tried again
+_RETRY_S: Final = 1.0  # seconds until a retry may succeed when the budget itself is not spent
 
 
 class BudgetError(HeadraceError):
-    """Budgets that contradict each other."""
+    """Contradicting budgets of a tenant."""
 
 
 class TenantBudgets(msgspec.Struct, frozen=True):
-    """A tenant's budgets, and what it gets when the ledger cannot be written."""
+    """A tenant's budgets, and whether it is served while the ledger cannot be written."""
 
     budgets: tuple[BudgetConfig, ...] = ()
-    when_down: Literal["open", "closed"] = "open"  # served, and charged later; or refused
+    when_down: Literal["open", "closed"] = "open"  # open: serve and charge later; closed: reject
 
     def __post_init__(self) -> None:
         places = [(budget.endpoint, budget.period) for budget in self.budgets]
         if len(set(places)) != len(places):
-            raise BudgetError("a tenant has at most one budget for each endpoint and period")
+            raise BudgetError("A tenant can have only one budget per endpoint and period.")
 
-    def applying(self, endpoint: str) -> tuple[BudgetConfig, ...]:
+    def for_endpoint(self, endpoint: str) -> tuple[BudgetConfig, ...]:
         return tuple(budget for budget in self.budgets if budget.endpoint in ("", endpoint))
 
 
 class BudgetBook:
-    """By tenant; the others have the default."""
+    """Budgets by tenant. Tenants without an entry have the default."""
 
     def __init__(
         self, accounts: Mapping[str, TenantBudgets] | None = None, *, default: TenantBudgets | None = None
@@ -56,7 +57,7 @@ class BudgetBook:
         return self._accounts.get(tenant, self._default)
 
     def declare(self, tenant: str, account: TenantBudgets | None) -> bool:
-        """None: the default again. False where nothing changes."""
+        """Set a tenant's budgets; None resets them to the default. Return whether anything changed."""
         before = self.of(tenant)
         if account is None:
             self._accounts.pop(tenant, None)
@@ -65,7 +66,7 @@ class BudgetBook:
         return self.of(tenant) != before
 
     def budget(self, tenant: str, endpoint: str, period: str) -> BudgetConfig | None:
-        """The one that counts exactly this. Called from the threads of stores, too."""
+        """Find the budget of exactly this endpoint and period. Thread-safe: stores call it from their threads."""
         kind = "month" if is_month(period) else "day"
         for budget in self.of(tenant).budgets:
             if budget.endpoint == endpoint and budget.period == kind:
@@ -75,11 +76,11 @@ class BudgetBook:
 
 class Admitted(msgspec.Struct, frozen=True):
     micros: int  # reserved
-    checked: bool = True  # False: the ledger is down, and this tenant is served all the same
+    checked: bool = True  # False: served without a check, because the ledger is down
 
 
 class FallbackVariant(msgspec.Struct, frozen=True):
-    """The budget has no room for this variant; it has for this one. Nothing is reserved yet."""
+    """The budget has room only for this fallback variant. Nothing is reserved yet."""
 
     variant: str
 
@@ -90,8 +91,8 @@ class BudgetRefusal(msgspec.Struct, frozen=True):
     message: str
 
     def error(self) -> ApiError:
-        """As OpenAI says it: 429 with insufficient_quota, which its clients and frameworks know by that name."""
-        headers = NO_RETRY_HEADERS if self.why == "budget" else None  # until the end of a day nobody should ask again
+        """Build the API error. OpenAI clients know a spent budget as 429 with insufficient_quota."""
+        headers = NO_RETRY_HEADERS if self.why == "budget" else None  # clients should not retry before the period ends
         match self.why:
             case "budget":
                 kind, code = "insufficient_quota", "insufficient_quota"
@@ -106,18 +107,18 @@ BudgetDecision: TypeAlias = Admitted | FallbackVariant | BudgetRefusal
 
 
 class BudgetStatus(msgspec.Struct, frozen=True):
-    """A budget and where it stands, without the exchange that asks."""
+    """What is spent and held of a budget, without the request that is being decided."""
 
     budget: BudgetConfig
     period: str
     spent: int
     held: int
 
-    def fits(self, micros: int, variant: str) -> bool:
+    def has_room(self, micros: int, variant: str) -> bool:
         return self.spent + self.held + micros <= self.budget.limit_for(variant)
 
-    def over(self, micros: int, variant: str) -> bool:
-        """Also where everything that is held came back."""
+    def is_spent(self, micros: int, variant: str) -> bool:
+        """Return whether there would be no room even if everything held were given back."""
         return self.spent + micros > self.budget.limit_for(variant)
 
 
@@ -130,32 +131,38 @@ def decide(
     *,
     falls: bool = True,
 ) -> BudgetDecision:
-    """`estimate`: what the exchange would cost with a variant. Every budget must have room for it.
+    """Decide on a request. Every budget must have room for it.
 
-    `falls`: another variant may answer in its place.
+    `estimate`: its cost in micros with a variant. `falls`: a fallback variant may answer.
     """
     micros = estimate(variant)
-    blocking = [each for each in standings if not each.fits(micros, variant)]
+    blocking = [each for each in standings if not each.has_room(micros, variant)]
     if not blocking:
         return Admitted(micros)
-    thens = dict.fromkeys(each.budget.then for each in blocking)
-    if falls and all(thens):  # a budget that refuses at its end does so whatever another one would do
-        for then in thens:
-            if then != variant and all(each.fits(estimate(then), then) for each in standings):
+    fallbacks = dict.fromkeys(each.budget.then for each in blocking)
+    if falls and all(fallbacks):  # a budget without a fallback rejects, whatever the others allow
+        for then in fallbacks:
+            if then != variant and all(each.has_room(estimate(then), then) for each in standings):
                 return FallbackVariant(then)
-    spent = [each for each in blocking if each.over(micros, variant)]
+    spent = [each for each in blocking if each.is_spent(micros, variant)]
     if not spent:
         return HELD
-    # The one that is over last; a refusal that could be tried again before that would only be refused again.
-    end, period = max((calendar.end(each.period), each.period) for each in spent)
-    what = "month" if is_month(period) else "day"
+    # Name the budget that renews last: a retry before that would only be rejected again.
+    last = max(spent, key=lambda each: (calendar.end(each.period), each.period))
+    end, limit = calendar.end(last.period), last.budget.limit_for(variant)
+    left = max(0, limit - last.spent - last.held)
     return BudgetRefusal(
         "budget",
-        max(_SOON, end - now),
-        f"the budget of this {what} has no room for this request; the next one begins at {calendar.shown(end)}",
+        max(_RETRY_S, end - now),
+        f"The {'monthly' if is_month(last.period) else 'daily'} budget has no room for this request: "
+        f"{format_micros(left)} of {format_micros(limit)} left. It renews at {calendar.format_time(end)}.",
     )
 
 
-HELD: Final = BudgetRefusal("held", _SOON, "what is left of the budget is held by requests that are running; try again")
-UNAVAILABLE: Final = BudgetRefusal("store", _SOON, "the ledger cannot be written at the moment; try again")
-FULL: Final = BudgetRefusal("full", _SOON, "the ledger has as many open requests as it can keep; try again")
+HELD: Final = BudgetRefusal("held", _RETRY_S, "Running requests hold the rest of the budget. Try again in a moment.")
+UNAVAILABLE: Final = BudgetRefusal(
+    "store", _RETRY_S, "The usage ledger cannot be written right now. Try again in a moment."
+)
+FULL: Final = BudgetRefusal(
+    "full", _RETRY_S, "The usage ledger has no room for more open requests. Try again in a moment."
+)

@@ -1,7 +1,6 @@
-"""Brings charges from memory to the store, in batches, behind the exchanges' backs.
+"""Writes charges to the store in batches, in the background.
 
-Owns what waits for the store, the order in which it goes, and what happens when the store does not take it: it is kept
-and tried again, and whoever asks is told how far behind the store is. Bounded by the exchanges that the ledger lets in.
+If the store fails, charges are kept and retried. Bounded by the number of requests that the ledger admits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, Fi
 
 log: Final = logging.getLogger(__name__)
 
-_BATCH: Final = 500  # charges in one transaction
-_LONGEST_PAUSE: Final = 5.0  # seconds, between two tries
+_BATCH: Final = 500  # charges per transaction
+_LONGEST_PAUSE: Final = 5.0  # seconds between two tries
 
 
 class ChargeWriter:
@@ -53,13 +52,13 @@ class ChargeWriter:
         self._clock = clock
         self._monotonic = monotonic
         self._count = count
-        self.waiting: dict[str, OpenCharge] = {}  # settled, the oldest first
+        self.waiting: dict[str, OpenCharge] = {}  # settled charges, oldest first
         self._alerts: list[BudgetAlert] = []
-        # For shared stores alone.
-        self._opened: dict[str, OpenCharge] = {}  # to be made known
-        self._released: dict[str, None] = {}  # to be forgotten
+        # For shared stores only.
+        self._opened: dict[str, OpenCharge] = {}  # to announce
+        self._released: dict[str, None] = {}  # to release
         self._moved: list[ChargeProgress] = []
-        self._found: list[LedgerCharge] = []  # of other servers that died
+        self._found: list[LedgerCharge] = []  # taken over from servers that died
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,54 +67,54 @@ class ChargeWriter:
         open.since = self._monotonic()
         self.waiting[open.id] = open
         self._opened.pop(open.id, None)
-        self._stir()
+        self._schedule()
 
     def open(self, open: OpenCharge) -> None:
         self._opened[open.id] = open
-        self._stir()
+        self._schedule()
 
     def release(self, id: str) -> None:
-        """Nothing is held for it any more."""
+        """Give back what a request holds in a shared store."""
         self._released[id] = None
-        self._stir()
+        self._schedule()
 
     def drop(self, open: OpenCharge) -> None:
-        """It never was."""
+        """Forget a request that was not admitted."""
         self._opened.pop(open.id, None)
 
     def alert(self, alert: BudgetAlert) -> None:
         self._alerts.append(alert)
-        self._stir()
+        self._schedule()
 
     def move(self, moved: list[ChargeProgress]) -> None:
-        """How far exchanges have come by now."""
+        """Report the progress of running requests."""
         self._moved = moved
-        self._stir()
+        self._schedule()
 
     def take_over(self, charges: list[LedgerCharge]) -> None:
         self._found += charges
-        self._stir()
+        self._schedule()
 
     @property
     def behind_s(self) -> float:
-        """How long the oldest charge has waited."""
+        """Age of the oldest charge that is not stored yet."""
         return self._monotonic() - next(iter(self.waiting.values())).since if self.waiting else 0.0
 
     @property
     def behind(self) -> bool:
-        """The store is slow or gone."""
+        """Whether the store is too slow or down."""
         return self.behind_s > self._bounds.wait_s + self._bounds.gather_s
 
     async def flush(self) -> None:
-        """Returns when the store has everything."""
+        """Wait until the store has everything."""
         await self._idle.wait()
 
-    def _stir(self) -> None:
+    def _schedule(self) -> None:
         self._idle.clear()
         self._wake.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Write batches until cancelled."""
         pause = self._bounds.wait_s
         while True:
             await self._wake.wait()
@@ -127,13 +126,15 @@ class ChargeWriter:
                 self._idle.set()
             except Exception as error:
                 self._count("write_failed", 1)
-                log.error("the ledger cannot be written, and is kept for later: %s", str(error) or type(error).__name__)
+                log.error(
+                    "the ledger cannot be written; charges are kept and retried: %s", str(error) or type(error).__name__
+                )
                 self._wake.set()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _write_some(self) -> bool:
-        """False where nothing waits. What comes while it writes goes with the next batch."""
+        """Write one batch. Return False if nothing waits."""
         async with self._lock:
             settled = list(islice(self.waiting.values(), _BATCH))
             opened = list(islice(self._opened.values(), _BATCH))
@@ -155,12 +156,12 @@ class ChargeWriter:
             for open in opened:
                 open.stored = True
                 self._opened.pop(open.id, None)
-                if self._running.get(open.id) is not open:  # it was dropped meanwhile
+                if self._running.get(open.id) is not open:  # dropped in the meantime
                     self._released[open.id] = None
             for each in batch.moved:
                 if (open := self._running.get(each.id)) is not None:
-                    open.told = each.output_tokens
-            if self._moved is moved:  # nobody knows better by now
+                    open.reported_tokens = each.output_tokens
+            if self._moved is moved:  # no newer progress was reported
                 self._moved = moved[_BATCH:]
             for id in batch.released:
                 self._released.pop(id, None)

@@ -1,11 +1,8 @@
-"""What running exchanges hold of budgets: in this process, or in a database that several gateways share.
+"""Holds budget for running requests, in this process or in a database that gateways share.
 
-Owns Open (an exchange under way, as the ledger knows it), LocalHolds and SharedHolds. Both answer one question, whether
-an exchange may be served, and both say no rather than let a budget be passed.
-
-LocalHolds keeps exact sums in memory: one process writes the ledger, so what the store has, plus what waits to be
-written, plus what is held is all there is. A sum is read from the store once, when its period is first touched.
-SharedHolds asks the database, in one statement with a bounded wait, and keeps away from one that does not answer.
+Both implementations decide whether a request may be served and never let a budget be exceeded by reservations.
+LocalBudgetHolds keeps exact sums in memory: stored + waiting to be written + held. It reads a stored sum once, when its
+period is first used. SharedBudgetHolds asks the database in one statement with a timeout and backs off when it fails.
 """
 
 from __future__ import annotations
@@ -29,31 +26,32 @@ from headrace.gateway.ledger.budgets import (
     decide,
 )
 from headrace.gateway.ledger.ledger_records import BudgetScope, ReservedCharge, ScopeSums, Settlement, scopes_of
-from headrace.gateway.ledger.ledger_store import SharedLedgerStore, StoreBusyError
+from headrace.gateway.ledger.ledger_store import SharedLedgerStore
 from headrace.gateway.ledger.periods import Calendar, month_of
+from headrace.gateway.postgres_pool import StoreBusyError
 
 log: Final = logging.getLogger(__name__)
 
-_LONGEST_PAUSE: Final = 30.0  # seconds, of a store that does not answer
+_LONGEST_PAUSE: Final = 30.0  # seconds of backoff, at most
 
 
 class OpenCharge(msgspec.Struct):
-    """An exchange from its reservation until the store has its charge."""
+    """A request from its reservation until its charge is stored."""
 
     reserved: ReservedCharge
-    most: int | None = None  # output tokens that it can have
+    most: int | None = None  # output tokens, at most
     slot: int | None = None  # of the journal
     held: int = 0  # micros
-    scopes: tuple[BudgetScope, ...] = ()  # that it counts in; of budgets alone
+    scopes: tuple[BudgetScope, ...] = ()  # scopes with a budget that it counts in
     output_tokens: int = 0
     machine_us: int = 0
     settled: Settlement | None = None
-    since: float = 0.0  # that it waits to be written
-    denied: bool = False  # there was no room for more
+    since: float = 0.0  # when it began to wait for the store
+    denied: bool = False  # an extension was denied
     extending: asyncio.Task[None] | None = None
-    asked: bool = False  # a shared store may hold something for it
-    stored: bool = False  # a shared store knows that it runs
-    told: int = 0  # output tokens that a shared store knows of
+    asked: bool = False  # a shared store may hold budget for it
+    stored: bool = False  # a shared store knows it
+    reported_tokens: int = 0  # output tokens that a shared store knows of
 
     @property
     def id(self) -> str:
@@ -65,12 +63,12 @@ Ended = Callable[[BudgetStatus, BudgetScope], None]
 
 
 class BudgetHolds(Protocol):
-    early: bool  # an extension takes a while, and has to be asked for before it is needed
+    early: bool  # extensions take time and must be requested before they are needed
 
     async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision: ...
 
     def extend(self, open: OpenCharge, need: int, more: int) -> bool:
-        """Whether it may go on: it is to hold what it needs now, and as much up to `more` as there is."""
+        """Hold at least `need` micros and up to `more`. Return whether the request may go on."""
         ...
 
     def release(self, open: OpenCharge) -> None: ...
@@ -81,7 +79,7 @@ class BudgetHolds(Protocol):
 
 
 class StoreBackoff:
-    """Of a store that did not answer: nobody waits for it again until a while later."""
+    """Exponential backoff for a store that does not answer."""
 
     def __init__(self, monotonic: Callable[[], float], *, first_s: float = 1.0) -> None:
         self._monotonic = monotonic
@@ -89,12 +87,12 @@ class StoreBackoff:
         self._until = 0.0
 
     @property
-    def on(self) -> bool:
+    def is_active(self) -> bool:
         return self._monotonic() < self._until
 
     def failed(self) -> bool:
-        """False where somebody who waited at the same time has said so."""
-        if self.on:
+        """Start or extend the backoff. Return False if it is already active."""
+        if self.is_active:
             return False
         self._until = self._monotonic() + self._length
         self._length = min(self._length * 2, _LONGEST_PAUSE)
@@ -107,7 +105,7 @@ class StoreBackoff:
 
 class _Sum(msgspec.Struct):
     stored: int | None = None  # None: not read yet
-    waiting: int = 0  # charged, and not in the store yet
+    waiting: int = 0  # charged, not stored yet
     held: int = 0
 
     @property
@@ -126,7 +124,7 @@ class LocalBudgetHolds:
         accounts: BudgetBook,
         calendar: Calendar,
         read: Callable[[Sequence[BudgetScope]], Awaitable[ScopeSums]],
-        writing: asyncio.Lock,  # whoever has it knows that what the store has and what waits fit together
+        writing: asyncio.Lock,  # held while stored and waiting sums change together
         *,
         wait_s: float,
         monotonic: Callable[[], float],
@@ -144,15 +142,15 @@ class LocalBudgetHolds:
 
     async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
         entry = open.reserved.entry
-        budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
+        budgets = self._accounts.of(entry.tenant).for_endpoint(entry.endpoint)
         if not budgets:
             return Admitted(estimate(entry.variant))
         scopes = _scopes(open, budgets)
         sums = [self._sum(scope) for scope in scopes]
         if not _known(sums):
-            await self._learn(scopes)
-            # Meanwhile other budgets may have been declared, and sums have been made anew.
-            budgets = self._accounts.of(entry.tenant).applying(entry.endpoint)
+            await self._load_sums(scopes)
+            # Budgets and sums may have changed while waiting.
+            budgets = self._accounts.of(entry.tenant).for_endpoint(entry.endpoint)
             scopes = _scopes(open, budgets)
             sums = [self._sum(scope) for scope in scopes]
         variant, checked = entry.variant, _known(sums)
@@ -163,7 +161,7 @@ class LocalBudgetHolds:
         elif not all(each.fits(budget, micros, variant) for each, budget in zip(sums, budgets, strict=True)):
             standings = [self._standing(*each) for each in zip(budgets, scopes, strict=True)]
             for standing, scope in zip(standings, scopes, strict=True):
-                if standing.over(micros, variant):
+                if standing.is_spent(micros, variant):
                     self._ended(standing, scope)
             return decide(standings, variant, estimate, self._calendar, now, falls=falls)
         open.scopes, open.held = scopes, micros
@@ -194,7 +192,7 @@ class LocalBudgetHolds:
     def settle(self, open: OpenCharge, micros: int) -> None:
         entry = open.reserved.entry
         self.release(open)
-        open.scopes = _scopes(open, self._accounts.of(entry.tenant).applying(entry.endpoint))
+        open.scopes = _scopes(open, self._accounts.of(entry.tenant).for_endpoint(entry.endpoint))
         for scope in open.scopes:
             self._sum(scope).waiting += micros
 
@@ -206,30 +204,30 @@ class LocalBudgetHolds:
                 sum.stored += micros
 
     def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None:
-        """Another account is in force: what runs counts in its budgets from now on."""
+        """Apply changed budgets: running requests count in the new ones from now on."""
         for scope in [scope for scope in self._sums if scope.tenant == tenant]:
             if self._accounts.budget(*scope) is None:
-                del self._sums[scope]  # from now on it is not kept true
+                del self._sums[scope]  # no longer maintained
             else:
                 self._sums[scope].held = self._sums[scope].waiting = 0
         for open in running:
             entry = open.reserved.entry
             if entry.tenant == tenant:
-                open.scopes = _scopes(open, self._accounts.of(tenant).applying(entry.endpoint))
+                open.scopes = _scopes(open, self._accounts.of(tenant).for_endpoint(entry.endpoint))
                 for scope in open.scopes:
                     sum = self._sum(scope)
                     sum.held += open.held
                     sum.waiting += 0 if open.settled is None else open.settled.micros
 
     def forget(self, now: float) -> None:
-        """Sums of periods that are over. Should the clock come back to one, it is read again."""
+        """Drop sums of past periods. If the clock goes back, they are read again."""
         day = self._calendar.day(now)
         for scope, sum in list(self._sums.items()):
             if scope.period not in (day, month_of(day)) and not sum.held and not sum.waiting:
                 del self._sums[scope]
 
     def standings(self, tenant: str, day: str) -> list[BudgetStatus]:
-        """Of budgets whose sums are known."""
+        """Return the status of budgets whose sums are known."""
         budgets = self._accounts.of(tenant).budgets
         scopes = [BudgetScope(tenant, budget.endpoint, budget.label(day)) for budget in budgets]
         return [self._standing(*each) for each in zip(budgets, scopes, strict=True) if _known([self._sum(each[1])])]
@@ -244,15 +242,15 @@ class LocalBudgetHolds:
             found = self._sums[scope] = _Sum()
         return found
 
-    async def _learn(self, scopes: Sequence[BudgetScope]) -> None:
-        """Reads what is not known; returns when that is done, or did not come in time."""
-        wanted = [scope for scope in scopes if self._sum(scope).stored is None]
-        new = [scope for scope in wanted if scope not in self._reading]
-        if new and not self._pause.on:
+    async def _load_sums(self, scopes: Sequence[BudgetScope]) -> None:
+        """Read missing sums; return when they are read or the timeout has passed."""
+        missing = [scope for scope in scopes if self._sum(scope).stored is None]
+        new = [scope for scope in missing if scope not in self._reading]
+        if new and not self._pause.is_active:
             task = asyncio.create_task(self._read_sums(new))
             for scope in new:
                 self._reading[scope] = task
-        waiting = {self._reading[scope] for scope in wanted if scope in self._reading}
+        waiting = {self._reading[scope] for scope in missing if scope in self._reading}
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=self._wait)
             if late:
@@ -263,13 +261,13 @@ class LocalBudgetHolds:
             async with self._writing:
                 found = await self._read(scopes)
                 for scope in scopes:
-                    sum = self._sums.get(scope)  # none where no budget counts it any more
+                    sum = self._sums.get(scope)  # None: no budget counts it any more
                     if sum is not None and sum.stored is None:
                         sum.stored = found.get(scope, 0)
             self._pause.answered()
         except Exception as error:
             if self._pause.failed():
-                log.error("what is spent cannot be read: %s", error)
+                log.error("cannot read what is spent: %s", error)
         finally:
             for scope in scopes:
                 self._reading.pop(scope, None)
@@ -286,19 +284,19 @@ class SharedBudgetHolds:
         *,
         monotonic: Callable[[], float],
         ended: Ended,
-        let_go: Callable[[str], None],  # hears of exchanges that may still hold something in the database
+        release_later: Callable[[str], None],  # called with requests that may still hold budget in the database
     ) -> None:
         self._accounts = accounts
         self._calendar = calendar
         self._store = store
         self._ended = ended
-        self._let_go = let_go
+        self._release_later = release_later
         self._pause = StoreBackoff(monotonic)
 
     async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
         entry = open.reserved.entry
         account = self._accounts.of(entry.tenant)
-        budgets = account.applying(entry.endpoint)
+        budgets = account.for_endpoint(entry.endpoint)
         micros = estimate(entry.variant)
         if not budgets:
             return Admitted(micros)
@@ -309,15 +307,15 @@ class SharedBudgetHolds:
         if not standings:
             return Admitted(micros)
         for standing, scope in zip(standings, open.scopes, strict=True):
-            if standing.over(micros, entry.variant):
+            if standing.is_spent(micros, entry.variant):
                 self._ended(standing, scope)
         verdict = decide(standings, entry.variant, estimate, self._calendar, now, falls=falls)
-        # The database judges by the same sums, so it is not admitted here.
+        # The database denied it by the same sums, so do not admit it here.
         return HELD if isinstance(verdict, Admitted) else verdict
 
     async def _ask(self, open: OpenCharge, budgets: Sequence[BudgetConfig], micros: int) -> list[BudgetStatus] | None:
-        """Why not; nothing where it is held; None where the database does not say."""
-        if self._pause.on:
+        """Ask the database to hold. Return [] on success, the statuses if denied, None without an answer."""
+        if self._pause.is_active:
             return None
         entry, day = open.reserved.entry, open.reserved.day
         by_scope = dict(zip(_scopes(open, budgets), budgets, strict=True))
@@ -341,7 +339,7 @@ class SharedBudgetHolds:
         return [BudgetStatus(budget, scope.period, *found[scope]) for scope, budget in by_scope.items()]
 
     def extend(self, open: OpenCharge, need: int, more: int) -> bool:
-        """Asks, and lets the exchange go on meanwhile."""
+        """Request the extension in the background and let the request go on."""
         if open.extending is None and not open.denied:
             open.extending = asyncio.create_task(self._extend(open, more))
             open.extending.add_done_callback(partial(_extended, open))
@@ -350,7 +348,7 @@ class SharedBudgetHolds:
     async def _extend(self, open: OpenCharge, more: int) -> None:
         entry = open.reserved.entry
         account = self._accounts.of(entry.tenant)
-        budgets = account.applying(entry.endpoint)
+        budgets = account.for_endpoint(entry.endpoint)
         if not budgets or open.settled is not None:
             return
         standings = await self._ask(open, budgets, more)
@@ -361,16 +359,16 @@ class SharedBudgetHolds:
                 await self._ask(open, budgets, room)
         elif standings is None:
             open.denied = account.when_down == "closed"
-        if open.settled is not None:  # meanwhile; what it holds since then nobody else would give back
-            self._let_go(open.id)
+        if open.settled is not None:  # settled in the meantime: give back the extension
+            self._release_later(open.id)
 
     def release(self, open: OpenCharge) -> None:
         if open.asked or open.stored:
-            self._let_go(open.id)
+            self._release_later(open.id)
         open.held = 0
 
     def settle(self, open: OpenCharge, micros: int) -> None:
-        """The store takes back what was held when it writes the charge."""
+        """The store gives back what was held when it writes the charge."""
 
     def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None: ...
 
@@ -391,4 +389,4 @@ def _scopes(open: OpenCharge, budgets: Iterable[BudgetConfig]) -> tuple[BudgetSc
 def _extended(open: OpenCharge, task: asyncio.Task[None]) -> None:
     open.extending = None
     if not task.cancelled() and task.exception() is not None:
-        log.error("a reservation could not be extended", exc_info=task.exception())
+        log.error("a budget hold could not be extended", exc_info=task.exception())

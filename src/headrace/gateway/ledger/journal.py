@@ -1,16 +1,16 @@
-"""The journal: exchanges that are open, and charges that no store has yet, in a file that outlives the process.
+"""The journal: a file with open requests and charges that are not stored yet, which survives the process.
 
-Owns a file of slots, one for each exchange, made in its full size at the start: so it is bounded, and writing to it
-needs no room on the disk. A write is one `pwrite` into the page cache, about a microsecond: it cannot be lost by a
-process that is killed, whenever that is. `sync` makes it outlive the machine too; it is called from a thread.
+The file has one slot per request and its full size from the start, so it is bounded and writing needs no disk space. A
+write is one `pwrite` into the page cache, about a microsecond; it survives a kill of the process at any time. `sync`,
+called from a thread, also makes it survive a power cut.
 
-    slot, 1 KiB     0  length, CRC, what was reserved       written before the first byte goes to the client
-                  640  tokens, microseconds, CRC            written before each piece does
-                  704  length, CRC, what was settled        written before the last byte does
+    slot, 1 KiB     0  length, CRC, what was reserved       written before the first byte is sent
+                  640  tokens, microseconds, CRC            written before each chunk is sent
+                  704  length, CRC, what was settled        written before the last byte is sent
 
-Each CRC goes on from that of the slot's first record, so that what an earlier exchange left there counts for nothing.
-A slot lies within one page, and a kill never splits a write within a page. A slot whose settlement is torn all the same
-(a power cut) still has its other two records. Knows no database and no prices: its records are bytes.
+Each CRC continues from that of the slot's first record, so remains of an earlier request are ignored. A slot lies
+within one page, and a kill never splits a write within a page. If a power cut tears the settlement, the other two
+records are still valid. Records are opaque bytes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PROGRESS: Final = 640
 _SETTLED: Final = 704
 _RECORD: Final = struct.Struct("<II")  # length, CRC
 _COUNTS: Final = struct.Struct("<QQI")
-_RUN: Final = 64  # of the header, where the run's name is
+_RUN: Final = 64  # offset of the run's name in the header
 
 
 class JournalError(HeadraceError):
-    """A journal that cannot be used."""
+    """An unusable journal."""
 
 
 class JournalRecord(msgspec.Struct, frozen=True):
@@ -57,23 +57,25 @@ class Journal:
         self._free = list(range(slots - 1, -1, -1))
         self.slots = slots
         self.changed = False  # since the last sync
-        self.previous_run = ""  # the name that the run before gave itself
-        self.torn = 0  # slots that said nothing that can be read
+        self.previous_run = ""  # name of the previous run
+        self.torn = 0  # unreadable slots
 
     @classmethod
     def open(cls, path: Path, *, slots: int, run: str) -> tuple[Journal, list[JournalRecord]]:
-        """The journal and what is in it. JournalError where another process has it, or it is none; OSError else."""
+        """Open the journal and read its records. Raise JournalError if it is in use or not a journal."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise JournalError(f"{path}: another server writes this journal") from None
+                raise JournalError(
+                    f"{path}: another server is using this journal. Give each server its own storage.folder."
+                ) from None
             header = os.pread(file, _HEADER, 0)
             if header.strip(b"\0") and not header.startswith(_MAGIC):
-                raise JournalError(f"{path}: this is no journal that this Headrace can read; move it away")
-            # A journal that was longer keeps its length: every slot may have a charge.
+                raise JournalError(f"{path}: not a journal of this version. Move the file away.")
+            # A longer journal keeps its length: any slot may contain a charge.
             there = max(0, os.fstat(file).st_size - _HEADER) // _SLOT
             slots = max(slots, there)
             os.posix_fallocate(file, 0, _HEADER + slots * _SLOT)
@@ -106,7 +108,7 @@ class Journal:
         if length == 0:
             return None
         reserved, seal = _record(data, 0, _PROGRESS, 0)
-        if reserved is None:  # torn: `reserve` had not returned, so nothing was served
+        if reserved is None:  # torn before `reserve` returned, so nothing was served
             self.torn += 1
             return None
         self._seals[slot] = seal
@@ -117,17 +119,19 @@ class Journal:
         return JournalRecord(slot, reserved, tokens, machine_us, settled)
 
     def take(self) -> int | None:
-        """A slot, or None where all are in use."""
+        """Take a free slot; None if all are in use."""
         return self._free.pop() if self._free else None
 
-    # OSError where the disk does not take it.
+    # These raise OSError if the disk fails.
 
     def reserve(self, slot: int, record: bytes) -> None:
         if len(record) > _PROGRESS - _RECORD.size:
-            raise JournalError("the names of the tenant, key, endpoint, model and variant are too long for the ledger")
+            raise JournalError(
+                "The names of tenant, key, endpoint, model and variant are too long for the ledger's journal."
+            )
         seal = zlib.crc32(record)
         first = (_RECORD.pack(len(record), seal) + record).ljust(_PROGRESS, b"\0")
-        self._put(slot, 0, first + bytes(_SETTLED + _RECORD.size - _PROGRESS))  # and neither of the others
+        self._put(slot, 0, first + bytes(_SETTLED + _RECORD.size - _PROGRESS))  # clears the other two records
         self._seals[slot] = seal
 
     def progress(self, slot: int, output_tokens: int, machine_us: int) -> None:
@@ -136,12 +140,12 @@ class Journal:
 
     def settle(self, slot: int, record: bytes) -> None:
         if len(record) > _SLOT - _SETTLED - _RECORD.size:
-            raise JournalError("the names of what saved money are too long for the ledger")
+            raise JournalError("The names of sources of savings are too long for the ledger's journal.")
         self._put(slot, _SETTLED, _RECORD.pack(len(record), zlib.crc32(record, self._seals[slot])) + record)
 
     def free(self, slot: int) -> None:
-        """Its charge is in the store, or there is none. Where the disk does not take this, the slot is used again all
-        the same: a charge that is found there twice is charged once, by its id."""
+        """Free a slot whose charge is stored. It is reused even if the disk fails here: a charge found again is counted
+        once, by its id."""
         self._free.append(slot)
         self._put(slot, 0, bytes(_RECORD.size))
 
@@ -150,7 +154,7 @@ class Journal:
         _write(self._file, data, _HEADER + slot * _SLOT + offset)
 
     def sync(self) -> None:
-        """From then on, what was written before outlives a power cut."""
+        """Make everything written so far survive a power cut."""
         self.changed = False
         try:
             os.fdatasync(self._file)
@@ -163,7 +167,7 @@ class Journal:
 
 
 def _record(data: bytes, offset: int, end: int, seed: int) -> tuple[bytes | None, int]:
-    """A record and its CRC; None where it is torn or of an earlier exchange."""
+    """Return a record and its CRC; None if it is torn or of an earlier request."""
     length, crc = _RECORD.unpack_from(data, offset)
     start = offset + _RECORD.size
     if not 0 < length <= end - start or zlib.crc32(data[start : start + length], seed) != crc:

@@ -1,15 +1,14 @@
-"""The ledger: what every exchange may cost before it is served, and what it did cost afterwards, exactly once.
+"""The usage ledger: reserves the cost of a request before it is served and charges it exactly once afterwards.
 
-Owns the life of an exchange as money sees it, and the journal that outlives the process. Knows no HTTP and no engine.
+Knows neither HTTP nor the engine.
 
     reserve ──▶ budgets (holds.py) ──▶ journal ──▶ served ──progress──▶ journal ──settle──▶ journal ──▶ done
                                                                        a few ms later, in batches (writer.py) ──▶ store
 
-What must be safe before the first byte goes out: that the exchange runs, and for whom. What must be safe before each
-piece: how far it came. Before the last byte: its charge. The journal has all three within microseconds, and they
-outlive the process; the store, which has a charge when its transaction is on the disk, is not waited for. A charge
-leaves the journal when the store has it, and the store knows it by its exchange's id: so none is lost and none counts
-twice, whenever the process is killed. docs/explanation/ledger.md has the guarantee word by word.
+The journal records the reservation before the first byte is sent, the progress before each chunk, and the charge before
+the last byte. That takes microseconds and survives the process; the store is written in the background. A charge leaves
+the journal once the store has it, and the store identifies it by the request's id, so no charge is lost or counted
+twice whenever the process is killed. docs/explanation/ledger.md states the exact guarantee.
 """
 
 from __future__ import annotations
@@ -68,17 +67,17 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_reserved: Final = msgspec.msgpack.Decoder(ReservedCharge).decode
 _decode_settled: Final = msgspec.msgpack.Decoder(Settlement).decode
 
-_TEND_S: Final = 5.0  # between two rounds of the store's own work
-_COMPLAINT_S: Final = 10.0  # between two lines in the log about one disk
-_PRUNE_S: Final = 3600.0  # between two looks at what is too old
+_TEND_S: Final = 5.0  # interval of store maintenance
+_COMPLAINT_S: Final = 10.0  # interval of log lines about a failing journal
+_PRUNE_S: Final = 3600.0  # interval of pruning
 
 
 class LedgerError(HeadraceError):
-    """The ledger was asked for what makes no sense."""
+    """Wrong use of the ledger."""
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What an exchange is charged, and what it would have been charged more without caches and routes, in micros."""
+    """The charge of a request and the savings by cache or route, in micros."""
 
     micros: int
     saved: dict[str, int]
@@ -88,7 +87,7 @@ def _ignore(event: LedgerEvent, number: int) -> None: ...
 
 
 class Ledger:
-    """All of it belongs to one event loop."""
+    """Use from one event loop only."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class Ledger:
         prices: PriceBook | None = None,
         accounts: BudgetBook | None = None,
         calendar: Calendar | None = None,
-        journal: Path | None = None,  # without one, a killed process takes along what it had not written yet
+        journal: Path | None = None,  # None: charges that are not stored yet are lost if the process is killed
         bounds: LedgerBounds | None = None,
         courier: AlertSender | None = None,
         clock: Callable[[], float] = time.time,
@@ -116,12 +115,12 @@ class Ledger:
         self._run = secrets.token_hex(16)
         self._journal_path = journal
         self._journal: Journal | None = None
-        self._complain_at = 0.0  # of the journal again
-        self._open: dict[str, OpenCharge] = {}  # running, or not in the store yet
-        self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # the last ones
-        self._ended: set[BudgetScope] = set()  # budgets that have refused something
+        self._next_complaint = 0.0  # when to log the next journal failure
+        self._open: dict[str, OpenCharge] = {}  # running or not stored yet
+        self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # of recently settled requests
+        self._ended: set[BudgetScope] = set()  # budgets that have rejected a request
         self._tasks: list[asyncio.Task[None]] = []
-        lock = asyncio.Lock()  # who has it knows that what the store has, and what waits for it, fit together
+        lock = asyncio.Lock()  # held while stored and waiting sums change together
         self._lock = lock
         self._writer = ChargeWriter(
             store,
@@ -144,7 +143,7 @@ class Ledger:
                 store,
                 monotonic=monotonic,
                 ended=self._budget_ended,
-                let_go=self._writer.release,
+                release_later=self._writer.release,
             )
         else:
             self._holds = LocalBudgetHolds(
@@ -191,19 +190,19 @@ class Ledger:
         )
 
     async def open(self) -> None:
-        """Finds what an earlier run left, and charges it. JournalError where the journal is another's."""
+        """Start, and charge what an earlier run left open. Raise JournalError if another process has the journal."""
         previous = self._open_journal()
         await self.store.open(self._run, previous)
         work = [self._writer.run(), self._sync(), self._tend()]
         if self._courier is not None:
             work.append(self._courier.run())
         self._tasks = [asyncio.create_task(each) for each in work]
-        with contextlib.suppress(TimeoutError):  # then it goes on behind
+        with contextlib.suppress(TimeoutError):  # the rest is written in the background
             async with asyncio.timeout(self._bounds.drain_s):
                 await self.flush()
 
     async def close(self) -> None:
-        """Writes what waits, within its time. What cannot be written stays in the journal, for the next start."""
+        """Write what waits, within drain_s. The rest stays in the journal for the next start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._bounds.drain_s):
                 await self.flush()
@@ -220,34 +219,34 @@ class Ledger:
         await self.store.close()
 
     async def flush(self) -> None:
-        """Returns when the store has everything that was settled."""
+        """Wait until everything settled is stored."""
         await self._writer.flush()
 
-    # The way of an exchange
+    # The life of a request
 
     async def reserve(
         self,
         entry: LedgerEntry,
         *,
-        output_tokens: int,  # that it is expected to have
-        most_tokens: int | None = None,  # that it can have
-        machine_s: float = 0.0,  # that it is expected to take; as others of its variant did by default
-        falls: bool = True,  # another variant may answer in its place
+        output_tokens: int,  # expected
+        most_tokens: int | None = None,  # at most
+        machine_s: float = 0.0,  # expected machine time; default: learned from its variant
+        falls: bool = True,  # a fallback variant may answer
     ) -> BudgetDecision:
-        """Whether it may be served. Admit: it is to be settled, or released. Everything else leaves nothing behind."""
+        """Decide whether a request may be served. After Admitted, call settle or release; otherwise nothing is held."""
         if entry.id in self._receipts:
-            raise LedgerError("this exchange is settled already")
+            raise LedgerError("This request is already settled.")
         earlier = self._open.get(entry.id)
         if earlier is not None:
             if earlier.reserved.entry.variant == entry.variant:
                 return Admitted(earlier.held)
             self.release(entry.id)
         if self._accounts.of(entry.tenant).when_down == "closed" and self._writer.behind:
-            return self._counted(UNAVAILABLE)
+            return self._count_decision(UNAVAILABLE)
         if len(self._open) >= self._bounds.exchanges:
-            return self._counted(FULL)
+            return self._count_decision(FULL)
         _check(entry)
-        open = self._begun(entry, most_tokens)
+        open = self._open_charge(entry, most_tokens)
 
         def estimate(variant: str) -> int:
             return self._charging.estimate(entry, variant, output_tokens, machine_s)
@@ -256,14 +255,14 @@ class Ledger:
         try:
             verdict = await self._holds.hold(open, estimate, self._clock(), falls=falls)
             if isinstance(verdict, Admitted):
-                verdict = self._note(open, verdict)
+                verdict = self._record_reservation(open, verdict)
         finally:
             if not isinstance(verdict, Admitted):
                 self._drop(open)
-        return self._counted(verdict)
+        return self._count_decision(verdict)
 
     def progress(self, id: str, output_tokens: int, *, machine_s: float = 0.0) -> bool:
-        """To be called before a piece is sent. False: no budget has room for more, and the answer has to end here."""
+        """Record progress before a chunk is sent. Return False if the response must end: the budget is spent."""
         open = self._open.get(id)
         if open is None or open.settled is not None:
             return True
@@ -277,16 +276,16 @@ class Ledger:
         if not open.scopes:
             return True
         ahead, chunk = tokens + self._bounds.ahead_tokens, self._bounds.extension_tokens
-        need = self._worth(open, ahead)
-        if (self._worth(open, ahead + chunk // 2) if self._holds.early else need) <= open.held:
+        need = self._cost_at(open, ahead)
+        if (self._cost_at(open, ahead + chunk // 2) if self._holds.early else need) <= open.held:
             return True
-        if self._holds.extend(open, need, self._worth(open, ahead + chunk)):
+        if self._holds.extend(open, need, self._cost_at(open, ahead + chunk)):
             return True
         self._count("stopped", 1)
         return False
 
-    def _worth(self, open: OpenCharge, tokens: int) -> int:
-        return self._charging.worth(open, tokens if open.most is None else min(tokens, open.most))
+    def _cost_at(self, open: OpenCharge, tokens: int) -> int:
+        return self._charging.cost_at(open, tokens if open.most is None else min(tokens, open.most))
 
     def settle(
         self,
@@ -294,30 +293,30 @@ class Ledger:
         usage: TokenUsage,
         *,
         ended: str = "finished",
-        variant: str = "",  # that answered; the reserved one by default
-        hit: str = "",  # the cache that answered: then `usage` is what the answer took when it was made
-        instead_of: str = "",  # the variant that would have answered, had it not been routed
-        route: str = "route",  # the name by which this is told
-        entry: LedgerEntry | None = None,  # of an exchange that was not reserved
+        variant: str = "",  # that answered; default: the reserved one
+        hit: str = "",  # the cache that answered; `usage` is then that of the original response
+        instead_of: str = "",  # the variant that would have answered without routing
+        route: str = "route",  # name under which the savings are counted
+        entry: LedgerEntry | None = None,  # for a request that was not reserved
     ) -> Receipt:
-        """Charges it, once: every further time returns the same receipt. Never waits."""
+        """Charge a request once; further calls return the same receipt. Never waits."""
         known = self._receipts.get(id)
         if known is not None:
             return known
         open = self._open.get(id)
         if open is None:
             if entry is None:
-                raise LedgerError("this exchange was not reserved")
+                raise LedgerError("This request was not reserved.")
             _check(entry)
             open = self._unreserved(entry)
-        settled = self._charging.judge(
+        settled = self._charging.settlement(
             open.reserved, usage, ended, variant=variant, hit=hit, instead_of=instead_of, route=route
         )
         open.settled = settled
         receipt = self._receipts[id] = Receipt(settled.micros, settled.saved)
         if len(self._receipts) > self._bounds.exchanges:
             self._receipts.popitem(last=False)
-        if len(self._open) > 2 * self._bounds.exchanges:  # nobody asked whether there is room
+        if len(self._open) > 2 * self._bounds.exchanges:  # unreserved requests can exceed the bound
             del self._open[id]
             self._lose(open)
             return receipt
@@ -342,19 +341,19 @@ class Ledger:
         instead_of: str = "",
         entry: LedgerEntry | None = None,
     ) -> None:
-        """Settle an exchange whose caller cannot handle a failure: a LedgerError is logged."""
+        """Settle a request whose caller cannot handle a failure; a LedgerError is logged."""
         try:
             self.settle(id, usage, ended=ended, variant=variant, hit=hit, instead_of=instead_of, entry=entry)
         except LedgerError as error:
-            log.error("an exchange was not charged: %s", error)
+            log.error("a request was not charged: %s", error)
 
     def release(self, id: str) -> None:
-        """It was admitted, and is not served after all: nothing is charged, and nothing was."""
+        """Drop an admitted request that is not served after all, without a charge."""
         open = self._open.get(id)
         if open is not None and open.settled is None:
             self._drop(open)
 
-    def _begun(self, entry: LedgerEntry, most: int | None = None) -> OpenCharge:
+    def _open_charge(self, entry: LedgerEntry, most: int | None = None) -> OpenCharge:
         now = self._clock()
         price = self._charging.prices.of(entry.variant)
         open = OpenCharge(ReservedCharge(entry, self._calendar.day(now), int(now), price), most=most)
@@ -362,7 +361,7 @@ class Ledger:
         return open
 
     def _unreserved(self, entry: LedgerEntry) -> OpenCharge:
-        open = self._begun(entry)
+        open = self._open_charge(entry)
         if self._journal is not None and (slot := self._journal.take()) is not None:
             open.slot = slot
             try:
@@ -372,14 +371,14 @@ class Ledger:
         return open
 
     def _drop(self, open: OpenCharge) -> None:
-        """As if it had never been."""
+        """Undo a reservation."""
         self._open.pop(open.id, None)
         self._writer.drop(open)
         self._holds.release(open)
         self._free(open)
 
     def _written(self, open: OpenCharge, known: bool) -> None:
-        """The store has its charge."""
+        """Called once the charge is stored. `known`: the store already had it."""
         assert open.settled is not None
         self._holds.written(open, open.settled.micros, counted=not known)
         if known:
@@ -387,7 +386,7 @@ class Ledger:
         self._open.pop(open.id, None)
         self._free(open)
 
-    def _counted(self, verdict: BudgetDecision) -> BudgetDecision:
+    def _count_decision(self, verdict: BudgetDecision) -> BudgetDecision:
         match verdict:
             case Admitted():
                 self._count("admitted", 1)
@@ -400,12 +399,12 @@ class Ledger:
     # Budgets
 
     def declare(self, tenant: str, account: TenantBudgets | None) -> None:
-        """From now on; None: the default account."""
+        """Set a tenant's budgets from now on; None: the default."""
         if self._accounts.declare(tenant, account):
             self._holds.declared(tenant, self._open.values())
 
     def standings(self, tenant: str) -> list[BudgetStatus]:
-        """Of this process's own budgets, as far as they were used; a shared database has its own."""
+        """Return the budgets of a tenant used in this process; empty with a shared store."""
         if isinstance(self._holds, LocalBudgetHolds):
             return self._holds.standings(tenant, self._calendar.day(self._clock()))
         return []
@@ -432,7 +431,7 @@ class Ledger:
     # The journal
 
     def _open_journal(self) -> str:
-        """Its previous run's name. What cannot be opened for want of a disk is tried again later."""
+        """Open the journal and return the name of the previous run. A disk failure is retried later."""
         if self._journal_path is None:
             return ""
         try:
@@ -444,7 +443,7 @@ class Ledger:
         for each in found:
             self._recover(each)
         if found or journal.torn:
-            log.warning("the run before left %d exchanges open; %d could not be read", len(found), journal.torn)
+            log.warning("the previous run left %d requests open; %d could not be read", len(found), journal.torn)
             self._count("recovered", len(found))
         return journal.previous_run
 
@@ -453,7 +452,7 @@ class Ledger:
             reserved = _decode_reserved(found.reserved)
             settled = None if found.settled is None else _decode_settled(found.settled)
         except msgspec.DecodeError:
-            log.error("slot %d of the ledger's journal cannot be read; it stays as it is", found.slot)
+            log.error("cannot read slot %d of the ledger's journal; it is kept unchanged", found.slot)
             return
         if settled is None:
             settled = crash_settlement(reserved, found.output_tokens, found.machine_us)
@@ -462,14 +461,14 @@ class Ledger:
         self._holds.settle(open, settled.micros)
         self._writer.charge(open)
 
-    def _note(self, open: OpenCharge, verdict: Admitted) -> BudgetDecision:
-        """Into the journal: with that it may be served."""
+    def _record_reservation(self, open: OpenCharge, verdict: Admitted) -> BudgetDecision:
+        """Write the reservation to the journal, after which the request may be served."""
         if not verdict.checked:
             self._count("unchecked", 1)
         if self._journal_path is not None:
             try:
                 if self._journal is None:
-                    raise OSError("it could not be opened")
+                    raise OSError("the journal could not be opened")
                 open.slot = self._journal.take()
                 if open.slot is None:
                     return FULL
@@ -493,18 +492,18 @@ class Ledger:
     def _journal_failed(self, error: Exception) -> None:
         self._count("journal_failed", 1)
         now = self._monotonic()
-        if now >= self._complain_at:  # not once for every token
-            self._complain_at = now + _COMPLAINT_S
-            log.error("the ledger's journal cannot be written: %s", error)
+        if now >= self._next_complaint:  # not for every token
+            self._next_complaint = now + _COMPLAINT_S
+            log.error("cannot write the ledger's journal: %s", error)
 
     def _lose(self, open: OpenCharge) -> None:
         self._count("lost", 1)
-        log.error("a charge could be kept nowhere: %s", msgspec.json.encode((open.reserved, open.settled)).decode())
+        log.error("a charge was lost: %s", msgspec.json.encode((open.reserved, open.settled)).decode())
 
-    # From time to time
+    # Background work
 
     async def _sync(self) -> None:
-        """Brings the journal to the disk: no store is waited for."""
+        """Sync the journal to disk periodically, independent of the store."""
         while True:
             await asyncio.sleep(self._bounds.sync_s)
             try:
@@ -532,9 +531,9 @@ class Ledger:
     def _moved(self) -> list[ChargeProgress]:
         """How far exchanges have come, as the store does not know it."""
         return [
-            ChargeProgress(open.id, open.output_tokens, open.machine_us, self._worth(open, open.output_tokens))
+            ChargeProgress(open.id, open.output_tokens, open.machine_us, self._cost_at(open, open.output_tokens))
             for open in self._open.values()
-            if open.stored and open.settled is None and open.output_tokens > open.told
+            if open.stored and open.settled is None and open.output_tokens > open.reported_tokens
         ]
 
     async def tend(self) -> None:

@@ -1,7 +1,4 @@
-"""What the ledger writes down: an exchange when it is admitted, what it took when it has ended, and sums of that.
-
-Owns the shape of those records and how charges add up, for the journal and for every store alike. Knows no database.
-"""
+"""The ledger's records: reservations, settlements, charges and their sums. Shared by the journal and all stores."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ import msgspec
 from headrace.gateway.ledger.periods import month_of
 from headrace.gateway.ledger.prices import Price
 
-CRASHED: Final = "crashed"  # how an exchange ended whose server died
+CRASHED: Final = "crashed"  # `ended` of a request whose server died
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An exchange that wants to be served: whose it is, and of what."""
+    """A request to be charged: who pays, and for what."""
 
     id: str  # unique for as long as the ledger keeps charges
     tenant: str
     endpoint: str  # the route's path
     model: str  # as the client named it
-    variant: str  # that is to answer
-    key: str = ""  # its name
+    variant: str  # that should answer
+    key: str = ""  # the key's name
     surface: str = ""
     prompt_tokens: int = 0
-    counted: bool = True  # False: a further part of a request that is counted already (a cascade's draft, a hedge)
+    counted: bool = True  # False: an extra part of a request that is already counted (a cascade's draft, a hedge)
 
 
 class ReservedCharge(msgspec.Struct, frozen=True, array_like=True):
-    """What is fixed when an exchange is admitted. Its charge belongs to this day, whenever it ends."""
+    """What is fixed when a request is admitted. Its charge belongs to this day, whenever it ends."""
 
     entry: LedgerEntry
     day: str
@@ -40,7 +37,7 @@ class ReservedCharge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, array_like=True):
-    """What an exchange took in the end."""
+    """What a request used and cost."""
 
     variant: str
     ended: str
@@ -50,11 +47,11 @@ class Settlement(msgspec.Struct, frozen=True, array_like=True):
     machine_us: int
     micros: int
     saved: dict[str, int]  # micros, by what saved them: a cache or a route
-    final: bool = True  # False: what is known of a server that seems dead; its own word replaces it
+    final: bool = True  # False: provisional, of a server that seems dead; its own settlement replaces it
 
 
 class LedgerCharge(NamedTuple):
-    """One exchange, ended."""
+    """A finished request."""
 
     reserved: ReservedCharge
     settled: Settlement
@@ -65,7 +62,7 @@ class LedgerCharge(NamedTuple):
 
 
 class BudgetScope(NamedTuple):
-    """What one budget counts: a tenant's money, all of it or that of one endpoint, in one day or month."""
+    """What one budget counts: a tenant's spending in a day or month, in total or on one endpoint."""
 
     tenant: str
     endpoint: str  # empty: all of them
@@ -73,7 +70,7 @@ class BudgetScope(NamedTuple):
 
 
 class DayKey(NamedTuple):
-    """Of a daily sum."""
+    """The key of a daily sum."""
 
     day: str
     tenant: str
@@ -82,7 +79,7 @@ class DayKey(NamedTuple):
     model: str
     variant: str
     surface: str
-    source: str  # empty: what was charged; else what saved the money that is summed here
+    source: str  # empty: charges; else the cache or route whose savings are summed
 
 
 class DaySum(NamedTuple):
@@ -91,7 +88,7 @@ class DaySum(NamedTuple):
     cached_tokens: int
     output_tokens: int
     machine_us: int
-    micros: int  # charged; where the key has a source, saved
+    micros: int  # charged; with a source in the key: saved
 
     def plus(self, other: DaySum) -> DaySum:
         return DaySum(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -106,7 +103,7 @@ ZERO_SUM: Final = DaySum(0, 0, 0, 0, 0, 0)
 
 
 def scopes_of(tenant: str, endpoint: str, day: str) -> tuple[BudgetScope, BudgetScope, BudgetScope, BudgetScope]:
-    """Where a charge counts; in the order of their texts, which is the order in which rows are locked."""
+    """Return the scopes that a charge counts in, sorted, which is the order in which rows are locked."""
     month = month_of(day)
     return (
         BudgetScope(tenant, "", month),
@@ -117,7 +114,7 @@ def scopes_of(tenant: str, endpoint: str, day: str) -> tuple[BudgetScope, Budget
 
 
 def add_charge(charge: LedgerCharge, days: DaySums, scopes: ScopeSums, *, sign: int = 1) -> None:
-    """`sign` -1 takes a charge back."""
+    """Add a charge to the sums; `sign` -1 takes it back."""
     entry, day, settled = charge.reserved.entry, charge.reserved.day, charge.settled
     took = DaySum(
         int(entry.counted),

@@ -1,7 +1,7 @@
-"""What the ledger asks of a store, and the batches that it hands to one.
+"""The interfaces LedgerStore and SharedLedgerStore, and the batches written to them.
 
-Owns the contracts Store and SharedStore. A store keeps charges, their sums by day and by budget, and alerts; it writes
-a batch whole or not at all, and a charge that it has already it does not count again.
+A store keeps charges, their sums by day and by budget, and alerts. It writes a batch completely or not at all and does
+not count a charge twice.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, 
 
 Dimension = Literal["day", "tenant", "key", "endpoint", "model", "variant", "surface"]
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("day", "tenant", "key", "endpoint", "model", "variant", "surface")
-# tenant, endpoint, period → the budget that counts this, if there is one
+# (tenant, endpoint, period) → the budget that counts it, or None
 FindBudget: TypeAlias = Callable[[str, str, str], BudgetConfig | None]
 
 
-class StoreBusyError(TimeoutError):
-    """The store is well, and has more to do than it can."""
-
-
 class BudgetAlert(msgspec.Struct, frozen=True):
-    """A budget has reached a threshold. There is at most one of a scope and a threshold, ever."""
+    """A budget reached a threshold. There is at most one alert per scope and threshold."""
 
     scope: BudgetScope
-    percent: int  # 0: a request was refused, or fell to another variant, for want of money
+    percent: int  # 0: a request was rejected or moved to the fallback variant
     limit: int  # micros
     spent: int
     at: int  # seconds since 1970
 
     @property
     def id(self) -> str:
-        """The same whoever sends it, however often."""
+        """An id that is the same on every send."""
         return hashlib.sha256("\0".join((*self.scope, str(self.percent))).encode()).hexdigest()[:32]
 
     def as_json(self) -> dict[str, Any]:
@@ -54,30 +50,30 @@ class BudgetAlert(msgspec.Struct, frozen=True):
 
 
 class ChargeProgress(msgspec.Struct, frozen=True):
-    """How far an exchange has come."""
+    """Progress of a running request."""
 
     id: str
     output_tokens: int
     machine_us: int
-    micros: int  # what it would be charged if it ended here
+    micros: int  # charge if it ended now
 
 
 class LedgerBatch(msgspec.Struct):
     charges: list[LedgerCharge] = []
     alerts: list[BudgetAlert] = []
-    # Of shared stores alone.
-    opened: list[ReservedCharge] = []  # that run, and hold nothing of a budget
+    # Shared stores only.
+    opened: list[ReservedCharge] = []  # running, without a budget hold
     moved: list[ChargeProgress] = []
     released: list[str] = []
 
 
 class WriteResult(msgspec.Struct, frozen=True):
-    known: frozenset[str]  # ids of charges that were there before and count no second time
-    alerts: list[BudgetAlert]  # that nobody had recorded before
+    known: frozenset[str]  # ids of charges that the store already had
+    alerts: list[BudgetAlert]  # recorded for the first time
 
 
 class UsageQuery(msgspec.Struct, frozen=True):
-    """Which sums, and what they are told apart by."""
+    """Which daily sums to read, and the columns to group by."""
 
     by: tuple[Dimension, ...] = ("day", "tenant", "key", "endpoint", "model", "variant")
     first_day: str = "0000-00-00"
@@ -90,7 +86,7 @@ SumRow: TypeAlias = tuple[DayKey, DaySum]
 
 class LedgerStore(Protocol):
     async def open(self, run: str, previous: str) -> None:
-        """`run`: this process, among all that ever were; `previous`: the one before it in the same place, or empty."""
+        """Start. `run`: unique name of this process; `previous`: name of the run before it, or empty."""
         ...
 
     async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult: ...
@@ -98,26 +94,28 @@ class LedgerStore(Protocol):
     async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums: ...
 
     async def prune(self, before: str) -> int:
-        """Drops charges of days before this one, at most some; their sums stay. How many it were."""
+        """Delete a bounded number of charges before this day and return how many. Sums stay."""
         ...
 
     async def next_alert(self) -> BudgetAlert | None:
-        """One that still has to be sent, for this process alone to send."""
+        """Claim an alert that still has to be sent."""
         ...
 
     async def alert_done(self, alert: BudgetAlert, *, sent: bool) -> None: ...
 
     def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
-        """Daily sums, in the order of what they are told apart by, as of one moment, some at a time."""
+        """Yield chunks of daily sums in group order, as of one moment."""
         ...
 
     async def sources(self, query: UsageQuery) -> list[str]:
-        """What has saved money there."""
+        """Return the sources of savings."""
         ...
 
     async def tend(self, running: Container[str]) -> list[LedgerCharge]:
-        """Called every few seconds, with the exchanges that run here. Exchanges of servers that died, now ours to
-        charge with what is known of them."""
+        """Maintain the store every few seconds. `running`: ids of requests that run here.
+
+        Return provisional charges of servers that died, which this process takes over.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -125,11 +123,14 @@ class LedgerStore(Protocol):
 
 @runtime_checkable
 class SharedLedgerStore(LedgerStore, Protocol):
-    """Several gateways have it, and it keeps what they hold of budgets."""
+    """A store shared by gateways, which also keeps their budget holds."""
 
     async def hold(
         self, reserved: ReservedCharge, micros: int, limits: Sequence[int | None]
     ) -> tuple[bool, list[tuple[int, int]]]:
-        """Reserve all or nothing, in one statement, in place of what this exchange held before. `limits` are those of
-        records.scopes_of, where None is no budget; returned is what is spent and held in each by others."""
+        """Replace what this request holds, all scopes or none, in one statement.
+
+        `limits` belong to ledger_records.scopes_of; None: no budget. Return whether it is held, and per scope what is
+        spent and what others hold.
+        """
         ...

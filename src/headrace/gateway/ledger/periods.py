@@ -1,7 +1,6 @@
 """Days and months as labels, `2025-11-22` and `2025-11`, from a wall clock.
 
-Owns where a day begins and a period ends. A label is all that is kept of a time: a budget's period is used up once,
-however often a clock that jumps comes back to it.
+Only the label of a period is stored, so a budget's period is spent once even if the clock jumps back to it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _EPOCH: Final = date(1970, 1, 1)
 
 class Calendar:
     def __init__(self, *, offset_minutes: int = 0) -> None:
-        """`offset_minutes`: that local time is ahead of UTC."""
+        """`offset_minutes`: how far local time is ahead of UTC."""
         self._offset = offset_minutes * 60
         self._number = -1
         self._label = ""
 
     def day(self, now: float) -> str:
-        """Also of a clock that says nonsense: the first or the last day that has a label."""
+        """Return the label of the day; times out of range give the first or last day."""
         number = max(0, min(math.floor((now + self._offset) / _DAY), _LAST))
         if number != self._number:
             self._number, self._label = number, _label(number)
@@ -33,7 +32,7 @@ class Calendar:
         return self.day(now - days * _DAY) if days else self.day(now)
 
     def end(self, period: str) -> float:
-        """When a day or a month is over, on the wall clock."""
+        """Return the end of a day or month in seconds since 1970."""
         year, month, *days = map(int, period.split("-"))
         try:
             after = date(year, month, days[0]) + timedelta(days=1) if days else _month_after(year, month)
@@ -41,8 +40,8 @@ class Calendar:
             after = date.max
         return (after - _EPOCH).days * _DAY - self._offset
 
-    def shown(self, moment: float) -> str:
-        """A time of the wall clock, for people."""
+    def format_time(self, moment: float) -> str:
+        """Format seconds since 1970 as 2025-11-22T00:00:00Z."""
         return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,13 +1,13 @@
-"""The ledger in Postgres: charges, sums and alerts as in sqlite, and what running exchanges hold of budgets.
+"""The ledger in Postgres, for several gateways that share tenants.
 
-For several gateways that share tenants. A budget holds across all of them, because holding is one statement that locks
-the budget's rows: see ledger_hold in postgres_schema.py. An exchange that runs has a row that says how far it came. A
-gateway that is not heard of for a while counts as dead: another one takes over its rows and charges what they say. That
-charge is provisional. When the gateway was alive after all, or comes back with its journal, its own charge takes the
-other's place, and every sum changes by the difference.
+Keeps charges, sums and alerts as sqlite does, and also what running requests hold of budgets. A budget holds across all
+gateways, because holding is one statement that locks the budget's rows: see ledger_hold in postgres_schema.py. Each
+running request has a row with its progress. When a gateway is silent for a while, another one takes over its rows and
+charges them provisionally. If the gateway was alive or returns with its journal, its own charge replaces the
+provisional one and every sum changes by the difference.
 
-Every wait is bounded: what takes longer ends its connection, and is not known to have happened or not. All writes can
-be tried again.
+Every wait is bounded. A statement that takes longer ends its connection and may or may not have taken effect; all
+writes can be repeated.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from headrace.gateway.postgres_pool import MissingDriverError, PostgresConnectio
 
 log: Final = logging.getLogger(__name__)
 
-_WRITE_S: Final = 5.0  # for a batch
-_EXPORT_S: Final = 600.0  # that an export may take, its reader's pauses included
-_CLAIM_S: Final = 300.0  # that a gateway has to send an alert before another one may
-_WARM: Final = 3  # connections that are open before they are needed
+_WRITE_S: Final = 5.0  # timeout of a batch
+_EXPORT_S: Final = 600.0  # timeout of an export, including pauses of its reader
+_CLAIM_S: Final = 300.0  # how long a gateway may take to send an alert before another one tries
+_WARM: Final = 3  # connections opened in advance
 _CHUNK: Final = 500  # rows
-_PRUNED: Final = 1000  # charges in one transaction
+_PRUNED: Final = 1000  # charges deleted per transaction
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
-_LOCK: Final = 0x6D696C6C72616365  # so that of gateways that start together one makes the tables
+_LOCK: Final = 0x6865616472616365  # advisory lock: only one gateway creates the tables
 
 
 class SchemaError(HeadraceError):
-    """The database's tables are not of this version."""
+    """The database has tables of another version."""
 
 
 class _ConflictError(Exception):
-    """Another gateway wrote one of these charges in the same moment."""
+    """Another gateway wrote one of these charges at the same time."""
 
 
 class PostgresLedgerStore:
@@ -75,15 +75,15 @@ class PostgresLedgerStore:
         dsn: str,
         *,
         schema: str = "headrace",
-        wait_s: float = 0.05,  # for a reservation
+        wait_s: float = 0.05,  # timeout of a reservation
         connections: int = 8,
         silent_s: float = 120.0,  # after which a gateway counts as dead
-        # After which a row of ours that no exchange here has counts as left over. Such a row is what a statement leaves
-        # that this gateway has given up, and the database runs all the same, when the row was let go of already.
+        # After this long, a row of this gateway without a running request is removed. A timed-out statement that the
+        # database still executed can leave such a row.
         left_s: float = 10.0,
     ) -> None:
         if not _SCHEMA.fullmatch(schema):
-            raise SchemaError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
+            raise SchemaError(f"Invalid schema '{schema}'. Use lower-case letters, digits and underscores.")
         self._schema = schema
         self._connections = PostgresPool(dsn, schema=schema, most=connections)
         self._silent = silent_s
@@ -93,7 +93,7 @@ class PostgresLedgerStore:
         self._ready = False
 
     async def open(self, run: str, previous: str) -> None:
-        """A database that is not there is found later. NoDriverError where asyncpg is missing."""
+        """Start. A database that is down is retried later. Raise MissingDriverError without asyncpg."""
         self._run = self._holding.run = run
 
         async def bury(connection: PostgresConnection) -> None:
@@ -106,7 +106,7 @@ class PostgresLedgerStore:
         except (MissingDriverError, SchemaError):
             raise
         except Exception as error:
-            log.error("the ledger's database cannot be reached yet: %s", str(error) or type(error).__name__)
+            log.error("cannot reach the ledger's database yet: %s", str(error) or type(error).__name__)
 
     async def _prepared(self) -> None:
         if not self._ready:

@@ -14,13 +14,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from headrace.gateway.ledger.ledger_records import ReservedCharge
-from headrace.gateway.ledger.ledger_store import StoreBusyError
 from headrace.gateway.ledger.postgres_schema import HOLD
-from headrace.gateway.postgres_pool import PostgresConnection, PostgresPool
+from headrace.gateway.postgres_pool import PostgresConnection, PostgresPool, StoreBusyError
 
-_MOST: Final = 256  # in one statement
+_MOST: Final = 256  # per statement
 
-HoldResult: TypeAlias = tuple[bool, list[tuple[int, int]]]  # held, and what others have spent and hold
+HoldResult: TypeAlias = tuple[bool, list[tuple[int, int]]]  # (held, [(spent, held by others) per scope])
 
 
 class HoldRequest(msgspec.Struct, frozen=True):
@@ -30,7 +29,7 @@ class HoldRequest(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Of locks."""
+        """The order in which rows are locked."""
         entry = self.reserved.entry
         return entry.tenant, entry.endpoint, self.reserved.day
 
@@ -45,11 +44,11 @@ class HoldBatcher:
         self.run = ""
         self._connections = connections
         self._wait = wait_s
-        self._queue: dict[asyncio.Future[HoldResult], HoldRequest] = {}  # bounded by the ledger's own exchanges
+        self._queue: dict[asyncio.Future[HoldResult], HoldRequest] = {}  # bounded by the ledger's open requests
         self._worker: asyncio.Task[None] | None = None
 
     async def hold(self, asked: HoldRequest) -> HoldResult:
-        """BusyError where it was not even asked in time; TimeoutError where it was, and may be held."""
+        """Hold budget. Raise StoreBusyError if the request was not sent in time, TimeoutError if it may be held."""
         future: asyncio.Future[HoldResult] = asyncio.get_running_loop().create_future()
         self._queue[future] = asked
         if self._worker is None:
@@ -59,7 +58,7 @@ class HoldBatcher:
                 return await future
         except TimeoutError:
             if future in self._queue:
-                raise StoreBusyError("others ask for too much") from None
+                raise StoreBusyError("too many holds are waiting") from None
             raise TimeoutError("the database did not answer in time") from None
         finally:
             self._queue.pop(future, None)
@@ -81,7 +80,7 @@ class HoldBatcher:
             return await connection.fetch(HOLD, self.run, max(1, round(self._wait * 1000)), *columns(rows, 10))
 
         try:
-            # Those who ask give up before; by then what is under way may still be of use to the last of them.
+            # Callers time out earlier, but a late result may still serve the last of them.
             found = await self._connections.run(ask, 2 * self._wait)
         except Exception as error:
             for future, _ in some:
@@ -94,7 +93,7 @@ class HoldBatcher:
 
 
 def columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
-    """Rows as the arrays that unnest takes."""
+    """Transpose rows into the arrays that unnest takes."""
     found: list[list[Any]] = [[] for _ in range(width)]
     for row in rows:
         for column, value in zip(found, row, strict=True):

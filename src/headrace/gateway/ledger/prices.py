@@ -1,13 +1,11 @@
-"""What a variant's tokens cost, in whole numbers.
+"""Prices of variants, in integer arithmetic, and parsing and formatting of amounts.
 
-Owns Price, the one rounding rule, and how amounts are read from and written to text. Knows no request and no tenant.
-
-Money is in micros: millionths of the currency, whichever that is. A price is in micros per million tokens, or per
-second of machine time. What one exchange costs is the exact sum of its parts, rounded half up to whole micros, once:
+Money is in micros, millionths of the currency. Prices are micros per million tokens or per second of machine time. The
+cost of a request is the exact sum of its parts, rounded half up to whole micros once:
 
     micros = ⌊(uncached · input + cached · cached + output · output + microseconds · second) / 1,000,000 + ½⌋
 
-Times are whole microseconds before they get here, so that there is nothing in a sum that is not a whole number.
+Times are whole microseconds, so every term is an integer.
 """
 
 from __future__ import annotations
@@ -25,27 +23,27 @@ from headrace.errors import HeadraceError
 MICROS: Final = 1_000_000  # of one unit of the currency
 MOST_PRICE: Final = 10**12  # micros: a million of the currency for a million tokens
 MOST_BUDGET: Final = 10**17  # micros; sums stay below 2^63
-MOST_TOKENS: Final = 10**9  # of one exchange; what an upstream says beyond that is not believed
+MOST_TOKENS: Final = 10**9  # per request; larger counts from upstreams are clamped
 
 
 class PriceError(HeadraceError):
-    """An amount or a price that is none."""
+    """An invalid amount or price."""
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True):
-    """Of one variant. The journal keeps it with each exchange: what was promised holds over a restart."""
+    """The price of a variant. The journal stores it with each request, so it survives a restart."""
 
-    input: int = 0  # micros per million tokens of a prompt
-    cached: int = 0  # of those that came from the prefix cache
+    input: int = 0  # micros per million prompt tokens
+    cached: int = 0  # micros per million prompt tokens from the prefix cache
     output: int = 0
     second: int = 0  # micros per second of machine time: prefill and decode
-    hit_percent: int = 0  # of the price, for an answer that comes from a cache
+    hit_percent: int = 0  # percent of the price for a response cache hit
 
     def micros(self, prompt: int, cached: int, output: int, machine_us: int = 0) -> int:
-        """`cached` is a part of `prompt`."""
+        """Return the cost in micros. `cached` tokens are part of `prompt`."""
         return (self._exact(prompt, cached, output, machine_us) + MICROS // 2) // MICROS
 
-    def of_hit(self, prompt: int, cached: int, output: int, machine_us: int = 0) -> int:
+    def hit_micros(self, prompt: int, cached: int, output: int, machine_us: int = 0) -> int:
         exact = self._exact(prompt, cached, output, machine_us) * self.hit_percent
         return (exact + 50 * MICROS) // (100 * MICROS)
 
@@ -62,7 +60,7 @@ FREE: Final = Price()
 
 
 class PriceBook:
-    """Prices by variants' full names. A variant without a price has its model's, and a model without one is free."""
+    """Prices by full variant name. A variant without a price has its model's; a model without one is free."""
 
     def __init__(self, prices: Mapping[str, Price] | None = None) -> None:
         self._prices = dict(prices or {})
@@ -92,14 +90,14 @@ class PriceBook:
 def make_price(
     *,
     input: str | float = 0,
-    cached: str | float | None = None,  # as `input` by default
+    cached: str | float | None = None,  # default: as input
     output: str | float = 0,
     second: str | float = 0,
     hit_percent: int = 0,
 ) -> Price:
-    """From amounts of the currency: per million tokens, and per second. PriceError for what is none."""
+    """Build a price from amounts per million tokens and per second. Raise PriceError for invalid amounts."""
     if not 0 <= hit_percent <= 100:
-        raise PriceError(f"a price for hits must be from 0 to 100 percent, and {hit_percent} is not")
+        raise PriceError(f"expected hit_percent from 0 to 100, found {hit_percent}")
     return Price(
         parse_micros(input),
         parse_micros(input if cached is None else cached),
@@ -110,16 +108,16 @@ def make_price(
 
 
 def parse_micros(amount: str | float | Decimal, *, most: int = MOST_PRICE) -> int:
-    """0.15 → 150000. A float counts as the shortest decimal that it is written as. PriceError for what is none."""
+    """0.15 → 150000. A float is read as its shortest decimal form. Raise PriceError for an invalid amount."""
     try:
         exact = Decimal(str(amount)).scaleb(6)
         found = int(exact)
     except (InvalidOperation, ValueError, OverflowError):
-        raise PriceError(f"'{amount}' is no amount") from None
+        raise PriceError(f"expected an amount, found '{amount}'") from None
     if found != exact:
-        raise PriceError(f"'{amount}' has more than six decimals")
+        raise PriceError(f"expected at most six decimals, found '{amount}'")
     if not 0 <= found <= most:
-        raise PriceError(f"'{amount}' is not from 0 to {most // MICROS}")
+        raise PriceError(f"expected an amount from 0 to {most // MICROS}, found '{amount}'")
     return found
 
 
@@ -130,7 +128,7 @@ def format_micros(micros: int) -> str:
 
 
 def microseconds(seconds: float) -> int:
-    """A measured time as a whole number. What cannot have been measured counts as nothing."""
+    """Convert a measured time; invalid and negative values give 0."""
     if not math.isfinite(seconds) or seconds <= 0:
         return 0
     return min(math.floor(seconds * 1e6 + 0.5), 10**13)  # at most 115 days

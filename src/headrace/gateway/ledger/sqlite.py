@@ -1,8 +1,7 @@
-"""The ledger's charges, sums and alerts in the server's sqlite file: the default, for one gateway.
+"""The ledger in the server's sqlite file: the default, for one gateway.
 
-Owns these tables and their statements. Each batch is one transaction: charges, the daily sums and the budgets' sums
-they change, and the alerts that follow. A charge that is there already changes nothing. Single charges go when they are
-old; the sums were kept beside them from the first day on, so that nothing changes in these when they go.
+Each batch is one transaction: charges, the daily and budget sums they change, and the alerts that follow. A charge that
+is already stored changes nothing. Old charges are deleted; the sums are kept separately and do not change.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ SCHEMA: Final = (
     """,
     "CREATE INDEX IF NOT EXISTS ledger_alerts_to_send ON ledger_alerts (at) WHERE sent IS NULL",
 )
-_PRUNED: Final = 1000  # charges in one transaction
-_CHUNK: Final = 500  # rows read or asked for at once; sqlite takes 999 values in older versions
+_PRUNED: Final = 1000  # charges deleted per transaction
+_CHUNK: Final = 500  # rows per statement; older sqlite versions take 999 values
 _KNOWN: Final = "SELECT id FROM ledger_charges WHERE id IN ({})"
 _CHARGE: Final = f"INSERT INTO ledger_charges VALUES ({', '.join('?' * 16)})"
 _SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "machine_us", "micros")
@@ -118,11 +117,11 @@ class SqliteLedgerStore:
         self._tables = asyncio.Lock()
 
     async def open(self, run: str, previous: str) -> None:
-        """Where the disk is not there, the tables are made when they are first used."""
+        """Create the tables; if the disk fails, retry on first use."""
         try:
             await self._make_tables()
         except ApiError as error:
-            log.error("the ledger's tables cannot be made yet: %s", error)
+            log.error("cannot create the ledger's tables yet: %s", error)
 
     async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._make_tables()
@@ -165,7 +164,7 @@ class SqliteLedgerStore:
         )
 
     async def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
-        """From a connection of its own that only reads: however slowly they are taken, nobody waits for it."""
+        """Read on a separate read-only connection, so that a slow reader blocks no one."""
         await self._make_tables()
         path = await self._db.run(lambda connection: connection.execute("PRAGMA database_list").fetchone()[2])
         connection = await asyncio.to_thread(_reader, path)
@@ -177,7 +176,7 @@ class SqliteLedgerStore:
             while rows := await asyncio.to_thread(cursor.fetchmany, _CHUNK):
                 yield [(DayKey(*row[:8]), DaySum(*row[8:])) for row in rows]
         finally:
-            connection.interrupt()  # a cancelled step may still be running
+            connection.interrupt()  # a cancelled statement may still be running
             await asyncio.to_thread(connection.close)
 
     async def sources(self, query: UsageQuery) -> list[str]:
@@ -191,11 +190,11 @@ class SqliteLedgerStore:
         return await self._db.run(find)
 
     async def tend(self, running: Container[str]) -> list[LedgerCharge]:
-        """Nobody else writes this ledger, so nobody else can have left anything."""
+        """Only this process writes the ledger, so there is nothing to take over."""
         return []
 
     async def close(self) -> None:
-        """The database is closed by who opened it."""
+        """The owner of the database closes it."""
 
     async def _make_tables(self) -> None:
         if not self._ready:
@@ -266,13 +265,13 @@ def _spent(connection: sqlite3.Connection, scope: BudgetScope) -> int:
 
 
 def _record(connection: sqlite3.Connection, alert: BudgetAlert) -> bool:
-    """False where it was recorded before."""
+    """Record an alert. Return False if it is already recorded."""
     values = (*alert.scope, alert.percent, alert.limit, alert.spent, alert.at)
     return connection.execute(_ALERT, values).rowcount == 1
 
 
 def _reader(path: str) -> sqlite3.Connection:
-    """Used by one thread at a time, though not always the same."""
+    """Open a read-only connection, used by one thread at a time but not always the same."""
     connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA query_only = ON")
     return connection

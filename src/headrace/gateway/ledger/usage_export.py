@@ -1,7 +1,6 @@
-"""Usage, told apart by day, tenant, key, model, variant, endpoint and surface: for an operator's bills and tables.
+"""Exports usage as CSV or JSON, grouped by day, tenant, key, model, variant, endpoint or surface.
 
-Owns how daily sums are joined and written, as CSV and as JSON. Streams: of any number of rows there is one in memory
-beside the chunk that the store is at. Amounts are whole micros, quotients are rounded half up.
+Streams: only one row and one chunk of the store are in memory. Amounts are whole micros; quotients are rounded half up.
 
     requests, tokens, what was charged, what that makes for 1,000 requests and for a million tokens, and for each cache
     and route that saved money: how many requests it served or moved, and how much they would have cost more
@@ -30,7 +29,7 @@ _AMOUNTS: Final = (
     "micros_per_1000_requests",
     "micros_per_million_tokens",
 )
-_CHUNK: Final = 64 * 1024  # 64 KiB written at once
+_CHUNK: Final = 64 * 1024  # 64 KiB per piece
 
 
 class UsageRow(msgspec.Struct):
@@ -57,12 +56,12 @@ class UsageRow(msgspec.Struct):
 
 
 def quotient(amount: int, by: int) -> int | None:
-    """Rounded half up; None where there is nothing to divide by."""
+    """Divide, rounded half up; None for a zero divisor."""
     return (2 * amount + by) // (2 * by) if by else None
 
 
 async def usage_rows(store: LedgerStore, query: UsageQuery) -> AsyncIterator[UsageRow]:
-    """Rows in the order of what they are told apart by."""
+    """Yield rows in the order of the columns they are grouped by."""
     current: UsageRow | None = None
     async for rows in store.sums(query):
         for key, sum in rows:
