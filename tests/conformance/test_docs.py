@@ -1,4 +1,4 @@
-"""The examples of docs/reference/api.md, run as they stand there."""
+"""The examples of docs/how-to/use-the-api.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.conformance.conftest import Server
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "how-to" / "use-the-api.md").read_text(encoding="utf-8")
 SHELL = re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 

@@ -441,7 +441,7 @@ async def test_who_may_open_the_socket_needs_no_key(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_every_route() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "how-to" / "administer.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "admin-api.md").read_text(encoding="utf-8")
     routes = AdminRoutes(None, AdminConfig()).routes()  # type: ignore[arg-type]
     assert len(routes) == len(PATHS)
     for route in routes:
