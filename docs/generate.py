@@ -1,8 +1,9 @@
-"""Writes the generated parts of docs/reference from the code: `python docs/generate.py` after a change of the code.
+"""Writes the generated parts of docs/reference from the code: run `python docs/generate.py` after a change of the code.
 
-A generated part stands between `<!-- generated: KIND NAME -->` and `<!-- end -->`. Commands and metrics are written whole. Of
-configuration keys, headers and error codes the names, types and defaults are generated, and the meaning is what the page has:
-write it into the row that the first run leaves with "TODO". A test fails when a page is not what this program would write.
+A generated part stands between `<!-- generated: KIND NAME -->` and `<!-- end -->`. Commands and metrics are generated
+whole. Of configuration keys, headers and error codes, the names, types and defaults are generated, and the meaning
+stays as the page has it: write it into the row that the first run leaves with "TODO". A test fails when a page is not
+what this program would write.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def of_type(kind: inspect.Type) -> str:
         case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
             return f"list of {of_type(kind.item_type)}".replace("list of table", "list of tables")
         case inspect.TupleType():
-            return f"list of {len(kind.item_types)} × {of_type(kind.item_types[0])}"
+            return f"list of {len(kind.item_types)} times {of_type(kind.item_types[0])}"
         case inspect.DictType():
             return "table"
         case inspect.StructType():
@@ -271,17 +272,20 @@ def pages() -> list[Path]:
 
 
 def main() -> int:
-    undone = 0
+    check = "--check" in sys.argv[1:]
+    wrong = 0
     for path in pages():
         text = path.read_text(encoding="utf-8")
         new = generated(text)
+        wrong += sum(TODO in line for line in new.splitlines())
         if new != text:
-            path.write_text(new, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
-        undone += sum(TODO in line for line in new.splitlines())
-    if undone:
-        print(f"{undone} rows say {TODO}: describe them.")
-    return 1 if undone else 0
+            wrong += check
+            print(f"{path.relative_to(ROOT)} {'is out of date' if check else 'written'}")
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if wrong:
+        print(f"Run python docs/generate.py, and describe each row that says {TODO}.")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

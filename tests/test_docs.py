@@ -1,9 +1,12 @@
-"""Every page under docs/ is reachable, and every link in it leads to a file and a heading that exist."""
+"""Pages under docs/ are in the index, their links lead somewhere, and generated parts match the code."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,25 @@ def test_the_index_links_to_every_page() -> None:
 
 def test_every_page_is_of_one_kind() -> None:
     assert {path.name for path in DOCS.iterdir() if path.is_dir()} - {"assets", "__pycache__"} <= KINDS
+
+
+def test_the_reference_is_what_the_generator_writes() -> None:
+    """Run `python docs/generate.py` after a change of commands, keys, metrics, headers or error codes."""
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "generate.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_capability_has_a_number_and_a_state() -> None:
+    page = (DOCS / "explanation" / "capabilities.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| (DONE|PARTIAL|ABSENT) \|", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    totals = dict(re.findall(r"^\| (DONE|PARTIAL|ABSENT) \|.*\| (\d+) \|$", page, re.MULTILINE))
+    assert totals == {state: str(sum(each == state for _, each in rows)) for state in totals}
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    texts = [path.read_text(encoding="utf-8") for path in [*PAGES, *(ROOT / "src").rglob("*.py")]]
+    assert {name for text in texts for name in re.findall(r"headrace\[(\w+)\]", text)} == set(extras)
