@@ -14,12 +14,13 @@ from headrace.gateway.requests.text_request import (
     ChoiceDelta,
     FinishReason,
     RestartDelta,
+    TakeDelta,
     TextRequest,
     TokenLogprob,
     TokenUsage,
     combine_usages,
 )
-from headrace.gateway.routing.composite_answerer import Answerer, Take, choice_count, derive_exchange
+from headrace.gateway.routing.composite_answerer import Answerer, choice_count, derive_exchange
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.running_server import FakeEngine, tokenizer
@@ -84,7 +85,7 @@ class Scripted:
             raise self._refuses
         self.exchange.prompt_tokens = PROMPT
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         while self._script:
             if self.gone or self.settled:
                 return True

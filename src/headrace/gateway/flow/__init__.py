@@ -1,10 +1,1 @@
-"""The stages of the flow, in its order: each is a function of the Course of one exchange.
-
-course    what the stages leave for each other
-prepare   identify, route, degrade, shape
-admit     limits and budgets
-recall    an answer that nobody needs to generate
-generate  who makes the answer
-deliver   the pieces on their way out
-settle    the end
-"""
+"""The flow of a request for text. `text_flow` has the order of the stages; each stage is a function of a FlowState."""

@@ -1,4 +1,4 @@
-"""Admit: limits and budgets, reserved before anything is computed."""
+"""Admit: reserve from limits and budgets before anything is computed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
-from headrace.gateway.flow.course import Course
-from headrace.gateway.flow.prepare import measure
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.flow.shape import tokenise
 from headrace.gateway.ledger.budgets import BudgetRefusal, FallbackVariant
 from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.limits.limit_scopes import LimitScope
@@ -15,87 +15,85 @@ from headrace.gateway.routing.composite_answerer import choice_count
 from headrace.gateway.routing.router import RoutePlan
 
 
-async def admit(course: Course) -> None:
-    """Limits first: a budget is not held for what is refused anyway."""
-    exchange, services = course.exchange, course.services
-    caller = exchange.caller
-    scopes = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
+async def admit(state: FlowState) -> None:
+    """Limits come first, so that a budget is not held for a request that a limit rejects."""
+    exchange, services = state.exchange, state.services
+    scopes = services.limit_scopes.scopes(exchange.caller, exchange.served.name, exchange.surface)
     if not scopes and services.ledger is None:
         return
-    most = await _limit(course, scopes)
+    max_tokens = await _reserve_limits(state, scopes)
     if services.ledger is not None:
-        await _budget(course, most, scopes)
+        await _reserve_budget(state, max_tokens, scopes)
 
 
-async def _limit(course: Course, scopes: Sequence[LimitScope]) -> int:
-    """How many tokens all answers together may have, once the limits have let it in."""
-    exchange, services = course.exchange, course.services
-    caller = exchange.caller
+async def _reserve_limits(state: FlowState, scopes: Sequence[LimitScope]) -> int:
+    """Return how many tokens all answers together may have."""
+    exchange, admission = state.exchange, state.admission
     count = choice_count(exchange.asked)
-    most = _most_tokens(course) * count
+    max_tokens = _max_answer_tokens(state) * count
     if not scopes:
-        return most
-    course.reservation = await services.limiter.reserve(
+        return max_tokens
+    admission.reservation = await state.services.limiter.reserve(
         scopes,
         input_tokens=exchange.prompt_tokens,
-        most_output=most,
-        tenant=caller.tenant,
+        most_output=max_tokens,
+        tenant=exchange.caller.tenant,
         surface=exchange.surface,
-        closed=settings_of(caller).fail == "closed",
+        closed=settings_of(exchange.caller).fail == "closed",
     )
-    exchange.headers |= course.reservation.headers()
-    if course.reservation.most_output < most:
-        most = max(count, course.reservation.most_output)
-        exchange.asked = exchange.asked.but(max_tokens=most // count)
-    return most
+    exchange.headers |= admission.reservation.headers()
+    if admission.reservation.most_output < max_tokens:
+        max_tokens = max(count, admission.reservation.most_output)
+        exchange.asked = exchange.asked.but(max_tokens=max_tokens // count)
+    return max_tokens
 
 
-def _most_tokens(course: Course) -> int:
-    """Of one answer."""
-    exchange = course.exchange
+def _max_answer_tokens(state: FlowState) -> int:
+    """Return how many tokens one answer may have."""
+    exchange = state.exchange
     prompts = exchange.prompts.get(exchange.served.name)
     longest = max(len(prompt.tokens) for prompt in prompts) if prompts else exchange.prompt_tokens
     room = max(1, exchange.served.context - longest)
     asked = exchange.asked.max_tokens
-    most = asked if asked is not None else exchange.served.max_tokens
-    return room if most is None else min(most, room)
+    limit = asked if asked is not None else exchange.served.max_tokens
+    return room if limit is None else min(limit, room)
 
 
-async def _budget(course: Course, most: int, scopes: Sequence[LimitScope]) -> None:
-    """`scopes`: of the limits that have let it in."""
-    exchange, services = course.exchange, course.services
+async def _reserve_budget(state: FlowState, max_tokens: int, scopes: Sequence[LimitScope]) -> None:
+    """`scopes`: the limits that the exchange has reserved from."""
+    exchange, services, admission = state.exchange, state.services, state.admission
     assert services.ledger is not None
     caller = exchange.caller
-    likely = services.limiter.estimates.tokens(caller.tenant, exchange.surface, most)
-    verdict = await services.ledger.reserve(entry_of(course), output_tokens=likely, most_tokens=most)
+    likely = services.limiter.estimates.tokens(caller.tenant, exchange.surface, max_tokens)
+    verdict = await services.ledger.reserve(ledger_entry(state), output_tokens=likely, most_tokens=max_tokens)
     if isinstance(verdict, FallbackVariant):
-        course.shaped.append(ShapingChange("budget", exchange.served.name, verdict.variant))
+        state.shaping.changes.append(ShapingChange("budget", exchange.served.name, verdict.variant))
         exchange.served = services.fleet.served[verdict.variant]
-        course.plan = RoutePlan(verdict.variant, decisions=course.plan.decisions)
-        course.looked = course.recall = None  # they were of the other variant
-        await measure(course)
-        others = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
-        if others != scopes:  # the other variant has limits of its own
-            if course.reservation is not None:
-                course.reservation.release_soon()
-                course.reservation = None
-            most = await _limit(course, others)
+        state.plan = RoutePlan(verdict.variant, decisions=state.plan.decisions)
+        state.lookups.exact = state.lookups.semantic = None  # they were for the other variant
+        await tokenise(state)
+        fallback_scopes = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
+        if fallback_scopes != scopes:
+            if admission.reservation is not None:
+                admission.reservation.release_soon()
+                admission.reservation = None
+            max_tokens = await _reserve_limits(state, fallback_scopes)
         else:
-            most = min(most, _most_tokens(course) * choice_count(exchange.asked))
-        entry = entry_of(course)
-        verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=most, falls=False)
+            max_tokens = min(max_tokens, _max_answer_tokens(state) * choice_count(exchange.asked))
+        entry = ledger_entry(state)
+        verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=max_tokens, falls=False)
     if isinstance(verdict, BudgetRefusal):
         raise verdict.error()
-    course.charged = True
+    admission.has_ledger_hold = True
 
 
-def entry_of(course: Course, *, id: str = "", variant: str = "", counted: bool = True) -> LedgerEntry:
-    exchange, caller = course.exchange, course.exchange.caller
+def ledger_entry(state: FlowState, *, id: str = "", variant: str = "", counted: bool = True) -> LedgerEntry:
+    exchange, caller = state.exchange, state.exchange.caller
     return LedgerEntry(
         id=id or exchange.id,
         tenant=caller.tenant,
         endpoint=exchange.endpoint or "-",
-        model=exchange.asked.model or course.named,
+        model=exchange.asked.model or state.requested,
         variant=variant or exchange.served.name,
         key=caller.key,
         surface=exchange.surface,

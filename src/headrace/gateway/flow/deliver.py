@@ -1,4 +1,4 @@
-"""Deliver: pieces go out as they come, as far as limits and budgets let them."""
+"""Deliver: hands deltas over as they come, as far as limits and budgets allow."""
 
 from __future__ import annotations
 
@@ -9,202 +9,211 @@ from functools import partial
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.in_flight import FlightReader
-from headrace.gateway.degradation.ladder import ladder_steps as ladder
+from headrace.gateway.degradation.ladder.ladder_steps import overload_error
 from headrace.gateway.degradation.shaping.sources import find_citations
-from headrace.gateway.flow.course import Course, Take
-from headrace.gateway.flow.recall import instead, refused_by_ladder
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.flow.recall import citation_notes, count_refusal, replace_error
 from headrace.gateway.flow.settle import settle
-from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TakeDelta, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import choice_count, sum_usage
 
 
-async def run(course: Course, take: Take) -> bool:
-    """Hands every piece to `take` as it comes. True once every choice has ended; False as soon as `take` wants no
-    more for now, and then this is to be called again. ApiError where the answer is refused or fails."""
-    assert course.answer is not None
+async def deliver(state: FlowState, take: TakeDelta) -> bool:
+    """Hand every delta to `take` as it comes. Return True once every choice has ended, and settle before that; return
+    False as soon as `take` does, which asks for a pause: call this again then. ApiError where the answer fails."""
+    assert state.answer is not None
     try:
-        if course.wait is not None:
-            ended = await _follow_in_time(course, take)
+        if state.wait is not None:
+            ended = await _deliver_in_time(state, take)
+        elif state.delivery.is_inspected:
+            ended = await _deliver_inspected(state, take)
         else:
-            ended = await (_follow(course, take) if course.looks else course.answer.run(take))
+            ended = await state.answer.run(take)
     except ApiError as error:
-        if course.exchange.first_at or course.gone or not instead(course, error):
+        if state.exchange.first_at or state.is_client_gone or not replace_error(state, error):
             raise
-        ended = await _follow(course, take)
-    if ended and not course.gone:
-        if course.selected is not None and course.selected.sources:
-            told = find_citations("".join(piece.content for piece in course.said), course.selected)
-            course.exchange.notes["citations"] = [
-                {"number": each.number, "id": each.id, "start": each.start, "end": each.end} for each in told
-            ]
-        settle(course)  # before the client hears of the end: a charge is written down by then
+        ended = await _deliver_inspected(state, take)
+    if ended and not state.is_client_gone:
+        sources = state.shaping.sources
+        if sources is not None and sources.sources:
+            text = "".join(delta.content for delta in state.delivery.first_choice)
+            state.exchange.notes["citations"] = citation_notes(find_citations(text, sources))
+        settle(state)  # before the client receives the end: its charge is in the journal by then
     return ended
 
 
-async def _follow_in_time(course: Course, take: Take) -> bool:
-    """As _follow. How long a request waits is foreseen when it comes, and may be foreseen badly: one that has waited
-    for as long as its surface has patience, on a ladder of which steps are taken, waits no more."""
-    exchange, services = course.exchange, course.services
+async def _deliver_in_time(state: FlowState, take: TakeDelta) -> bool:
+    """Deliver, but stop waiting for the first token after the surface's patience while its ladder is active.
+
+    A request's waiting time is predicted when it arrives, and the prediction may be wrong."""
+    exchange, services, delivery = state.exchange, state.services, state.delivery
     loop = asyncio.get_running_loop()
-    left = services.ladder.patience_s(exchange.surface) - (time.monotonic() - exchange.arrival)
+    left_s = services.ladder.patience_s(exchange.surface) - (time.monotonic() - exchange.arrival)
     level = services.ladder.bottom(exchange.surface)
     timer = None
     try:
-        async with asyncio.timeout(None) as bound:
-            course.bound = bound
+        async with asyncio.timeout(None) as timeout:
+            delivery.timeout = timeout
 
-            def weary() -> None:
-                if course.wait is not None and services.ladder.number(exchange.surface, course.standing):
-                    bound.reschedule(loop.time())
+            def expire() -> None:
+                if state.wait is not None and services.ladder.number(exchange.surface, state.degradation.scope):
+                    timeout.reschedule(loop.time())
 
-            if level.name == "refuse" and left < math.inf:
-                timer = loop.call_later(max(0.0, left), weary)
-            return await _follow(course, take)
+            if level.name == "refuse" and left_s < math.inf:
+                timer = loop.call_later(max(0.0, left_s), expire)
+            return await _deliver_inspected(state, take)
     except TimeoutError:
-        if course.wait is None:
+        if state.wait is None:
             raise
-        if course.gone:
+        if state.is_client_gone:
             return True
-        course.signals = services.pressure.signals(exchange.served.name, exchange.caller.tenant)
+        state.degradation.signals = services.pressure.signals(exchange.served.name, exchange.caller.tenant)
     finally:
-        course.bound = None
+        delivery.timeout = None
         if timer is not None:
             timer.cancel()
-    error = ladder.overload_error(level, course.signals)
-    if instead(course, error):
-        return await _follow(course, take)
-    if course.answer is not None:
-        course.answer.cancel()
-    refused_by_ladder(course)
+    error = overload_error(level, state.degradation.signals)
+    if replace_error(state, error):
+        return await _deliver_inspected(state, take)
+    if state.answer is not None:
+        state.answer.cancel()
+    count_refusal(state)
     raise error
 
 
-async def _follow(course: Course, take: Take) -> bool:
+async def _deliver_inspected(state: FlowState, take: TakeDelta) -> bool:
+    delivery = state.delivery
     while True:
-        if course.held is not None and not await _let_out(course, take):
+        if delivery.held is not None and not await _wait_for_limits(state, take):
             return True
-        if course.held is not None:
-            piece, course.held = course.held, None
-            if not take(piece):
+        if delivery.held is not None:
+            delta, delivery.held = delivery.held, None
+            if not take(delta):
                 return False
-        assert course.answer is not None
-        ended = await course.answer.run(partial(_look_at, course, take))
-        if course.held is None:
+        assert state.answer is not None
+        ended = await state.answer.run(partial(_inspect, state, take))
+        if delivery.held is None:
             return ended
 
 
-def _look_at(course: Course, take: Take, piece: ChoiceDelta) -> bool:
-    exchange = course.exchange
-    if course.wait is not None and course.bound is not None:
-        if course.bound.expired():
-            return False  # it is given up in this very turn
-        course.bound.reschedule(None)
-    if course.follows:
+def _inspect(state: FlowState, take: TakeDelta, delta: ChoiceDelta) -> bool:
+    exchange, delivery = state.exchange, state.delivery
+    if state.wait is not None and delivery.timeout is not None:
+        if delivery.timeout.expired():
+            return False  # the wait is given up in this same turn of the event loop
+        delivery.timeout.reschedule(None)
+    if delivery.sets_timestamps:
         exchange.last_at = time.monotonic()
         exchange.first_at = exchange.first_at or exchange.last_at
-    if course.wait is not None:
-        course.wait.start()
-        course.wait = None
-    if (course.selected is not None or course.recall is not None) and piece.index == 0:
-        if isinstance(piece, RestartDelta):
-            course.said.clear()
-        course.said.append(piece)
-    if (shared := course.shared) is not None:
-        exchange.served = shared.exchange.served  # who answers may have changed
-    if piece.tokens:
-        count = course.out + piece.tokens
-        if _pays(course) and not _corrects(course, piece) and not _may(course, count):
-            course.held = piece
+    if state.wait is not None:
+        state.wait.start()
+        state.wait = None
+    if (state.shaping.sources is not None or state.lookups.semantic is not None) and delta.index == 0:
+        if isinstance(delta, RestartDelta):
+            delivery.first_choice.clear()
+        delivery.first_choice.append(delta)
+    if (shared := state.shared_generation) is not None:
+        exchange.served = shared.exchange.served  # a fallback may have taken over
+    if delta.tokens:
+        count = delivery.tokens + delta.tokens
+        if _is_paying(state) and not _is_correction(state, delta) and not _is_allowed(state, count):
+            delivery.held = delta
             return False
-        course.out = count
-        course.tokens[piece.index] = course.tokens.get(piece.index, 0) + piece.tokens
-    if piece.finish is not None:
-        _ended(course, piece)
-    return take(piece)
+        _count_tokens(state, delta)
+    if delta.finish is not None:
+        _end_choice(state, delta)
+    return take(delta)
 
 
-def _pays(course: Course) -> bool:
-    """For what is generated, as things stand: where whoever began it leaves, another goes on paying."""
-    return course.answer.pays if isinstance(course.answer, FlightReader) else not course.exchange.answered_by
+def _is_paying(state: FlowState) -> bool:
+    """Whether this exchange pays for the generation now. When the one that began it leaves, another goes on paying."""
+    return state.answer.pays if isinstance(state.answer, FlightReader) else not state.exchange.answered_by
 
 
-def _corrects(course: Course, piece: ChoiceDelta) -> bool:
-    """An upstream's word on how many tokens there were comes after the text, or with all of it at once: nothing is
-    left to stop then, and they are counted in the end."""
-    if course.exchange.served.upstream is None or piece.finish is None:
+def _is_correction(state: FlowState, delta: ChoiceDelta) -> bool:
+    """Whether the delta only reports an upstream's token count, after the text or with all of it at once: there is
+    nothing left to stop then, and settling counts the tokens."""
+    if state.exchange.served.upstream is None or delta.finish is None:
         return False
-    return not piece.content or not course.tokens.get(piece.index)
+    return not delta.content or not state.delivery.tokens_by_choice.get(delta.index)
 
 
-def _ended(course: Course, piece: ChoiceDelta) -> None:
-    exchange = course.exchange
-    course.usages[piece.index] = piece.usage or TokenUsage()
-    if course.follows:
-        exchange.usage = combine_usages([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
-        exchange.finish = piece.finish or ""
+def _count_tokens(state: FlowState, delta: ChoiceDelta) -> None:
+    delivery = state.delivery
+    delivery.tokens += delta.tokens
+    delivery.tokens_by_choice[delta.index] = delivery.tokens_by_choice.get(delta.index, 0) + delta.tokens
 
 
-def _may(course: Course, count: int) -> bool:
-    """Whether the answer may be so many tokens long: of the limits, and then of the budgets."""
-    if course.reservation is not None and not course.reservation.allow(count):
+def _end_choice(state: FlowState, delta: ChoiceDelta) -> None:
+    exchange, usages = state.exchange, state.delivery.usages
+    usages[delta.index] = delta.usage or TokenUsage()
+    if state.delivery.sets_timestamps:
+        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.asked.n)
+        exchange.finish = delta.finish or ""
+
+
+def _is_allowed(state: FlowState, count: int) -> bool:
+    """Whether limits, and then budgets, allow so many tokens."""
+    admission = state.admission
+    if admission.reservation is not None and not admission.reservation.allow(count):
         return False
-    if course.charged:
-        assert course.services.ledger is not None
-        if not course.services.ledger.progress(course.exchange.id, count):
-            course.exchange.cut_by = "budget"
+    if admission.has_ledger_hold:
+        assert state.services.ledger is not None
+        if not state.services.ledger.progress(state.exchange.id, count):
+            state.exchange.cut_by = "budget"
             return False
     return True
 
 
-async def _let_out(course: Course, take: Take) -> bool:
-    """Waits until the piece that is held may go. False: it never may, and the answer has ended."""
-    piece = course.held
-    assert piece is not None
-    exchange = course.exchange
-    count = course.out + piece.tokens
+async def _wait_for_limits(state: FlowState, take: TakeDelta) -> bool:
+    """Wait until the held delta may be delivered. Return False where it never may: the answer is cut, or the client
+    has left."""
+    exchange, delivery = state.exchange, state.delivery
+    delta, reservation = delivery.held, state.admission.reservation
+    assert delta is not None
     if not exchange.cut_by:
-        assert course.reservation is not None
-        course.waits = asyncio.ensure_future(course.reservation.extend(count))
+        assert reservation is not None
+        count = delivery.tokens + delta.tokens
+        delivery.extension = asyncio.ensure_future(reservation.extend(count))
         try:
-            granted = await course.waits
+            is_granted = await delivery.extension
         except asyncio.CancelledError:
-            if not course.gone:
+            if not state.is_client_gone:
                 raise
-            granted = False
+            is_granted = False
         finally:
-            course.waits.cancel()
-            course.waits = None
-        if course.gone:
-            course.held = None
+            delivery.extension.cancel()
+            delivery.extension = None
+        if state.is_client_gone:
+            delivery.held = None
             return False
-        if not granted or not _may(course, count):
+        if not is_granted or not _is_allowed(state, count):
             exchange.cut_by = exchange.cut_by or "limit"
     if not exchange.cut_by:
-        course.out = count
-        course.tokens[piece.index] = course.tokens.get(piece.index, 0) + piece.tokens
-        if piece.finish is not None:
-            _ended(course, piece)
+        _count_tokens(state, delta)
+        if delta.finish is not None:
+            _end_choice(state, delta)
         return True
-    course.held = None
-    _stop(course, take)
+    delivery.held = None
+    _cut(state, take)
     return False
 
 
-def _stop(course: Course, take: Take) -> None:
-    """Ends what has not ended, with what there is of it."""
-    exchange = course.exchange
-    assert course.answer is not None
-    course.answer.cancel()
+def _cut(state: FlowState, take: TakeDelta) -> None:
+    """End the choices that have not ended, with what the client has of them."""
+    exchange, delivery = state.exchange, state.delivery
+    assert state.answer is not None
+    state.answer.cancel()
     prompts = exchange.prompts.get(exchange.served.name) or ()
     for index in range(choice_count(exchange.asked)):
-        if index in course.usages:
+        if index in delivery.usages:
             continue
         place = index // exchange.asked.n
-        # Of an upstream's prompts only the sum is known, which the first one stands for.
+        # Of an upstream's prompts only the total length is known. The first prompt carries it.
         length = len(prompts[place].tokens) if prompts else exchange.prompt_tokens if place == 0 else 0
-        usage = TokenUsage(prompt_tokens=length, output_tokens=course.tokens.get(index, 0))
+        usage = TokenUsage(prompt_tokens=length, output_tokens=delivery.tokens_by_choice.get(index, 0))
         if index == 0:
-            usage = sum_usage((*(charge.usage for charge in course.tried()), usage))
-        course.usages[index] = usage
+            usage = sum_usage((*(charge.usage for charge in state.first_tries), usage))
+        delivery.usages[index] = usage
         take(ChoiceDelta(index, finish="length", usage=usage))
     exchange.notes["cut"] = exchange.cut_by

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any, Final
 
-from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import cache_key_for
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 from headrace.gateway.caches.semantic.semantic_entry import storable_answer
-from headrace.gateway.degradation.ladder import ladder_steps as ladder
 from headrace.gateway.degradation.ladder.extractive_answer import extract_answer, question_and_sources
+from headrace.gateway.degradation.ladder.ladder_steps import overload_error, plan_degradation
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
-from headrace.gateway.flow.course import Course
+from headrace.gateway.flow.degrade import allowed_steps
+from headrace.gateway.flow.flow_state import FlowState
 from headrace.gateway.flow.services import Services
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import derive_exchange
@@ -22,7 +24,8 @@ from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
 
-_REFUSED = frozenset(  # by who was to answer, for want of room or time
+# An engine or an upstream gave these up for want of capacity or time, so an extracted answer may replace its error.
+_REPLACEABLE_ERRORS: Final = frozenset(
     {
         "overloaded",
         "deadline_unreachable",
@@ -38,152 +41,155 @@ _REFUSED = frozenset(  # by who was to answer, for want of room or time
 )
 
 
-async def recalled(course: Course) -> bool:
-    """Whether there is an answer that nobody needs to generate."""
-    exchange, services, degraded = course.exchange, course.services, course.degraded
-    stale = degraded is not None and degraded.stale_s is not None
-    if course.recall is None and (hit := await exact(course, stale=stale)) is not None:
-        _hit(course, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
+async def recall(state: FlowState) -> bool:
+    """Whether there is an answer without a generation. ApiError where the ladder refuses the request."""
+    exchange, services, lookups, degradation = state.exchange, state.services, state.lookups, state.degradation
+    plan = degradation.plan
+    takes_stale = plan is not None and plan.stale_s is not None
+    if lookups.semantic is None and (hit := await look_up_exact(state, stale=takes_stale)) is not None:
+        _answer_from_cache(state, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
         if hit.stale:
-            course.telling.add("stale", ShapingChange("age_s", None, round(hit.age_s)))
+            degradation.record.add("stale", ShapingChange("age_s", None, round(hit.age_s)))
         return True
-    if services.semantic is not None and course.recall is None:
-        recall = course.recall = await look_up_similar(course)
-        served = recall.outcome == "hit" and services.semantic.options.serve == "answer"
-        if served and recall.entry is not None:
-            answer = recall.entry.answer
-            pieces = answer.pieces(prompt_tokens=exchange.prompt_tokens)
-            _hit(course, CacheHit(pieces, n=1, machine_s=answer.machine_s), "semantic", "")
-            if recall.check:
-                services.background.run(_check(course.services, exchange, recall))
+    if services.semantic is not None and lookups.semantic is None:
+        lookup = lookups.semantic = await look_up_semantic(state)
+        is_served = lookup.outcome == "hit" and services.semantic.options.serve == "answer"
+        if is_served and lookup.entry is not None:
+            answer = lookup.entry.answer
+            deltas = answer.pieces(prompt_tokens=exchange.prompt_tokens)
+            _answer_from_cache(state, CacheHit(deltas, n=1, machine_s=answer.machine_s), "semantic")
+            if lookup.check:
+                services.background.run(_check_hit(services, exchange, lookup))
             return True
-    if degraded is None:
+    if plan is None:
         return False
-    if degraded.extract and _extracted(course):
+    if plan.extract and _extract(state):
         return True
-    if degraded.refuse:
-        refused_by_ladder(course)
-        raise ladder.overload_error(degraded.level, course.signals)
+    if plan.refuse:
+        count_refusal(state)
+        raise overload_error(plan.level, degradation.signals)
     return False
 
 
-async def look_up_similar(course: Course) -> SemanticLookup:
-    exchange, semantic = course.exchange, course.services.semantic
+async def look_up_semantic(state: FlowState) -> SemanticLookup:
+    exchange, semantic = state.exchange, state.services.semantic
     assert semantic is not None
     return await semantic.recall(
         exchange.caller.tenant,
         exchange.asked,
         semantic.embedder_for(exchange.caller, exchange.surface),
-        variant="\n".join((exchange.served.name, exchange.served.fingerprint, course.plan.small or "")),
+        variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.small or "")),
         surface=exchange.surface,
     )
 
 
-async def _check(services: Services, exchange: Exchange, recall: SemanticLookup) -> None:
-    """Compare a semantic hit with a fresh answer, generated on the batch surface. Not charged."""
+async def _check_hit(services: Services, exchange: Exchange, lookup: SemanticLookup) -> None:
+    """Compare a semantic hit with a fresh answer, generated on the batch surface and charged to nobody."""
     assert services.semantic is not None
     asked = exchange.asked.but(surface="batch", deadline_s=None, stream=False)
     with suppress(ApiError):
         fresh = storable_answer(await services.dispatcher.generate(derive_exchange(exchange, exchange.served, asked)))
-        await services.semantic.check(recall, fresh, services.semantic.embedder_for(exchange.caller, "batch"))
+        await services.semantic.check(lookup, fresh, services.semantic.embedder_for(exchange.caller, "batch"))
 
 
-async def exact(course: Course, *, stale: bool) -> CacheHit | None:
-    """The exact cache's, which is asked once."""
-    exchange, exact = course.exchange, course.services.exact
+async def look_up_exact(state: FlowState, *, stale: bool) -> CacheHit | None:
+    """Ask the exact cache once: first for the request as it came, then for what degrading has made of it."""
+    exchange, exact = state.exchange, state.services.exact
     if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
         return None
-    return await _hit_of(course, stale=stale) if course.looked is None else course.looked.hit
+    if state.lookups.exact is not None:
+        return state.lookups.exact.hit
+    original = state.degradation.original
+    is_changed = original is not None and (
+        original.asked is not exchange.asked or original.served is not exchange.served
+    )
+    if original is not None and is_changed and original.served.upstream is None:
+        original.prompts = {}
+        with suppress(ApiError):  # a request that does not fit untrimmed was never stored
+            shaping = state.services.shaping
+            original.asked = number_sources(original.asked, original.served, shaping)[0]
+            original.asked = (await fit_request(original.asked, original.served, shaping, None, None)).asked
+            await prompts_of(original)
+            if (hit := await _look_up(state, original, stale=stale)) is not None:
+                exchange.served = original.served
+                state.degradation.record.remove()
+                return hit
+    return await _look_up(state, exchange, stale=stale)
 
 
-async def _hit_of(course: Course, *, stale: bool) -> CacheHit | None:
-    """What was kept of this very request: first of what was asked, then of what has become of it."""
-    if course.whole is not None and course.whole.served.upstream is None:
-        whole = course.whole
-        if whole.asked is not course.exchange.asked or whole.served is not course.exchange.served:
-            whole.prompts = {}
-            with suppress(ApiError):  # what was too long before it was trimmed was never kept
-                whole.asked = number_sources(whole.asked, whole.served, course.services.shaping)[0]
-                whole.asked = (await fit_request(whole.asked, whole.served, course.services.shaping, None, None)).asked
-                await prompts_of(whole)
-                if (hit := await _look(course, whole, stale=stale)) is not None:
-                    course.exchange.served = whole.served
-                    course.telling.remove()  # nothing was made less of it
-                    return hit
-    return await _look(course, course.exchange, stale=stale)
-
-
-async def _look(course: Course, exchange: Exchange, *, stale: bool) -> CacheHit | None:
-    services, plan = course.services, course.plan
-    assert services.exact is not None
+async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> CacheHit | None:
+    exact, plan = state.services.exact, state.degradation.plan
+    assert exact is not None
     prompts = exchange.prompts.get(exchange.served.name)
-    wanted = cache_key_for(
+    key = cache_key_for(
         tenant=exchange.caller.tenant,
         served=exchange.served,
         asked=exchange.asked,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.asked.seeded,
-        policy=f"{services.exact.options.policy}\n{plan.small or ''}",
+        policy=f"{exact.options.policy}\n{state.plan.small or ''}",
     )
-    course.looked = looked = await services.exact.look(wanted, wish=exchange.asked.cache, stale=stale)
-    hit, degraded = looked.hit, course.degraded
-    if hit is not None and hit.stale and wanted is not None and degraded is not None:
-        expired = hit.age_s - services.exact.ttl(wanted.tags)
-        return hit if expired <= (degraded.stale_s or 0.0) else None
+    lookup = state.lookups.exact = await exact.look(key, wish=exchange.asked.cache, stale=stale)
+    hit = lookup.hit
+    if hit is not None and hit.stale and key is not None and plan is not None:
+        expired_s = hit.age_s - exact.ttl(key.tags)
+        return hit if expired_s <= (plan.stale_s or 0.0) else None
     return hit
 
 
-def _hit(course: Course, answer: CacheHit, by: str, what: str) -> None:
-    course.answer, course.follows = answer, True
-    course.exchange.answered_by = by
-    course.exchange.headers["x-headrace-cache"] = f"{by}; {what}" if what else by
-    course.exchange.notes["cache"] = by
+def _answer_from_cache(state: FlowState, hit: CacheHit, cache: str, detail: str = "") -> None:
+    state.answer, state.delivery.sets_timestamps = hit, True
+    state.exchange.answered_by = cache
+    state.exchange.headers["x-headrace-cache"] = f"{cache}; {detail}" if detail else cache
+    state.exchange.notes["cache"] = cache
 
 
-def _extracted(course: Course) -> bool:
-    """From the request's own sources, where it has any."""
-    exchange = course.exchange
-    given = () if course.selected is None else course.selected.sources
+def _extract(state: FlowState) -> bool:
+    """Answer with sentences of the request's own sources. False where it has none, or no question."""
+    exchange, shaping, record = state.exchange, state.shaping, state.degradation.record
+    given = () if shaping.sources is None else shaping.sources.sources
     question, before, sources = question_and_sources(exchange.asked.messages or (), given)
     if not sources or not question:
         return False
-    found = extract_answer(question, sources, before=before)
+    extract = extract_answer(question, sources, before=before)
     exchange.notes |= {
         "extracted": True,
-        "confidence": round(found.confidence, 4),
-        "citations": [
-            {"number": each.number, "id": each.id, "start": each.start, "end": each.end} for each in found.quotes
-        ],
+        "confidence": round(extract.confidence, 4),
+        "citations": citation_notes(extract.quotes),
     }
-    course.selected = None
-    course.telling.remove("max_tokens", "variant")  # which nothing came of
-    course.telling.add("extract", ShapingChange("quotes", None, len(found.quotes)))
-    pieces = [ChoiceDelta(0, content=found.text), ChoiceDelta(0, finish="stop", usage=TokenUsage())]
-    course.answer, course.follows = CacheHit(pieces, n=1), True
+    shaping.sources = None
+    record.remove("max_tokens", "variant")  # they had no effect on this answer
+    record.add("extract", ShapingChange("quotes", None, len(extract.quotes)))
+    deltas = [ChoiceDelta(0, content=extract.text), ChoiceDelta(0, finish="stop", usage=TokenUsage())]
+    state.answer, state.delivery.sets_timestamps = CacheHit(deltas, n=1), True
     exchange.answered_by = "extract"
     return True
 
 
-def instead(course: Course, error: ApiError) -> bool:
-    """Where who answers refuses, or is not there: what the end of the surface's ladder has, before the client hears
-    of it."""
-    exchange, services = course.exchange, course.services
-    if error.code not in _REFUSED or not services.ladder.has_steps(exchange.surface):
+def citation_notes(citations: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{"number": each.number, "id": each.id, "start": each.start, "end": each.end} for each in citations]
+
+
+def replace_error(state: FlowState, error: ApiError) -> bool:
+    """Replace an error for want of capacity or time by an extracted answer, where the surface's ladder has that step.
+
+    Call it only before the client has received anything."""
+    exchange, services = state.exchange, state.services
+    if error.code not in _REPLACEABLE_ERRORS or not services.ladder.has_steps(exchange.surface):
         return False
-    before = course.answer
-    allowed = ladder.AllowedSteps.of(exchange.asked.degrade, None if settings_of(exchange.caller).ladder else "off")
-    degraded = ladder.plan_degradation(services.ladder.bottom(exchange.surface), exchange.asked, allowed)
-    if not (degraded.extract and _extracted(course)):
+    failed = state.answer
+    plan = plan_degradation(services.ladder.bottom(exchange.surface), exchange.asked, allowed_steps(exchange))
+    if not (plan.extract and _extract(state)):
         return False
-    if before is not None:
-        before.cancel()
-    if course.wait is not None:
-        course.wait.end()  # it has had no first token
-        course.wait = None
-    course.looks = True
+    if failed is not None:
+        failed.cancel()
+    if state.wait is not None:
+        state.wait.end()
+        state.wait = None
+    state.delivery.is_inspected = True
     return True
 
 
-def refused_by_ladder(course: Course) -> None:
-    course.telling.remove()
-    metrics.of(metrics.degraded, course.exchange.surface, "refuse").inc()
+def count_refusal(state: FlowState) -> None:
+    state.degradation.record.remove()
+    metrics.of(metrics.degraded, state.exchange.surface, "refuse").inc()

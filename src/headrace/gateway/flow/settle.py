@@ -1,171 +1,231 @@
-"""Settle: once, however a request has ended, what was used is counted, charged and kept."""
+"""Settle: however an exchange ended, count, charge and store what was used, exactly once."""
 
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.caches.exact.in_flight import AnswerFacts
 from headrace.gateway.caches.semantic.semantic_entry import storable_answer
-from headrace.gateway.flow.admit import entry_of
-from headrace.gateway.flow.course import Course
-from headrace.gateway.flow.request_metrics import count_ended
-from headrace.gateway.flow.shared_generation import by_plan
+from headrace.gateway.flow.admit import ledger_entry
+from headrace.gateway.flow.flow_state import Ending, FlowState, Origin, Outcome
+from headrace.gateway.flow.shared_generation import is_by_plan
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
 from headrace.observe import metrics
 
-_ENDED = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
+_LABELS: Final = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
 
 
-def settle(course: Course, error: ApiError | None = None) -> None:
-    """Once, however it ended."""
-    if course.settled:
+def settle(state: FlowState, error: ApiError | None = None) -> None:
+    """Every call after the first does nothing."""
+    if state.outcome is not None:
         return
-    course.settled = True
-    exchange = course.exchange
-    answer, own = course.answer, course.own
-    if course.wait is not None:
-        course.wait.end()
+    facts = _stop(state, error)
+    origin = _origin(state, facts)
+    is_whole = _has_all_choices(state) and error is None
+    _complete_usage(state, origin)
+    state.outcome = outcome = _outcome(state, error, origin, is_whole=is_whole)
+    _settle_limits(state, outcome)
+    if state.admission.has_ledger_hold:
+        _settle_ledger(state, outcome, facts)
+    _store_semantic(state, outcome)
+    _count(state, outcome)
+    if steps := state.degradation.record.steps:
+        state.exchange.notes["degraded"] = list(steps)
+
+
+def _stop(state: FlowState, error: ApiError | None) -> AnswerFacts | None:
+    """End whatever still runs for this exchange alone, and return how its answer came about."""
+    if state.wait is not None:
+        state.wait.end()
     facts = None
-    if answer is not None:
-        answer.cancel()
-        facts = answer.facts()  # who leaves a shared generation before its end no longer pays for it
-        course.free = not facts.pays
-        if exchange.answered_by == "shared" and facts.pays:
-            exchange.answered_by = ""  # who began it has left, and it became this one's
-    if own is not None:
-        own.settle(error)
-    shared = course.shared
-    if shared is not None and not course.free:
-        shared.answers.settle(error)  # it has ended, or nobody is left who wants it
-    whole = len(course.usages) == choice_count(exchange.asked) if course.looks else bool(exchange.finish)
-    if isinstance(answer, CacheHit) and not course.looks:
-        whole = answer.over
+    if state.answer is not None:
+        state.answer.cancel()
+        facts = state.answer.facts()  # after cancel: leaving a shared generation early hands the payment over
+    if state.own_generation is not None:
+        state.own_generation.settle(error)
+    if (shared := state.shared_generation) is not None and facts is not None and facts.pays:
+        shared.answerer.settle(error)
+    return facts
+
+
+def _origin(state: FlowState, facts: AnswerFacts | None) -> Origin:
+    exchange = state.exchange
+    if facts is None:
+        return Origin.NONE
+    if facts.pays:
+        if exchange.answered_by == "shared":
+            exchange.answered_by = ""  # the exchange that began the generation has left, and this one pays
+        return Origin.GENERATED
+    match exchange.answered_by:
+        case "extract":
+            return Origin.EXTRACTED
+        case "shared":
+            return Origin.SHARED
+        case "":
+            return Origin.HANDED_OVER
+        case _:
+            return Origin.CACHED
+
+
+def _has_all_choices(state: FlowState) -> bool:
+    exchange, answer = state.exchange, state.answer
+    if state.delivery.is_inspected:
+        return len(state.delivery.usages) == choice_count(exchange.asked)
+    if isinstance(answer, CacheHit):
+        return answer.over
+    return bool(exchange.finish)
+
+
+def _complete_usage(state: FlowState, origin: Origin) -> None:
+    """Set usage and timestamps where the generation has not set them on this exchange."""
+    exchange, answer, usages = state.exchange, state.answer, state.delivery.usages
+    if isinstance(answer, CacheHit) and not state.delivery.is_inspected:
         exchange.usage, exchange.finish = answer.usage, answer.finish
         exchange.last_at = time.monotonic()
         exchange.first_at = exchange.first_at or exchange.last_at
-    whole = whole and error is None
-    gone = course.gone and not whole
     if exchange.cut_by:
-        exchange.usage = combine_usages([course.usages[index] for index in sorted(course.usages)], exchange.asked.n)
+        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.asked.n)
         exchange.finish = "length"
-    elif shared is not None and not (course.free and exchange.answered_by):
-        exchange.usage = TokenUsage() if course.free else shared.exchange.usage
-    ended = error.kind if error is not None else "gone" if gone else _ENDED.get(exchange.finish, "finished")
-    # Where nothing was done for it, it never was.
-    used = exchange.usage.prompt_tokens or exchange.usage.output_tokens or course.out
-    course.refused = answer is None or (error is not None and error.kind == "overloaded_error" and not used)
-    _count(course, whole)
-    if course.charged:
-        _charge(course, facts, ended)
-    _keep(course, whole)
-    count_ended(exchange.served.name, exchange, error, gone=gone)
-    for step in course.telling.steps:
-        metrics.of(metrics.degraded, exchange.surface, step).inc()
-    if course.telling.steps:
-        exchange.notes["degraded"] = list(course.telling.steps)
+    elif origin is Origin.HANDED_OVER:
+        exchange.usage = TokenUsage()
+    elif origin is Origin.GENERATED and (shared := state.shared_generation) is not None:
+        exchange.usage = shared.exchange.usage
 
 
-def _count(course: Course, whole: bool) -> None:
-    exchange, services = course.exchange, course.services
-    used = exchange.usage
-    if course.reservation is not None:
-        if course.refused:
-            course.reservation.release_soon()
-        elif course.free:  # but for what was let out while it paid
-            course.reservation.settle_soon(0, course.reservation.out, whole=False)
-        elif isinstance(course.made, CompositeAnswerer):  # what was tried before counts in the ledger alone
-            course.reservation.settle_soon(exchange.prompt_tokens, course.out, whole=whole and not exchange.cut_by)
+def _outcome(state: FlowState, error: ApiError | None, origin: Origin, *, is_whole: bool) -> Outcome:
+    exchange = state.exchange
+    if error is not None:
+        usage = exchange.usage
+        is_unused = not (usage.prompt_tokens or usage.output_tokens or state.delivery.tokens)
+        if error.kind == "overloaded_error" and is_unused:
+            origin = Origin.NONE
+        return Outcome(origin, Ending.FAILED, error.kind)
+    if state.is_client_gone and not is_whole:
+        return Outcome(origin, Ending.CLIENT_GONE, "gone")
+    label = _LABELS.get(exchange.finish, "finished")
+    if not is_whole:
+        return Outcome(origin, Ending.FAILED, label)
+    return Outcome(origin, Ending.CUT if exchange.cut_by else Ending.COMPLETE, label)
+
+
+def _settle_limits(state: FlowState, outcome: Outcome) -> None:
+    exchange, services, reservation = state.exchange, state.services, state.admission.reservation
+    usage = exchange.usage
+    is_measured = outcome.has_all_choices and usage.output_tokens > 0
+    if reservation is not None:
+        is_complete = outcome.ending is Ending.COMPLETE
+        if outcome.origin is Origin.NONE:
+            reservation.release_soon()
+        elif outcome.origin is not Origin.GENERATED:  # only what was delivered while this exchange paid counts
+            reservation.settle_soon(0, reservation.out, whole=False)
+        elif isinstance(state.generation, CompositeAnswerer):  # first tries count in the ledger alone
+            reservation.settle_soon(exchange.prompt_tokens, state.delivery.tokens, whole=is_complete)
         else:
-            course.reservation.settle_soon(
-                used.prompt_tokens or exchange.prompt_tokens, used.output_tokens, whole=whole and not exchange.cut_by
-            )
-    elif whole and not course.free and services.ledger is not None and used.output_tokens:
-        services.limiter.estimates.learn(
-            exchange.caller.tenant,
-            exchange.surface,
-            used.output_tokens,
-            round((exchange.last_at - exchange.arrival) * 1e6),
-        )
-    if services.ladder.has_steps(exchange.surface) and whole and not exchange.answered_by and exchange.first_at:
+            prompt_tokens = usage.prompt_tokens or exchange.prompt_tokens
+            reservation.settle_soon(prompt_tokens, usage.output_tokens, whole=is_complete)
+    elif services.ledger is not None and is_measured and outcome.origin is Origin.GENERATED:
+        micros = round((exchange.last_at - exchange.arrival) * 1e6)
+        services.limiter.estimates.learn(exchange.caller.tenant, exchange.surface, usage.output_tokens, micros)
+    has_ladder = services.ladder.has_steps(exchange.surface)
+    if has_ladder and outcome.has_all_choices and not exchange.answered_by and exchange.first_at:
+        seconds = exchange.last_at - exchange.first_at
         services.pressure.record_answer(
-            exchange.served.name,
-            exchange.surface,
-            tokens=used.output_tokens,
-            seconds=exchange.last_at - exchange.first_at,
+            exchange.served.name, exchange.surface, tokens=usage.output_tokens, seconds=seconds
         )
 
 
-def _charge(course: Course, facts: AnswerFacts | None, ended: str) -> None:
-    exchange, services = course.exchange, course.services
-    assert services.ledger is not None
-    if course.refused:
-        services.ledger.release(exchange.id)
+def _settle_ledger(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> None:
+    exchange, ledger = state.exchange, state.services.ledger
+    assert ledger is not None
+    id, ended = exchange.id, outcome.label
+    match outcome.origin:
+        case Origin.NONE:
+            ledger.release(id)
+        case Origin.EXTRACTED:
+            ledger.charge(id, TokenUsage(), ended=ended, hit="extract")
+        case Origin.GENERATED:
+            _charge_generation(state, ledger, ended)
+        case _ if exchange.cut_by:  # it was shared while it was cut
+            ledger.charge(id, exchange.usage, ended=ended, hit="shared")
+        case Origin.HANDED_OVER:
+            ledger.charge(id, TokenUsage(), ended=ended)
+        case Origin.CACHED | Origin.SHARED:
+            cache = "exact" if exchange.answered_by == "stale" else exchange.answered_by
+            ledger.charge(id, TokenUsage() if facts is None else facts.saved, ended=ended, hit=cache)
+
+
+def _charge_generation(state: FlowState, ledger: Ledger, ended: str) -> None:
+    """Charge every variant that computed something. The answer comes last; a cascade's first try is charged under an
+    id of its own."""
+    exchange, generation = state.exchange, state.generation
+    instead_of = state.requested if exchange.served.name != state.requested else ""
+    answer = VariantCharge(exchange.served.name, exchange.usage, "answer")
+    charges = [answer]
+    if isinstance(generation, CompositeAnswerer):
+        charges = [charge for charge in generation.charges if charge.charged]
+        if exchange.cut_by:  # charge what the client has of the answer, not all that was made of it
+            tries = state.first_tries
+            delivered = _subtract(exchange.usage, sum_usage(charge.usage for charge in tries))
+            charges = [*tries, VariantCharge(exchange.served.name, delivered, "answer")]
+        charges = charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")]
+    *tries, last = charges
+    for place, charge in enumerate(tries):
+        id = f"{exchange.id}.{place}"
+        entry = ledger_entry(state, id=id, variant=charge.variant, counted=False)
+        ledger.charge(id, charge.usage, ended=ended, variant=charge.variant, entry=entry)
+    ledger.charge(
+        exchange.id,
+        last.usage,
+        ended=ended,
+        variant=last.variant,
+        instead_of=instead_of if last.variant != instead_of else "",
+    )
+
+
+def _store_semantic(state: FlowState, outcome: Outcome) -> None:
+    lookup, exchange = state.lookups.semantic, state.exchange
+    if lookup is None or lookup.outcome == "hit" or outcome.ending is not Ending.COMPLETE or exchange.answered_by:
         return
-    made = course.made
-    instead = course.named if exchange.served.name != course.named else ""
-    if exchange.answered_by == "extract":
-        services.ledger.charge(exchange.id, TokenUsage(), ended=ended, hit="extract")
-    elif course.free and exchange.cut_by:  # others have it, and one of them pays
-        services.ledger.charge(exchange.id, exchange.usage, ended=ended, hit="shared")
-    elif course.free:
-        saved = facts.saved if facts is not None and exchange.answered_by else TokenUsage()
-        services.ledger.charge(
-            exchange.id, saved, ended=ended, hit="exact" if exchange.answered_by == "stale" else exchange.answered_by
-        )
-    elif isinstance(made, CompositeAnswerer):
-        charges = [charge for charge in made.charges if charge.charged]
-        if exchange.cut_by:  # what the client has of the answer, and not what was made of it
-            tried = course.tried()
-            answer = _without(exchange.usage, sum_usage(charge.usage for charge in tried))
-            charges = [*tried, VariantCharge(exchange.served.name, answer, "answer")]
-        _charge_each(
-            course,
-            services.ledger,
-            charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")],
-            ended,
-            instead,
-        )
-    else:
-        variant = exchange.served.name
-        services.ledger.charge(exchange.id, exchange.usage, ended=ended, variant=variant, instead_of=instead)
-
-
-def _charge_each(course: Course, ledger: Ledger, charges: list[VariantCharge], ended: str, instead: str) -> None:
-    """The last is the answer; what was computed before it (a cascade's first try) is a part of the same request."""
-    for place, charge in enumerate(charges):
-        last = place == len(charges) - 1
-        id = course.exchange.id if last else f"{course.exchange.id}.{place}"
-        ledger.charge(
-            id,
-            charge.usage,
-            ended=ended,
-            variant=charge.variant,
-            instead_of=instead if last and charge.variant != instead else "",
-            entry=None if last else entry_of(course, id=id, variant=charge.variant, counted=False),
-        )
-
-
-def _keep(course: Course, whole: bool) -> None:
-    recall = course.recall
-    if recall is None or recall.outcome == "hit" or not whole or course.exchange.answered_by:
+    if not is_by_plan(exchange, state.plan):
         return
-    if not course.exchange.cut_by and by_plan(course.exchange, course.plan):
-        choice = Choice(0)
-        for piece in course.said:
-            choice.add(piece)
-        if (answer := storable_answer([choice])) is not None:
-            semantic = course.services.semantic
-            assert semantic is not None
-            embedder = semantic.embedder_for(course.exchange.caller, "batch")
-            course.services.background.run(semantic.settle(recall, answer, embedder))
+    choice = Choice(0)
+    for delta in state.delivery.first_choice:
+        choice.add(delta)
+    if (answer := storable_answer([choice])) is not None:
+        semantic = state.services.semantic
+        assert semantic is not None
+        embedder = semantic.embedder_for(exchange.caller, "batch")
+        state.services.background.run(semantic.settle(lookup, answer, embedder))
 
 
-def _without(usage: TokenUsage, other: TokenUsage) -> TokenUsage:
-    """The tokens that are left."""
+def _count(state: FlowState, outcome: Outcome) -> None:
+    exchange, usage = state.exchange, state.exchange.usage
+    model, tenant = exchange.served.name, metrics.tenant_label(exchange.caller.tenant)
+    metrics.of(metrics.answers, model, tenant, outcome.label).inc()
+    if exchange.answered_by:
+        metrics.of(metrics.answered_by, model, exchange.answered_by).inc()
+    elif usage.prompt_tokens:
+        metrics.of(metrics.tokens, model, tenant, "prompt").inc(usage.prompt_tokens)
+        metrics.of(metrics.tokens, model, tenant, "cached").inc(usage.cached_tokens)
+        metrics.of(metrics.tokens, model, tenant, "output").inc(usage.output_tokens)
+    if exchange.first_at:
+        metrics.of(metrics.ttft, model).observe(exchange.first_at - exchange.arrival)
+        metrics.of(metrics.duration, model).observe(exchange.last_at - exchange.arrival)
+        metrics.of(metrics.stages, "shape").observe(max(0.0, exchange.shaped_at - exchange.arrival))
+        metrics.of(metrics.stages, "queue").observe(usage.queue_s)
+        metrics.of(metrics.stages, "prefill").observe(usage.prefill_s)
+        metrics.of(metrics.stages, "decode").observe(usage.decode_s)
+    for step in state.degradation.record.steps:
+        metrics.of(metrics.degraded, exchange.surface, step).inc()
+
+
+def _subtract(usage: TokenUsage, other: TokenUsage) -> TokenUsage:
+    """Return the tokens of `usage` beyond those of `other`."""
     return TokenUsage(
         prompt_tokens=max(0, usage.prompt_tokens - other.prompt_tokens),
         output_tokens=max(0, usage.output_tokens - other.output_tokens),

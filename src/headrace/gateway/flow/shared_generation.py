@@ -1,58 +1,54 @@
-"""A generation that several clients may have."""
+"""SharedGeneration: a generation that several identical requests may receive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta
+from headrace.gateway.requests.text_request import TakeDelta
 from headrace.gateway.routing.composite_answerer import Answerer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
-Take = Callable[[ChoiceDelta], bool]
 
-
-def by_plan(exchange: Exchange, plan: RoutePlan) -> bool:
-    """Whether it was answered by whom it was meant for, and by nobody who stood in."""
+def is_by_plan(exchange: Exchange, plan: RoutePlan) -> bool:
+    """Whether a variant of the plan answered, and not a fallback."""
     return exchange.served.name in (plan.variant, plan.small)
 
 
-class Shared:
-    """It settles itself when the last of them has left, or at its end."""
+class SharedGeneration:
+    """Settles itself at its end, or when the last of its readers has left."""
 
-    def __init__(self, answers: Answerer, plan: RoutePlan) -> None:
-        self.answers = answers
+    def __init__(self, answerer: Answerer, plan: RoutePlan) -> None:
+        self.answerer = answerer
         self._plan = plan
-        self._begun = False
-        self._cancelled = False
+        self._is_begun = False
+        self._is_cancelled = False
 
     @property
     def exchange(self) -> Exchange:
-        """Its own, of nobody in particular."""
-        return self.answers.exchange
+        """The generation's own exchange, which belongs to none of the readers."""
+        return self.answerer.exchange
 
     def keeps(self) -> bool:
-        return by_plan(self.exchange, self._plan)
+        return is_by_plan(self.exchange, self._plan)
 
-    async def run(self, take: Take) -> bool:
-        answers = self.answers
-        if self._cancelled:
+    async def run(self, take: TakeDelta) -> bool:
+        answerer = self.answerer
+        if self._is_cancelled:
             return True
         error: ApiError | None = None
         try:
-            if not self._begun:
-                self._begun = True
-                await answers.begin()
-                if self._cancelled:
-                    answers.cancel()
-            return await answers.run(take)
+            if not self._is_begun:
+                self._is_begun = True
+                await answerer.begin()
+                if self._is_cancelled:
+                    answerer.cancel()
+            return await answerer.run(take)
         except ApiError as caught:
             error = caught
             raise
         finally:
-            answers.settle(error)
+            answerer.settle(error)
 
     def cancel(self) -> None:
-        self._cancelled = True
-        self.answers.cancel()
+        self._is_cancelled = True
+        self.answerer.cancel()

@@ -1,106 +1,122 @@
-"""The way of a request for text, from top to bottom.
+"""TextFlow: the way of one request for text through the stages of the flow, from top to bottom.
 
-    identify   whose it is: its surface; fast mode and the fast profile
-    route      model → variant: rules, splits, cascades, chains
-    degrade    under pressure less is asked for, as declared
-    shape      sources, conversations that fit; messages → prompt → tokens
+    identify   surface, fast profile, fast mode
+    route      model → variant: rules, splits, cascades, fallback chains
+    degrade    under pressure, the declared steps that make the request cheaper
+    shape      sources, a conversation that fits, messages → prompt → tokens
     admit      limits and budgets, reserved before anything is computed
-    recall     an answer that is there already: exact, semantic, from the sources
-    generate   one of an engine, an upstream, or several of them
-    deliver    pieces as they come, as far as the limits let them
-    settle     always, once: what was used is counted, charged and kept
+    recall     an existing answer: exact, semantic, extracted
+    generate   an engine, an upstream, or several of them
+    deliver    deltas as they come, as far as the limits allow
+    settle     usage, charges and caches, exactly once
 
-Owns the order of the stages. What a stage does is in gateway/stages, how is its own package's, and which of them there
-are is Services'. Dialects and the network are the callers': to them a Way is begun, run, cancelled and settled.
+Knows neither dialects nor the network.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.shaping.change_record import header_value
 from headrace.gateway.flow.admit import admit
-from headrace.gateway.flow.course import Course, Take
-from headrace.gateway.flow.deliver import run
-from headrace.gateway.flow.generation import generate
-from headrace.gateway.flow.prepare import degrade, identify, prime, route, shape
-from headrace.gateway.flow.recall import instead, recalled
+from headrace.gateway.flow.degrade import degrade
+from headrace.gateway.flow.deliver import deliver
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.flow.generate import generate
+from headrace.gateway.flow.identify import identify
+from headrace.gateway.flow.recall import recall, replace_error
+from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
+from headrace.gateway.flow.shape import prime, shape
+from headrace.gateway.requests.text_request import TakeDelta
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 
-if TYPE_CHECKING:
-    from headrace.gateway.flow.services import Services
 
-
-class Way:
-    """One exchange on its way. All of it belongs to one event loop."""
+class TextFlow:
+    """All of it belongs to one event loop."""
 
     def __init__(self, exchange: Exchange, services: Services) -> None:
         self.exchange = exchange
         name = exchange.served.name
-        self._course = Course(exchange, services, RoutePlan(name), name)
+        self._state = FlowState(exchange, services, RoutePlan(name), name)
 
     @property
-    def gone(self) -> bool:
-        """The client has left."""
-        return self._course.gone
+    def is_client_gone(self) -> bool:
+        return self._state.is_client_gone
 
     async def begin(self) -> None:
-        """Everything that can be refused before an engine knows of it; ApiError where it is."""
-        course = self._course
-        identify(course)
-        route(course)
-        degrade(course)
-        await shape(course)
-        await prime(course)
-        await admit(course)
-        if not await recalled(course) and not course.gone:
+        """Run the stages up to `generate`. ApiError where the request is rejected."""
+        state = self._state
+        identify(state)
+        _route(state)
+        degrade(state)
+        await shape(state)
+        await prime(state)
+        await admit(state)
+        if not await recall(state) and not state.is_client_gone:
             try:
-                await generate(course)
+                await generate(state)
             except ApiError as error:
-                if not instead(course, error):
+                if not replace_error(state, error):
                     raise
-        course.looks = course.follows or course.reservation is not None or course.charged or course.wait is not None
-        course.looks = course.looks or course.selected is not None or course.recall is not None
-        if isinstance(course.answer, CacheHit) and course.selected is None:
-            course.looks = False  # what its pieces would say is known
+        state.delivery.is_inspected = _needs_inspection(state)
 
-    async def run(self, take: Take) -> bool:
-        """Hands every piece to `take` as it comes. True once every choice has ended; False as soon as `take` wants no
-        more for now, and then this is to be called again. ApiError where the answer is refused or fails."""
-        return await run(self._course, take)
+    async def run(self, take: TakeDelta) -> bool:
+        """Deliver and, at the end, settle. Return False where `take` asked for a pause: call this again then."""
+        return await deliver(self._state, take)
 
     def relayed(self) -> UpstreamGeneration | None:
-        """An upstream's answer whose bytes can go to a client as they are: nobody here wants to see a piece of it."""
-        own = self._course.own
-        return own if isinstance(own, UpstreamGeneration) and not self._course.looks and own.can_relay() else None
+        """Return an upstream's answer whose bytes may go to the client unchanged, because no stage inspects them."""
+        own, delivery = self._state.own_generation, self._state.delivery
+        return own if isinstance(own, UpstreamGeneration) and not delivery.is_inspected and own.can_relay() else None
 
     def headers(self) -> dict[str, str]:
-        """What a client is told of the stages, beside the answer. Final where the answer is whole."""
-        course = self._course
-        found = {**self.exchange.headers, **course.telling.headers()}
-        if course.shaped:
-            found["x-headrace-shaped"] = header_value(course.shaped)
-        made = course.made
-        decisions = (*course.plan.decisions, *(routing_decisions(made) if made is not None else ()))
+        """Return the response headers that the stages set. They are final once the answer is complete."""
+        state = self._state
+        headers = {**self.exchange.headers, **state.degradation.record.headers()}
+        if state.shaping.changes:
+            headers["x-headrace-shaped"] = header_value(state.shaping.changes)
+        generation = state.generation
+        decisions = (*state.plan.decisions, *(routing_decisions(generation) if generation is not None else ()))
         if decisions:
-            found |= route_headers(decisions)
-        return found
+            headers |= route_headers(decisions)
+        return headers
 
     def cancel(self) -> None:
-        """The client is gone: what runs for it alone ends by the engine's next step."""
-        course = self._course
-        course.gone = True
-        if course.answer is not None:
-            course.answer.cancel()
-        if course.waits is not None:
-            course.waits.cancel()
+        """Note that the client has left. What runs for it alone ends by the engine's next step."""
+        state = self._state
+        state.is_client_gone = True
+        if state.answer is not None:
+            state.answer.cancel()
+        if state.delivery.extension is not None:
+            state.delivery.extension.cancel()
 
     def settle(self, error: ApiError | None = None) -> None:
-        """Once, however it ended."""
-        settle(self._course, error)
+        """Call at the end, however the exchange ended. Has an effect only once."""
+        settle(self._state, error)
+
+
+def _route(state: FlowState) -> None:
+    exchange, services = state.exchange, state.services
+    state.plan = services.dispatcher.route(exchange)
+    exchange.served = services.fleet.served[state.plan.variant]
+    if exchange.served.kind != "decoder":
+        raise ApiError(f"'{exchange.served.name}' makes embeddings, not text", parameter="model")
+
+
+def _needs_inspection(state: FlowState) -> bool:
+    """Whether a stage has to see every delta. Those of a cache hit are known, unless they may cite sources."""
+    if isinstance(state.answer, CacheHit) and state.shaping.sources is None:
+        return False
+    admission, lookups = state.admission, state.lookups
+    return (
+        state.delivery.sets_timestamps
+        or admission.reservation is not None
+        or admission.has_ledger_hold
+        or state.wait is not None
+        or state.shaping.sources is not None
+        or lookups.semantic is not None
+    )

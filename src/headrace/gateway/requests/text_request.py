@@ -9,7 +9,7 @@ knows neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -120,6 +120,10 @@ class RestartDelta(ChoiceDelta):
 
     variant: str = ""
     why: str = ""
+
+
+# Takes a delta. False asks the sender to pause.
+TakeDelta = Callable[[ChoiceDelta], bool]
 
 
 class ToolCall(msgspec.Struct):

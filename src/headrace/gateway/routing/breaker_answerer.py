@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
-from headrace.gateway.requests.text_request import ChoiceDelta
-from headrace.gateway.routing.composite_answerer import Answerer, Clock, Take, has_output
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
+from headrace.gateway.routing.composite_answerer import Answerer, Clock, has_output
 from headrace.gateway.serving.exchange import Exchange
 
 # Errors that say nothing about the variant: the request asks for too much, or the server itself shuts down.
@@ -62,7 +62,7 @@ class BreakerAnswerer:
             self._report(error)
             raise
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         try:
             ended = await self._inner.run(take if self._first_s is not None else self._timing(take))
         except Exception as error:
@@ -84,7 +84,7 @@ class BreakerAnswerer:
                 self._permit.dropped()
         self._inner.settle(error)
 
-    def _timing(self, take: Take) -> Take:
+    def _timing(self, take: TakeDelta) -> TakeDelta:
         def timed(piece: ChoiceDelta) -> bool:
             if self._first_s is None and has_output(piece):
                 self._first_s = max(0.0, self._clock() - self._began)

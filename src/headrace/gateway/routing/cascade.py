@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.config.routing_section import CascadeConfig
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -22,7 +22,6 @@ from headrace.gateway.routing.composite_answerer import (
     CompositeAnswerer,
     RoutingDecision,
     SettledCallback,
-    Take,
     VariantCharge,
     charges_for,
     choice_count,
@@ -78,7 +77,7 @@ class CascadeAnswerer(CompositeAnswerer):
             self.exchange.prompt_tokens = small.exchange.prompt_tokens
             self.exchange.shaped_at = small.exchange.shaped_at
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         if self._serving is None and not await self._decide():
             self._sum_up()
             return True  # the client left
@@ -151,11 +150,11 @@ class CascadeAnswerer(CompositeAnswerer):
             large.cancel()
         self.exchange.prompt_tokens = large.exchange.prompt_tokens
 
-    def _hide_logprobs(self, take: Take) -> Take:
+    def _hide_logprobs(self, take: TakeDelta) -> TakeDelta:
         wanted = self.exchange.asked.sampling.logprobs
         return lambda piece: take(_without_extra_logprobs(piece, wanted))
 
-    def _add_first_try(self, take: Take) -> Take:
+    def _add_first_try(self, take: TakeDelta) -> TakeDelta:
         """Add the small model's usage to the reported usage, once for all choices."""
         assert self._small is not None
         first_try = self._small.exchange.usage

@@ -20,6 +20,7 @@ from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
     RestartDelta,
+    TakeDelta,
     TextRequest,
     TokenUsage,
     combine_usages,
@@ -27,7 +28,6 @@ from headrace.gateway.requests.text_request import (
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 
-Take = Callable[[ChoiceDelta], bool]
 Clock = Callable[[], float]
 
 
@@ -41,7 +41,7 @@ class Answerer(Protocol):
         """Do everything that can be rejected before output; ApiError if it is."""
         ...
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         """Pass every delta to `take`. True once all choices have ended; False as soon as `take` returns False, and
         then the caller may call this again."""
         ...
@@ -123,7 +123,7 @@ class AnswerRun(Protocol):
 
     exchange: Exchange
 
-    async def run(self, take: Take) -> bool: ...
+    async def run(self, take: TakeDelta) -> bool: ...
 
 
 async def collect_choices(answers: AnswerRun) -> list[Choice]:
@@ -173,7 +173,7 @@ class CompositeAnswerer(ABC):
     async def begin(self) -> None: ...
 
     @abstractmethod
-    async def run(self, take: Take) -> bool: ...
+    async def run(self, take: TakeDelta) -> bool: ...
 
     def cancel(self) -> None:
         self.gone = True
@@ -206,7 +206,7 @@ class CompositeAnswerer(ABC):
         self._serving = part
         self.exchange.served = part.exchange.served
 
-    def _counting(self, take: Take) -> Take:
+    def _counting(self, take: TakeDelta) -> TakeDelta:
         """Wrap `take` to count the choices that end."""
 
         def counted(piece: ChoiceDelta) -> bool:
@@ -216,7 +216,7 @@ class CompositeAnswerer(ABC):
 
         return counted
 
-    def _hand_over(self, take: Take) -> bool:
+    def _hand_over(self, take: TakeDelta) -> bool:
         """Pass on the held deltas; False if the client wants no more for now."""
         while self._held:
             if not self.exchange.first_at:

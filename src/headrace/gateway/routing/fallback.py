@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.config.routing_section import AfterBreak
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage
+from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TakeDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -25,7 +25,6 @@ from headrace.gateway.routing.composite_answerer import (
     CompositeAnswerer,
     RoutingDecision,
     SettledCallback,
-    Take,
     VariantCharge,
     charges_for,
     choice_count,
@@ -98,7 +97,7 @@ class FallbackAnswerer(CompositeAnswerer):
     async def begin(self) -> None:
         await self._next(None)
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         counting = self._counting(take)
         while True:
             if not self._hand_over(counting):
@@ -122,7 +121,7 @@ class FallbackAnswerer(CompositeAnswerer):
                 self._sum_up()
             return ended
 
-    async def _run(self, part: Answerer, take: Take) -> bool:
+    async def _run(self, part: Answerer, take: TakeDelta) -> bool:
         if self._has_output or self._is_last():
             return await part.run(lambda piece: self._pass(piece, take))
         try:
@@ -219,7 +218,7 @@ class FallbackAnswerer(CompositeAnswerer):
         self._held.append(RestartDelta(index, variant=self.exchange.served.name, why=why))
         self._delivered.pop(index, None)
 
-    def _pass(self, piece: ChoiceDelta, take: Take) -> bool:
+    def _pass(self, piece: ChoiceDelta, take: TakeDelta) -> bool:
         index = piece.index
         if isinstance(piece, RestartDelta):  # by the step itself, before the client has seen the answer
             if self._finished.pop(index, None) is not None:

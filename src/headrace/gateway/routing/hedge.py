@@ -18,7 +18,7 @@ from typing import Final
 from headrace.config.routing_section import HedgeConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
@@ -26,7 +26,6 @@ from headrace.gateway.routing.composite_answerer import (
     CompositeAnswerer,
     RoutingDecision,
     SettledCallback,
-    Take,
     VariantCharge,
     charges_for,
     has_output,
@@ -145,7 +144,7 @@ class HedgedAnswerer(CompositeAnswerer):
         self.exchange.prompt_tokens = first.exchange.prompt_tokens
         self.exchange.shaped_at = first.exchange.shaped_at
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         if self._serving is None:
             await self._race()
         winner = self._serving

@@ -1,7 +1,7 @@
 """The endpoints that answer with text, in whatever dialect: read, run, deliver, settle.
 
 Owns Dialect (how an endpoint reads a body and writes answers) and the delivery of one exchange, whole or as events.
-Settling happens once on every way out: an answer, an error, a client that left.
+Settling happens once on every flow out: an answer, an error, a client that left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, as_api_error
-from headrace.gateway.flow.text_flow import Way
+from headrace.gateway.flow.text_flow import TextFlow
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
@@ -41,10 +41,10 @@ class Dialect(msgspec.Struct, frozen=True):
 
 async def answer_in_full(exchange: Exchange, dialect: Dialect, services: Services) -> dict[str, Any]:
     """The body of an answer, for a caller that has no connection to watch, such as a batch."""
-    way = Way(exchange, services)
-    with _settling(way):
-        await way.begin()
-        body = dialect.whole(exchange, await collect_choices(way))
+    flow = TextFlow(exchange, services)
+    with _settling(flow):
+        await flow.begin()
+        body = dialect.whole(exchange, await collect_choices(flow))
         if dialect.keep is not None:
             await dialect.keep()
         return body
@@ -54,30 +54,30 @@ async def deliver(
     call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], services: Services
 ) -> None:
     """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
-    way = Way(exchange, services)
-    with _settling(way, call.watch(way.cancel)):
-        await way.begin()
-        if way.gone:
+    flow = TextFlow(exchange, services)
+    with _settling(flow, call.watch(flow.cancel)):
+        await flow.begin()
+        if flow.is_client_gone:
             raise GoneError  # while its prompt was cut into tokens
         if exchange.asked.stream:
-            relayed = way.relayed() if dialect.relays else None
+            relayed = flow.relayed() if dialect.relays else None
             if relayed is None:
-                await _stream(call, way, dialect, headers)
+                await _stream(call, flow, dialect, headers)
             else:
-                await _relay(call, way, relayed, dialect, headers)
+                await _relay(call, flow, relayed, dialect, headers)
         else:
-            choices = await collect_choices(way)
-            if way.gone:
+            choices = await collect_choices(flow)
+            if flow.is_client_gone:
                 raise GoneError
             body = dialect.whole(exchange, choices)
             if dialect.keep is not None:
                 await dialect.keep()
-            timed = {**headers, **way.headers(), "server-timing": exchange.server_timing()}
+            timed = {**headers, **flow.headers(), "server-timing": exchange.server_timing()}
             await call.reply(Response.json(body, headers=timed))
 
 
 @contextmanager
-def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[None]:
+def _settling(flow: TextFlow, unwatch: Callable[[], None] | None = None) -> Generator[None]:
     """Settles at the end, whatever it is, and watches the client no more."""
     error: ApiError | None = None
     try:
@@ -93,11 +93,11 @@ def _settling(way: Way, unwatch: Callable[[], None] | None = None) -> Generator[
     finally:
         if unwatch is not None:
             unwatch()
-        way.settle(error)
+        flow.settle(error)
 
 
 async def _relay(
-    call: ApiCall, way: Way, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
+    call: ApiCall, flow: TextFlow, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
 ) -> None:
     """As _stream, with an upstream's bytes."""
     first: list[bytes] = []
@@ -107,26 +107,26 @@ async def _relay(
         return False
 
     ended = await relayed.relay(hold, dialect.events)
-    if not first or way.gone:
+    if not first or flow.is_client_gone:
         raise GoneError
-    await call.begin_events({**headers, **way.headers()})
+    await call.begin_events({**headers, **flow.headers()})
     try:
         await call.write(b"".join(first))
         while not ended:
             ended = await relayed.relay(call.offer, dialect.events)
             if not ended:
                 await call.room()
-        if way.gone:
+        if flow.is_client_gone:
             raise GoneError
     except GoneError:
         raise
     except Exception as error:
-        await call.write(dialect.events(way.exchange).error(as_api_error(error)), more=False)
+        await call.write(dialect.events(flow.exchange).error(as_api_error(error)), more=False)
         raise
     await call.write(b"", more=False)
 
 
-async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[str, str]) -> None:
+async def _stream(call: ApiCall, flow: TextFlow, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
     first: list[ChoiceDelta] = []
 
@@ -134,10 +134,10 @@ async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[st
         first.append(piece)
         return False
 
-    await way.run(hold)  # what is refused has its own status, so nothing is sent before
+    await flow.run(hold)  # what is refused has its own status, so nothing is sent before
     if not first:
         raise GoneError
-    events = dialect.events(way.exchange)  # it is known by now which variant answers
+    events = dialect.events(flow.exchange)  # it is known by now which variant answers
     written, offer = events.piece, call.offer
 
     def write(piece: ChoiceDelta) -> bool:
@@ -145,12 +145,12 @@ async def _stream(call: ApiCall, way: Way, dialect: Dialect, headers: Mapping[st
         return offer(data) if data else True
 
     beginning = events.begin() + events.piece(first[0])
-    await call.begin_events({**headers, **way.headers()})
+    await call.begin_events({**headers, **flow.headers()})
     try:
         await call.write(beginning)
-        while not await way.run(write):
+        while not await flow.run(write):
             await call.room()
-        if way.gone:
+        if flow.is_client_gone:
             raise GoneError
         last = events.end()
         if dialect.keep is not None:

@@ -20,7 +20,7 @@ from headrace.gateway.caches.exact.entry_store import InvalidationScope, StoreLo
 from headrace.gateway.caches.exact.exact_cache import OUTCOMES, Options, seconds_of
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.flow.shared_generation import Shared
+from headrace.gateway.flow.shared_generation import SharedGeneration
 from headrace.gateway.requests.text_request import (
     ChoiceDelta,
     RestartDelta,
@@ -612,11 +612,11 @@ def exchange_of(engine: FakeEngine, **changes: Any) -> Exchange:
     return Exchange(caller=Caller(tenant="a"), asked=asked(**changes), served=served(engine=engine))
 
 
-async def begun(exchange: Exchange) -> tuple[Shared, CacheKey]:
+async def begun(exchange: Exchange) -> tuple[SharedGeneration, CacheKey]:
     prompts = [prompt.tokens for prompt in await prompts_of(exchange)]
     found = cache_key_for(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
     assert found is not None
-    return Shared(EngineAnswering(exchange), RoutePlan(exchange.served.name)), found
+    return SharedGeneration(EngineAnswering(exchange), RoutePlan(exchange.served.name)), found
 
 
 @asynchronous

@@ -44,7 +44,6 @@ from headrace.gateway.caches.exact.in_flight import (
     PieceSource,
     Role,
     ShareableSource,
-    Take,
     total_usage,
 )
 from headrace.gateway.caches.exact.memory import MemoryStore
@@ -52,7 +51,7 @@ from headrace.gateway.caches.exact.redis import RedisStore, connect
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TokenUsage
 from headrace.observe import metrics
 
 # What is counted, each with the tenant that it is about.
@@ -102,7 +101,7 @@ class AnswerSource(Protocol):
         """What generates it, whoever began it. None where nothing does."""
         ...
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         """Hands pieces over as they come. True once all have, or it was cancelled; False as soon as `take` wants no
         more for now, and then this is to be called again."""
         ...
@@ -122,7 +121,7 @@ class UncachedAnswer:
     def __init__(self, source: PieceSource) -> None:
         self.source = source
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         return await self.source.run(take)
 
     def cancel(self) -> None:
@@ -165,7 +164,7 @@ class CacheHit:
         usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
         return total_usage(usages, self._n)
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         while self._at < len(self._pieces) and not self._gone:
             piece = self._pieces[self._at]
             self._at += 1

@@ -20,21 +20,20 @@ from typing import Final, Literal, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TokenUsage, combine_usages
 
 log: Final = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 128  # pieces that one reader takes before others have a turn
 _TRIMMED: Final = 256  # pieces that everybody has read, before they are dropped from a list that is too long
 
-Take = Callable[[ChoiceDelta], bool]
 Role = Literal["leader", "joiner", "hit", "alone"]
 
 
 class PieceSource(Protocol):
     """What makes pieces: an engine's answer, or an upstream's."""
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         """Hands pieces over as they come. True once all have; False as soon as `take` wants no more for now."""
         ...
 
@@ -87,7 +86,7 @@ class FlightReader:
         self.gone = False
         self._flight = flight
         self._at = 0  # the next piece
-        self._take: Take | None = None
+        self._take: TakeDelta | None = None
         self._over: asyncio.Future[bool] | None = None  # of the `run` that waits
         self._later: asyncio.Handle | None = None  # where it was a long way behind
 
@@ -105,7 +104,7 @@ class FlightReader:
     def at(self) -> int:
         return self._at
 
-    async def run(self, take: Take) -> bool:
+    async def run(self, take: TakeDelta) -> bool:
         """As a Source's. The pieces are everybody's: nobody changes them."""
         if self.gone:
             return True

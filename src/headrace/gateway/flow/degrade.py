@@ -1,0 +1,53 @@
+"""Degrade: under pressure, the surface's ladder makes the request cheaper in the declared ways."""
+
+from __future__ import annotations
+
+import time
+
+from headrace.gateway.accounts.access import allows_model
+from headrace.gateway.accounts.tenant_policies import settings_of
+from headrace.gateway.degradation.ladder.ladder_steps import (
+    AllowedSteps,
+    cap_answer,
+    find_smaller_variant,
+    plan_degradation,
+)
+from headrace.gateway.degradation.shaping.change_record import ShapingChange
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.routing.composite_answerer import derive_exchange
+from headrace.gateway.routing.router import RoutePlan
+from headrace.gateway.serving.exchange import Exchange
+
+
+def degrade(state: FlowState) -> None:
+    exchange, services, degradation = state.exchange, state.services, state.degradation
+    if not services.ladder.has_steps(exchange.surface):
+        return
+    asked, served, tenant = exchange.asked, exchange.served, exchange.caller.tenant
+    degradation.signals = services.pressure.signals(
+        served.name,
+        tenant,
+        surface=exchange.surface,
+        deadline_s=None if exchange.deadline is None else exchange.deadline - time.monotonic(),
+        max_tokens=asked.max_tokens,
+        budget_left=None if services.ledger is None else services.ledger.budget_left(tenant, exchange.endpoint),
+    )
+    degradation.scope = f"{served.name}\n{tenant}"
+    level = services.ladder.decide(exchange.surface, degradation.signals, scope=degradation.scope)
+    if not level.number:
+        return
+    degradation.plan = plan = plan_degradation(level, asked, allowed_steps(exchange))
+    degradation.original = derive_exchange(exchange, served, asked)
+    smaller = find_smaller_variant(served.name, plan.variants, services.fleet.served)
+    is_routed = bool(state.plan.steps) or state.plan.cascade is not None
+    if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
+        exchange.served = services.fleet.served[smaller]
+        state.plan = RoutePlan(smaller, decisions=state.plan.decisions)
+        degradation.record.add("variant", ShapingChange("variant", served.name, smaller))
+    exchange.asked, changes = cap_answer(asked, plan)
+    degradation.record.add("max_tokens", *changes)
+
+
+def allowed_steps(exchange: Exchange) -> AllowedSteps:
+    """Return the steps that the request and its tenant's settings allow."""
+    return AllowedSteps.of(exchange.asked.degrade, None if settings_of(exchange.caller).ladder else "off")

@@ -1,0 +1,32 @@
+"""Generate: an engine, an upstream or a composition of several answers, for one client or for identical requests."""
+
+from __future__ import annotations
+
+from headrace.gateway.caches.exact.exact_cache import UncachedAnswer
+from headrace.gateway.caches.exact.in_flight import JoinTerms
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.flow.shared_generation import SharedGeneration
+from headrace.gateway.routing.composite_answerer import derive_exchange
+
+
+async def generate(state: FlowState) -> None:
+    exchange, services, lookup = state.exchange, state.services, state.lookups.exact
+    dispatcher = services.dispatcher
+    if services.exact is not None and lookup is not None and lookup.uses.looks:
+        shared, plan = derive_exchange(exchange, exchange.served, exchange.asked), state.plan
+        # A generation that may be retried unheard is not for clients that receive it as it comes.
+        whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream
+        terms = JoinTerms(exchange.deadline, exchange.surface, exchange.asked.priority, whole)
+        state.answer = services.exact.generate(
+            lookup, terms, lambda: SharedGeneration(dispatcher.generation(shared, plan), plan)
+        )
+        state.delivery.sets_timestamps = True
+        if state.answer.role == "joiner":
+            exchange.answered_by = "shared"
+            exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "shared"
+    else:
+        state.own_generation = dispatcher.generation(exchange, state.plan)
+        await state.own_generation.begin()
+        state.answer = UncachedAnswer(state.own_generation)
+    if services.ladder.has_steps(exchange.surface):
+        state.wait = services.pressure.wait(exchange.served.name, exchange.caller.tenant)

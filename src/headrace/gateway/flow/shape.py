@@ -1,0 +1,79 @@
+"""Shape: number the sources, fit the conversation, and turn the messages into prompt tokens."""
+
+from __future__ import annotations
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.semantic.semantic_entry import with_example
+from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
+from headrace.gateway.flow.flow_state import FlowState
+from headrace.gateway.flow.recall import look_up_exact, look_up_semantic
+from headrace.gateway.flow.summariser import ModelSummariser
+from headrace.gateway.serving.engine_answering import prompts_of
+from headrace.gateway.serving.prompt_length import prompt_tokens
+
+
+async def shape(state: FlowState) -> None:
+    exchange, services, shaping = state.exchange, state.services, state.shaping
+    asked, plan = exchange.asked, state.degradation.plan
+    if asked.messages is not None:
+        sources_limit = None if plan is None else plan.sources_tokens
+        exchange.asked, shaping.sources = number_sources(asked, exchange.served, services.shaping, sources_limit)
+        changes = () if shaping.sources is None else shaping.sources.changes
+        limit, history_limit = shaping.prompt_limit, None if plan is None else plan.history_tokens
+        if history_limit is not None:
+            degraded_limit = history_limit + (0 if shaping.sources is None else shaping.sources.tokens)
+            limit = degraded_limit if limit is None else min(limit, degraded_limit)
+        # A summary costs a generation, so there is none under pressure.
+        summarises = plan is None and "summarise" in (services.shaping.overflow, exchange.asked.overflow)
+        summariser = ModelSummariser(services, exchange) if summarises else None
+        fitted = await fit_request(exchange.asked, exchange.served, services.shaping, limit, summariser)
+        exchange.asked = fitted.asked
+        if history_limit is not None:
+            trimmed = [change for change in changes if change.name == "sources"]
+            state.degradation.record.add("trim", *trimmed, *fitted.changes)
+            shaping.changes += (change for change in changes if change.name != "sources")
+        else:
+            shaping.changes += (*changes, *fitted.changes)
+    await tokenise(state)
+
+
+async def tokenise(state: FlowState) -> None:
+    """Set the exchange's prompts and their length. An upstream's prompts are only counted."""
+    exchange, exact = state.exchange, state.services.exact
+    if exchange.served.upstream is not None:
+        exchange.prompt_tokens = await prompt_tokens(exchange)
+        return
+    if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
+        await prompts_of(exchange)
+        return
+    name = exact.prompts.name(exchange)  # a repeated request is not rendered and tokenised again
+    if name is not None and (known := exact.prompts.find(name)) is not None:
+        exchange.prompts[exchange.served.name] = known
+    prompts = await prompts_of(exchange)
+    if name is not None:
+        exact.prompts.keep(name, prompts)
+
+
+async def prime(state: FlowState) -> None:
+    """Add a similar answered question to the prompt, where the semantic cache serves examples.
+
+    Runs before `admit`, because the example is paid for as a part of the prompt. There is none where the exact cache
+    has the answer, or where the example does not fit."""
+    exchange, semantic = state.exchange, state.services.semantic
+    if semantic is None or semantic.options.serve != "prime" or state.degradation.plan is not None:
+        return
+    uses = semantic.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache)
+    if not uses.looks or await look_up_exact(state, stale=False) is not None:
+        return
+    lookup = state.lookups.semantic = await look_up_semantic(state)
+    if lookup.entry is None or lookup.outcome != "hit":
+        return
+    asked, prompts, length = exchange.asked, exchange.prompts, exchange.prompt_tokens
+    exchange.asked, exchange.prompts = with_example(asked, lookup.entry), {}
+    try:
+        await tokenise(state)
+    except ApiError:
+        exchange.asked, exchange.prompts, exchange.prompt_tokens = asked, prompts, length
+        return
+    state.lookups.exact = None  # an answer made with an example is neither stored for this request nor shared
+    exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "primed"
