@@ -217,7 +217,7 @@ async def test_before_the_models_are_there_requests_are_told_to_come_again() -> 
         assert not running.engine.streams
         running.engine.answer = words("ok")
         running.fleet.loaded.set()
-        await until(lambda: running.server.app.ready)
+        await until(lambda: running.server.context.is_ready)
         assert (await client.ask("GET", "/health/ready")).status == 200
         assert (await client.chat()).status == 200
 
@@ -235,7 +235,7 @@ async def test_what_is_cut_at_the_end_is_settled() -> None:
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         await running.task
         assert stream.closed
-        assert not running.server.app.running
+        assert not running.server.context.running
     assert ended("overloaded_error") == cut + 2
 
 
@@ -329,7 +329,7 @@ async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_i
     (engine,) = server.fleet._runs.values()
     assert isinstance(engine, AsyncLLM)
     task = asyncio.create_task(server.run(signals=False))
-    await until(lambda: server.app.ready or task.done(), 200.0)
+    await until(lambda: server.context.is_ready or task.done(), 200.0)
     port = server.listening.getsockname()[1]
     asked = CHAT | {"stream": True, "max_tokens": 160, "ignore_eos": True, "temperature": 0}
 

@@ -249,7 +249,7 @@ class Running:
         return client, self.engine.streams[before]
 
     def idle(self) -> bool:
-        return not self.server.app.running and not self.server.edge.tasks and not self.engine.open
+        return not self.server.context.running and not self.server.edge.tasks and not self.engine.open
 
     async def settled(self) -> None:
         """Nothing is left of any request."""
@@ -278,7 +278,7 @@ async def living(
     task = asyncio.create_task(made.run(signals=False))
     running = running_of(task)
     try:
-        await until(lambda: made.app.ready or not loaded or task.done())
+        await until(lambda: made.context.is_ready or not loaded or task.done())
         yield running
         if not task.done():
             await running.settled()

@@ -7,14 +7,16 @@ endpoints take. The page needs no network: it is plain HTML made from the docume
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
 
 from headrace import __version__
+from headrace.server.endpoint_context import EndpointContext
+from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable, body_schema
-
-if TYPE_CHECKING:
-    from headrace.server.http.route import Route
+from headrace.server.http.route_table import Route
 
 _ERROR: Final[dict[str, Any]] = {
     "type": "object",
@@ -44,6 +46,23 @@ _ANTHROPIC_ERROR: Final[dict[str, Any]] = {
     },
     "required": ["type", "error"],
 }
+
+
+def routes(context: EndpointContext, described: Sequence[Route]) -> tuple[Route, ...]:
+    """Return the routes of the document and the page that describe the other routes."""
+    encoded = msgspec.json.encode(document(described, keys=context.services.accounts.directory.needed))
+    shown = page(described)
+
+    async def get_document(call: ApiCall) -> None:
+        await context.reply(call, Response(encoded))
+
+    async def get_page(call: ApiCall) -> None:
+        await context.reply(call, Response(shown, type=b"text/html; charset=utf-8"))
+
+    return (
+        Route("GET", "/openapi.json", get_document, "This document.", open=True, listed=False),
+        Route("GET", "/docs", get_page, "The same for people.", open=True, listed=False),
+    )
 
 
 def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:

@@ -90,8 +90,10 @@ class Server:
         from headrace.server.admin.usage_query import LedgerUsage
         from headrace.server.app import App
         from headrace.server.assemble import assemble
-        from headrace.server.durable_state import State
+        from headrace.server.durable_state import DurableState
+        from headrace.server.endpoint_context import EndpointContext
         from headrace.server.http.edge import ConnectionBounds, Edge
+        from headrace.server.routes import all_routes
 
         config = self.config
         self.database = Database(config.storage.path)
@@ -99,9 +101,9 @@ class Server:
         usage = None if services.ledger is None else LedgerUsage(services.ledger)
         self.administration = Administration(config, services.accounts, usage)
         self.url = url_of(config, self.listening)
-        self.state = State(config, self.database, services.accounts.directory)
-        self.app = App(config, services, routes=(*self.administration.routes(), *self.state.routes()))
-        self.state.attach(self.app)
+        self.context = EndpointContext(config, services)
+        self.durable = DurableState(self.context, self.database)
+        self.app = App(self.context, all_routes(self.context, self.durable, self.administration))
         self.edge = Edge(self.app, ConnectionBounds.of(config.server))
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -111,9 +113,9 @@ class Server:
         if self._ending.is_set():
             self._hurry.set()
             return
-        self.app.draining = True
+        self.context.is_draining = True
         self._ending.set()
-        log.info("draining", running=self.app.running)
+        log.info("draining", running=self.context.running)
 
     async def run(self, *, ready: Callable[[str], None] | None = None, signals: bool = True) -> None:
         with _signals(self.end) if signals else contextlib.nullcontext():
@@ -129,7 +131,7 @@ class Server:
                 await self._ending.wait()
                 await self.edge.drain(self.config.server.drain_s, self._hurry)
             finally:
-                self.app.draining = True
+                self.context.is_draining = True
                 if starting is not None:
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
@@ -141,16 +143,16 @@ class Server:
         await self.fleet.start(lambda name: log.info("loading", model=name))
         await self.services.start()
         await self.administration.start(self.app)
-        self.app.ready = True
+        self.context.is_ready = True
         log.info("ready", models=sorted(self.fleet.served))
         try:
-            await self.state.start()
+            await self.durable.start()
         except Exception as error:  # what needs no storage is served all the same
             log.error("storage failed", exc_info=error)
 
     async def _close(self) -> None:
         async def both() -> None:
-            await self.state.close()
+            await self.durable.close()
             await self.administration.close()
             await self.services.close()
             await self.fleet.close()

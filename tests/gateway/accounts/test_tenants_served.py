@@ -227,7 +227,7 @@ async def test_a_batch_runs_on_behalf_of_its_key_and_stops_with_it(how: str, tmp
         else:
             await running.did("PATCH", "tenants/blue", {"suspended": True})
         say(running.engine.streams[0], "done", end=True)
-        await until(lambda: not running.server.state.batches.unfinished())
+        await until(lambda: not running.server.durable.batches.unfinished())
         if how == "suspended":
             await running.did("PATCH", "tenants/blue", {"suspended": False})
         found, lines = await results(running, other["secret"], batch)

@@ -370,7 +370,7 @@ async def test_when_the_leader_leaves_the_others_go_on_and_one_of_them_pays(tmp_
         second, _ = await running.begun(key=RED)
         third, _ = await running.begun(key=RED)
         first.leave()
-        await until(lambda: running.server.app.running == 2)
+        await until(lambda: running.server.context.running == 2)
         assert not running.engine.dropped
         finish(stream, "two")
         for client in (second, third):
@@ -397,7 +397,7 @@ async def test_when_all_leave_the_engines_request_ends(tmp_path: Path) -> None:
             await client.head()
             await told(client)
         second.leave()
-        await until(lambda: running.server.app.running == 1)
+        await until(lambda: running.server.context.running == 1)
         assert not running.engine.dropped
         first.leave()
         await until(lambda: running.engine.dropped == [stream])
@@ -499,7 +499,7 @@ async def test_who_goes_on_with_an_answer_keeps_to_its_own_limits(tmp_path: Path
         assert none is None
         say(stream, "one ")
         first.leave()
-        await until(lambda: running.server.app.running == 1)
+        await until(lambda: running.server.context.running == 1)
         say(stream, "two ")
         finish(stream, "three")
         await second.head()

@@ -22,7 +22,7 @@ from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import storage_unavailable
 from headrace.observe import metrics
-from headrace.server import durable_state as state
+from headrace.server import durable_state
 from headrace.server.api.chat_completions import ChatStream
 from headrace.server.api.files import FileStore
 from headrace.server.api.response_store import ResponseStore
@@ -416,7 +416,7 @@ async def test_what_has_expired_goes_though_nobody_writes_anything(monkeypatch: 
         swept.append("responses")
         return 0
 
-    monkeypatch.setattr(state, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "SWEEP_SECONDS", 0.001)
     monkeypatch.setattr(FileStore, "sweep", files)
     monkeypatch.setattr(ResponseStore, "sweep", responses)
     async with serving():

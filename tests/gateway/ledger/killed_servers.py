@@ -81,7 +81,7 @@ async def serve(folder: Path, seed: int, pipe: int) -> None:
     )
     server = Server(config, fleet=FakeFleet(engine))
     running = asyncio.create_task(server.run(signals=False))
-    await until(lambda: server.app.ready or running.done())
+    await until(lambda: server.context.is_ready or running.done())
     os.write(pipe, f"{server.url.rsplit(':', 1)[1]}\n".encode())
     await running
 

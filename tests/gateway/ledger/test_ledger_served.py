@@ -140,7 +140,7 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
             note(PATH, json.loads(line)["response"]["body"]["usage"])
 
     try:
-        await until(lambda: server.app.ready or task.done(), 200.0)
+        await until(lambda: server.context.is_ready or task.done(), 200.0)
         usage = {"stream_options": {"include_usage": True}}
         chat = {**CHAT, "max_tokens": 8}
         await asyncio.gather(

@@ -283,7 +283,7 @@ async def test_a_client_that_leaves_while_its_answer_waits_gives_back_its_place_
         await until(lambda: running.clock.sleeping == 1)
         assert (await running.chat_as("acme")).error["code"] == "tenant_concurrent"
         client.leave()
-        await until(lambda: running.server.app.running == 0)
+        await until(lambda: running.server.context.running == 0)
         assert not running.engine.open
         running.clock.millis += 1000
         running.says(1)

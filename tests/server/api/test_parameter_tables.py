@@ -14,10 +14,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
-from headrace.server import durable_state as state
 from headrace.server.api import chat_completions as chat
 from headrace.server.api import completions, messages_parameters, responses_parameters, vectors
 from headrace.server.api import tokenize as tokens
+from headrace.server.api.batch_endpoints import BATCH_PARAMETERS
 from headrace.server.api.common_parameters import extra_fields
 from headrace.server.http.body_parameters import (
     Parameter,
@@ -38,7 +38,7 @@ TABLES: Mapping[str, ParameterTable] = {
     "score": vectors.SCORE_PARAMETERS,
     "tokenize": tokens.TOKENIZE_PARAMETERS,
     "detokenize": tokens.DETOKENIZE_PARAMETERS,
-    "batches": state.BATCHES,
+    "batches": BATCH_PARAMETERS,
 }
 EACH = [pytest.param(table, name, id=f"{where}-{name}") for where, table in TABLES.items() for name in table]
 

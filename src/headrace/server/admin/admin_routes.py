@@ -30,7 +30,7 @@ from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable, parse_body_object, parse_parameters
 
 if TYPE_CHECKING:
-    from headrace.server.http.route import Route
+    from headrace.server.http.route_table import Route
 
 log: Final = structlog.stdlib.get_logger("headrace.admin")
 
@@ -88,7 +88,7 @@ class AdminRoutes:
         )
 
     def _route(self, method: str, path: str, work: Work, about: str, table: ParameterTable | None = None) -> Route:
-        from headrace.server.http.route import Route
+        from headrace.server.http.route_table import Route
 
         async def handler(call: ApiCall) -> None:
             call.headers = {name: value for name, value in call.headers.items() if name != "origin"}

@@ -10,7 +10,7 @@ from headrace.server.admin.admin_protocols import UsageExport
 from headrace.server.admin.admin_routes import AdminRoutes
 from headrace.server.admin.admin_socket import AdminSocket
 from headrace.server.http.edge import Application, ConnectionBounds
-from headrace.server.http.route import Route
+from headrace.server.http.route_table import Route
 
 
 class Administration:

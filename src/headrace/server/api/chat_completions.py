@@ -45,6 +45,7 @@ from headrace.server.api.common_parameters import (
     parse_stops,
     select_grammar,
 )
+from headrace.server.api.text_endpoint import Dialect, text_route
 from headrace.server.api.tool_parameters import (
     ToolName,
     check_has_tools,
@@ -52,7 +53,9 @@ from headrace.server.api.tool_parameters import (
     check_tools,
     decode_arguments,
 )
+from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
+from headrace.server.http.route_table import Route
 
 
 class ChatContentPart(Struct, forbid_unknown_fields=True):
@@ -453,3 +456,10 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+CHAT_DIALECT: Final = Dialect("chat", CHAT_PARAMETERS, read_chat_request, chat_body, ChatStream, relays=True)
+
+
+def routes(context: EndpointContext) -> tuple[Route, ...]:
+    return (text_route(context, "/v1/chat/completions", CHAT_DIALECT, "Answer a chat."),)

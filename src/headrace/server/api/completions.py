@@ -36,7 +36,10 @@ from headrace.server.api.common_parameters import (
     guided_parameter,
     parse_stops,
 )
+from headrace.server.api.text_endpoint import Dialect, text_route
+from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
+from headrace.server.http.route_table import Route
 
 DEFAULT_TOKENS: Final = 16  # OpenAI's default for max_tokens
 
@@ -202,3 +205,12 @@ class CompletionStream(ChunkStream):
             "finish_reason": piece.finish,
         }
         return self._before + self._encode(choice) + self._after
+
+
+COMPLETION_DIALECT: Final = Dialect(
+    "completion", COMPLETION_PARAMETERS, read_completion_request, completion_body, CompletionStream, relays=True
+)
+
+
+def routes(context: EndpointContext) -> tuple[Route, ...]:
+    return (text_route(context, "/v1/completions", COMPLETION_DIALECT, "Continue a text."),)

@@ -29,6 +29,7 @@ from headrace.gateway.requests.text_request import (
     ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.prompt_length import prompt_tokens
 from headrace.server.api.block_events import BlockEvent, BlockSplitter, restart_error
 from headrace.server.api.common_parameters import (
     build_sampling,
@@ -62,8 +63,12 @@ from headrace.server.api.messages_parameters import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from headrace.server.api.text_endpoint import Dialect, text_route
 from headrace.server.api.tool_parameters import check_has_tools, check_named_tool, check_tools, decode_arguments
+from headrace.server.endpoint_context import EndpointContext
+from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import convert_value, parse_body, unsupported_parameter
+from headrace.server.http.route_table import ANTHROPIC, Route
 
 # Headrace returns reasoning in full and takes it back unchanged, so there is nothing to sign.
 SIGNATURE: Final = "headrace"
@@ -408,3 +413,22 @@ def _block_delta(event: BlockEvent) -> dict[str, Any]:
             return {"type": "text_delta", "text": event.text}
         case "call":
             return {"type": "input_json_delta", "partial_json": event.text}
+
+
+MESSAGES_DIALECT: Final = Dialect(
+    "messages", MESSAGE_PARAMETERS, read_message_request, message_body, MessageStream, errors=ANTHROPIC
+)
+
+
+def routes(context: EndpointContext) -> tuple[Route, ...]:
+    count_path = "/v1/messages/count_tokens"
+
+    async def count_tokens(call: ApiCall) -> None:
+        request = read_count_request(await context.body(call), call.headers, context.config.limits)
+        exchange = context.exchange(call.caller, request, count_path)
+        await context.reply(call, Response.json({"input_tokens": await prompt_tokens(exchange)}))
+
+    return (
+        text_route(context, "/v1/messages", MESSAGES_DIALECT, "Answer a chat in Anthropic's dialect."),
+        Route("POST", count_path, count_tokens, "Count a chat's tokens.", COUNT_TOKENS_PARAMETERS, errors=ANTHROPIC),
+    )

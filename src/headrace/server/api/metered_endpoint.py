@@ -7,11 +7,12 @@ is and does is vectors's.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.gateway.accounts.access import choose_surface
+from headrace.gateway.accounts.access import choose_surface, find_model
 from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import as_api_error
 from headrace.gateway.flow.services import Services
@@ -19,7 +20,20 @@ from headrace.gateway.ledger.budgets import BudgetRefusal
 from headrace.gateway.ledger.ledger_records import LedgerEntry
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
-from headrace.server.api.vectors import PreparedCall
+from headrace.server.api.common_parameters import with_headers
+from headrace.server.api.vectors import (
+    EMBEDDINGS_PARAMETERS,
+    RERANK_PARAMETERS,
+    SCORE_PARAMETERS,
+    PreparedCall,
+    prepare_embeddings,
+    prepare_rerank,
+    prepare_score,
+)
+from headrace.server.endpoint_context import EndpointContext
+from headrace.server.http.api_call import ApiCall, Response
+from headrace.server.http.body_parameters import ParameterTable, parse_body
+from headrace.server.http.route_table import Route
 
 
 async def run_metered(
@@ -73,3 +87,32 @@ async def run_metered(
             reservation.release_soon()
         else:
             reservation.settle_soon(used.prompt_tokens, 0, whole=False)
+
+
+def routes(context: EndpointContext) -> tuple[Route, ...]:
+    return (
+        _route(context, "/v1/embeddings", EMBEDDINGS_PARAMETERS, prepare_embeddings, "Turn texts into vectors."),
+        _route(context, "/v1/rerank", RERANK_PARAMETERS, prepare_rerank, "Order documents by relevance to a query."),
+        _route(context, "/v1/score", SCORE_PARAMETERS, prepare_score, "Score how likely a text is after another."),
+    )
+
+
+def _route(
+    context: EndpointContext,
+    path: str,
+    table: ParameterTable,
+    prepare: Callable[..., Coroutine[Any, Any, PreparedCall]],
+    about: str,
+) -> Route:
+    async def handler(call: ApiCall) -> None:
+        context.admit()
+        given = with_headers(parse_body(await context.body(call), table), call.headers, table)
+        model = given.get("model", "")
+        served = find_model(call.caller, context.services.fleet, model)
+        with context.count_running():
+            prepared = await prepare(served, call.caller, given, context.config.limits)
+            work = run_metered(context.services, call.caller, prepared, path, model=model)
+            result, headers = await call.unless_gone(work)
+        await context.reply(call, Response.json(result, headers=headers))
+
+    return Route("POST", path, handler, about, table)

@@ -6,8 +6,8 @@ Its shape is responses's, the keeping response_store's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import structlog
 
@@ -26,17 +26,15 @@ from headrace.server.api.responses import (
     with_history,
 )
 from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
-from headrace.server.api.text_endpoint import Dialect
+from headrace.server.api.text_endpoint import Dialect, answer_call
+from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
-
-if TYPE_CHECKING:
-    from headrace.server.app import App
-    from headrace.server.http.route import Route
+from headrace.server.http.route_table import Route
 
 log = structlog.stdlib.get_logger("headrace.responses")
 
 
-class Answered:
+class StoredAnswer:
     """One response: its dialect, and what is kept of it."""
 
     def __init__(self, found: ResponseRequest, store: ResponseStore, tenant: str) -> None:
@@ -72,10 +70,10 @@ class Answered:
             body["store"] = False
 
 
-async def read(
+async def read_with_history(
     body: bytes, headers: Mapping[str, str], limits: RequestLimits, store: ResponseStore, tenant: str
 ) -> ResponseRequest:
-    """What is asked, after the conversation that it goes on from."""
+    """Read a request, with the conversation of the response that it continues."""
     found = read_response_request(body, headers, limits)
     if found.previous is None:
         return found
@@ -83,36 +81,31 @@ async def read(
     return with_history(found, [*earlier.items, *earlier.body["output"]])
 
 
-def routes(app_of: Callable[[], App], store: ResponseStore) -> tuple[Route, ...]:
-    """`app_of`: gives the application, which is made after its routes."""
-    from headrace.server.http.route import Route
-
+def routes(context: EndpointContext, store: ResponseStore) -> tuple[Route, ...]:
     async def create(call: ApiCall) -> None:
-        app = app_of()
-        app.admit()
+        context.admit()
         tenant = call.caller.tenant
-        found = await read(await app.body(call), call.headers, app.config.limits, store, tenant)
-        exchange = app.exchange(call.caller, found.asked, "/v1/responses")
-        answered = Answered(found, store, tenant)
-        await app.answer(call, exchange, answered.dialect())
+        request = await read_with_history(await context.body(call), call.headers, context.config.limits, store, tenant)
+        exchange = context.exchange(call.caller, request.asked, "/v1/responses")
+        await answer_call(context, call, exchange, StoredAnswer(request, store, tenant).dialect())
 
     async def retrieve(call: ApiCall) -> None:
-        found = await store.get(call.params["response"], call.caller.tenant)
-        await app_of().reply(call, Response.json(found.body))
+        response = await store.get(call.params["response"], call.caller.tenant)
+        await context.reply(call, Response.json(response.body))
 
     async def delete(call: ApiCall) -> None:
         id = call.params["response"]
         await store.delete(id, call.caller.tenant)
-        await app_of().reply(call, Response.json({"id": id, "object": "response", "deleted": True}))
+        await context.reply(call, Response.json({"id": id, "object": "response", "deleted": True}))
 
-    async def items(call: ApiCall) -> None:
-        asked = parse_list_query(call, ("after", "limit", "order"))
-        page = await store.items(call.params["response"], call.caller.tenant, **asked)
-        await app_of().reply(call, Response.json(page.as_json(lambda item: item)))
+    async def list_items(call: ApiCall) -> None:
+        query = parse_list_query(call, ("after", "limit", "order"))
+        page = await store.items(call.params["response"], call.caller.tenant, **query)
+        await context.reply(call, Response.json(page.as_json(lambda item: item)))
 
     return (
-        Route("POST", "/v1/responses", create, "Answer, in items that can be gone on from.", RESPONSE_PARAMETERS),
-        Route("GET", "/v1/responses/{response}", retrieve, "A stored response."),
-        Route("DELETE", "/v1/responses/{response}", delete, "Remove it."),
-        Route("GET", "/v1/responses/{response}/input_items", items, "The conversation up to it."),
+        Route("POST", "/v1/responses", create, "Create a response that can be continued.", RESPONSE_PARAMETERS),
+        Route("GET", "/v1/responses/{response}", retrieve, "Retrieve a stored response."),
+        Route("DELETE", "/v1/responses/{response}", delete, "Delete a stored response."),
+        Route("GET", "/v1/responses/{response}/input_items", list_items, "List the conversation before a response."),
     )

@@ -1,7 +1,7 @@
 """The endpoints that answer with text, in whatever dialect: read, run, deliver, settle.
 
 Owns Dialect (how an endpoint reads a body and writes answers) and the delivery of one exchange, whole or as events.
-Settling happens once on every flow out: an answer, an error, a client that left.
+The exchange is settled once, whether it ends with an answer, an error or a disconnect.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, as_api_error
+from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.text_flow import TextFlow
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import ParameterTable
-
-if TYPE_CHECKING:
-    from headrace.gateway.flow.services import Services
-    from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.server.http.route_table import Route
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -50,10 +50,30 @@ async def answer_in_full(exchange: Exchange, dialect: Dialect, services: Service
         return body
 
 
-async def deliver(
+def text_route(context: EndpointContext, path: str, dialect: Dialect, about: str) -> Route:
+    """Return the route of an endpoint that answers with text."""
+
+    async def handler(call: ApiCall) -> None:
+        context.admit()
+        request = dialect.read(await context.body(call), call.headers, context.config.limits)
+        await answer_call(context, call, context.exchange(call.caller, request, path), dialect)
+
+    return Route("POST", path, handler, about, dialect.table, errors=dialect.errors)
+
+
+async def answer_call(context: EndpointContext, call: ApiCall, exchange: Exchange, dialect: Dialect) -> None:
+    """Answer a call, and put the exchange into its log line."""
+    with context.count_running():
+        try:
+            await _deliver(call, exchange, dialect, context.cors_headers(call), context.services)
+        finally:
+            call.log_fields = exchange.log_line()
+
+
+async def _deliver(
     call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], services: Services
 ) -> None:
-    """Answers a call. ApiError before the first byte is the caller's to tell; after it, it is an event."""
+    """ApiError before the first byte is the caller's to report; after it, it is sent as an event."""
     flow = TextFlow(exchange, services)
     with _settling(flow, call.watch(flow.cancel)):
         await flow.begin()

@@ -6,17 +6,21 @@ tokenizer, and then as far as that is the right one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
 from headrace.config import RequestLimits
+from headrace.gateway.accounts.access import find_model
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
 from headrace.server.api.chat_completions import ChatInputMessage, template_messages
-from headrace.server.http.body_parameters import Parameter, ParameterTable
+from headrace.server.endpoint_context import EndpointContext
+from headrace.server.http.api_call import ApiCall, Response
+from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
+from headrace.server.http.route_table import Route
 
 _LIMITS: Final = RequestLimits()
 _MODEL: Final = Parameter("The model; the configured one where none is named.", str)
@@ -64,3 +68,25 @@ async def detokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[st
         if token >= tokenizer.vocab_size:
             raise invalid_request(f"there is no token {token}", "tokens")
     return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
+
+
+def routes(context: EndpointContext) -> tuple[Route, ...]:
+    return (
+        _route(context, "/tokenize", TOKENIZE_PARAMETERS, tokenize, "Turn a text or a chat into tokens."),
+        _route(context, "/detokenize", DETOKENIZE_PARAMETERS, detokenize, "Turn tokens into a text."),
+    )
+
+
+def _route(
+    context: EndpointContext,
+    path: str,
+    table: ParameterTable,
+    convert: Callable[[ServedVariant, Mapping[str, Any]], Awaitable[dict[str, Any]]],
+    about: str,
+) -> Route:
+    async def handler(call: ApiCall) -> None:
+        given = parse_body(await context.body(call), table)
+        served = find_model(call.caller, context.services.fleet, given.get("model", ""))
+        await context.reply(call, Response.json(await convert(served, given)))
+
+    return Route("POST", path, handler, about, table)

@@ -1,7 +1,7 @@
 """The connections of the server: HTTP/1.1 for an ASGI application, and what a client may do to a connection.
 
 Owns Edge (all connections, and what they share) and Connection (one socket: its bounds, and the order of what is asked
-on it). One request with its response is turn's, parsing httptools'. Knows nothing of what requests mean.
+on it). One request with its response is cycle's, parsing httptools'. Knows nothing of what requests mean.
 
     socket ──▶ Connection ──▶ RequestCycle ──receive──▶ application ──send──▶ RequestCycle ──▶ socket
 
@@ -65,7 +65,7 @@ class Edge:
         self.bounds = bounds
         self.draining = False  # each connection is closed after the response that is under way
         self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()  # one for each turn under way
+        self.tasks: set[asyncio.Task[None]] = set()  # one for each cycle under way
         self.deserted = asyncio.Event()  # there is no connection
         self.deserted.set()
         self._server: asyncio.Server | None = None
@@ -181,9 +181,9 @@ class Connection(asyncio.Protocol):
             self._reader_timer.cancel()
             self._reader_timer = None
         self._deaf = True
-        for turn in (self._running, self._reading, *self._waiting):
-            if turn is not None:
-                turn.lose()
+        for cycle in (self._running, self._reading, *self._waiting):
+            if cycle is not None:
+                cycle.lose()
         self._waiting.clear()
         self._parser = None
         self.full = False
@@ -259,12 +259,12 @@ class Connection(asyncio.Protocol):
         The parser takes what follows for the other protocol's, so another parser is told where we are: Java's clients
         ask so with every first request, and its body follows.
         """
-        turn = self._reading
+        cycle = self._reading
         self._parser = httptools.HttpRequestParser(self)
-        if turn is None:
+        if cycle is None:
             self._feed(rest)
             return
-        framing = b"transfer-encoding: chunked" if turn.declared is None else b"content-length: %d" % turn.declared
+        framing = b"transfer-encoding: chunked" if cycle.declared is None else b"content-length: %d" % cycle.declared
         self._again = True
         self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
         self._feed(rest)
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
         version = self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _RefusalError(505, "only HTTP/1.1 is spoken here", "malformed")
-        turn = self._reading = RequestCycle(
+        cycle = self._reading = RequestCycle(
             self,
             self._scope(version),
             keep=version == "1.1" and self._parser.should_keep_alive(),
@@ -325,9 +325,9 @@ class Connection(asyncio.Protocol):
             expects=self._expects and version == "1.1" and self._declared != 0,
         )
         if self._running is None:
-            self._begin(turn)
+            self._begin(cycle)
         elif len(self._waiting) < _PIPELINED:
-            self._waiting.append(turn)
+            self._waiting.append(cycle)
         else:
             self._stop_listening()
 
@@ -355,65 +355,65 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._moved = True
-        turn = self._reading
-        if turn is None or self._deaf:
+        cycle = self._reading
+        if cycle is None or self._deaf:
             return
-        turn.received += len(body)
-        if turn.complete:
+        cycle.received += len(body)
+        if cycle.complete:
             return
-        turn.body += body
-        if len(turn.body) > _UNREAD and turn is not self._running:
+        cycle.body += body
+        if len(cycle.body) > _UNREAD and cycle is not self._running:
             self._stop_listening()
-        elif len(turn.body) > _UNREAD:
+        elif len(cycle.body) > _UNREAD:
             self.pace()
-        turn.wake()
+        cycle.wake()
 
     def on_message_complete(self) -> None:
         self._moved = True
-        turn = self._reading
-        if turn is None or (self._parser.should_upgrade() and turn.declared != 0):
+        cycle = self._reading
+        if cycle is None or (self._parser.should_upgrade() and cycle.declared != 0):
             return  # in the second case its body is still to come, see _stay
-        turn.whole = True
+        cycle.whole = True
         self._reading = None
-        if turn.complete:
+        if cycle.complete:
             self._await()
         else:
-            turn.wake()
+            cycle.wake()
 
-    # Turns
+    # Cycles
 
-    def _begin(self, turn: RequestCycle) -> None:
+    def _begin(self, cycle: RequestCycle) -> None:
         self._wait(0.0, None)
-        self._running = turn
-        task = self._loop.create_task(self._run(turn))
+        self._running = cycle
+        task = self._loop.create_task(self._run(cycle))
         self.edge.tasks.add(task)
         task.add_done_callback(self.edge.tasks.discard)
 
-    async def _run(self, turn: RequestCycle) -> None:
+    async def _run(self, cycle: RequestCycle) -> None:
         try:
-            await self.edge.application(turn.scope, turn.receive, turn.send)
+            await self.edge.application(cycle.scope, cycle.receive, cycle.send)
         except Exception:
             log.exception("the application failed")
         finally:
-            turn.scope.pop("extensions", None)  # it leads back to the turn, and they are not to keep each other
-            if turn.complete or turn.lost:
+            cycle.scope.pop("extensions", None)  # it leads back to the cycle, and they are not to keep each other
+            if cycle.complete or cycle.lost:
                 pass
-            elif turn.started:
+            elif cycle.started:
                 self.abort()  # so that the client knows that something is missing
-            elif turn.left:
+            elif cycle.left:
                 self._finish()
             elif self.edge.draining:
                 self._refuse(503, "the server is about to end", "draining", kind="overloaded_error")
             else:
                 self._refuse(500, "something went wrong inside of Headrace", None, kind="server_error")
 
-    def ended(self, turn: RequestCycle) -> None:
+    def ended(self, cycle: RequestCycle) -> None:
         """Its response is complete."""
         self._running = None
-        if turn.keep and self._waiting:
+        if cycle.keep and self._waiting:
             self._begin(self._waiting.popleft())
             self.pace()
-        elif turn.keep and not self._deaf:
+        elif cycle.keep and not self._deaf:
             self._await()
         else:
             self._finish()
@@ -446,16 +446,16 @@ class Connection(asyncio.Protocol):
 
     def _spoilt(self, refusal: _RefusalError) -> None:
         """What came is no HTTP, or too much of it."""
-        turn = self._running
+        cycle = self._running
         metrics.cut.labels(refusal.why).inc()
-        if turn is None:
+        if cycle is None:
             self._refuse(refusal.status, str(refusal), None)
-        elif turn is not self._reading:
+        elif cycle is not self._reading:
             self._stop_listening()  # what was asked before is answered
-        elif turn.started:
+        elif cycle.started:
             self._cut("")
         else:
-            turn.lose()
+            cycle.lose()
             self._refuse(refusal.status, str(refusal), None)
 
     # The end
@@ -471,7 +471,7 @@ class Connection(asyncio.Protocol):
         self._finish()
 
     def _finish(self) -> None:
-        """No more turns: what was written goes out, and the socket is closed."""
+        """No more cycles: what was written goes out, and the socket is closed."""
         if self._finished or self._transport.is_closing():
             return
         more_may_come = not self._half and (self._deaf or self._reading is not None)
@@ -518,8 +518,8 @@ class Connection(asyncio.Protocol):
 
     def pace(self) -> None:
         """Reads no more of a body than the application has asked for."""
-        turn = self._reading
-        full = turn is not None and not self._deaf and not turn.complete and len(turn.body) > _UNREAD
+        cycle = self._reading
+        full = cycle is not None and not self._deaf and not cycle.complete and len(cycle.body) > _UNREAD
         if full != self._paused and not self._transport.is_closing():
             self._paused = full
             if full:

@@ -9,10 +9,7 @@ import asyncio
 import http
 import re
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from headrace.server.http.edge import Connection
+from typing import Any, Final, Protocol
 
 Message = MutableMapping[str, Any]
 
@@ -24,6 +21,36 @@ GONE: Final = "headrace.gone"  # calls back once, in a turn of the loop of its o
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 _REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read to keep the connection
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class ConnectionOwner(Protocol):
+    """What the connections of a server have in common."""
+
+    draining: bool  # each connection is closed after the response in progress
+
+    def date(self) -> bytes:
+        """Return the `date` header line."""
+        ...
+
+
+class CycleConnection(Protocol):
+    """What a RequestCycle needs of its connection."""
+
+    room: asyncio.Event  # set while the write buffer has room
+    full: bool  # the opposite of `room`, for callers that do not wait
+
+    @property
+    def edge(self) -> ConnectionOwner: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def pace(self) -> None:
+        """Pause or resume reading from the socket, depending on how much of the body is unread."""
+        ...
+
+    def ended(self, cycle: RequestCycle) -> None:
+        """The response is complete."""
+        ...
 
 
 class RequestCycle:
@@ -52,7 +79,7 @@ class RequestCycle:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: CycleConnection,
         scope: dict[str, Any],
         *,
         keep: bool,

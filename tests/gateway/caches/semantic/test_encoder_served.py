@@ -42,7 +42,7 @@ async def test_the_bundled_model_is_spared_a_question_that_it_has_answered(tmp_p
     server = Server(configured(tmp_path))
     task = asyncio.create_task(server.run(signals=False))
     try:
-        await until(lambda: server.app.ready or task.done())
+        await until(lambda: server.context.is_ready or task.done())
         reader, writer = await asyncio.open_connection("127.0.0.1", server.listening.getsockname()[1])
         client = Client(reader, writer)
 

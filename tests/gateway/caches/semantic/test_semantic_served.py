@@ -369,7 +369,7 @@ async def test_who_leaves_while_it_is_looked_for_costs_no_generation(tmp_path: P
         await client.send(request("POST", PATH, question(ON), **RED))
         await until(lambda: bool(encoder.asked))
         client.leave()
-        await until(lambda: running.server.app.running == 0)
+        await until(lambda: running.server.context.running == 0)
         assert not running.engine.streams
         await asyncio.sleep(0)
 

@@ -59,7 +59,7 @@ async def through(
             task = asyncio.create_task(server.run(signals=False))
             running = Running(server, FakeEngine(), cast(Any, server.fleet), task)
             try:
-                await until(lambda: server.app.ready or task.done())
+                await until(lambda: server.context.is_ready or task.done())
                 yield running, fake
                 await running.settled()
                 upstream = server.fleet.served["mini"].upstream

@@ -1,0 +1,79 @@
+"""Route and RouteTable: which handler answers a method and a path. Knows no endpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from headrace.gateway.api_errors import ApiError
+from headrace.server.http.api_call import ApiCall
+from headrace.server.http.body_parameters import ParameterTable
+
+ANTHROPIC: Final = "anthropic"  # the shape of errors
+Handler = Callable[[ApiCall], Awaitable[None]]
+
+
+class Route(msgspec.Struct, frozen=True):
+    method: str
+    path: str  # a part in braces is a parameter
+    handler: Handler
+    about: str
+    table: ParameterTable | None = None  # of its body
+    open: bool = False  # without a key
+    errors: str = "openai"
+    listed: bool = True  # in the OpenAPI document
+
+
+class MethodError(ApiError):
+    """The path exists, but not with this method."""
+
+    def __init__(self, path: str, methods: set[str]) -> None:
+        self.allowed = ", ".join(sorted(methods))
+        super().__init__(f"{path[:200]} takes {self.allowed}", code="method_not_allowed", status=405)
+
+
+class RouteTable:
+    def __init__(self, routes: Sequence[Route], *, preflight: Handler, redact: Callable[[str], str]) -> None:
+        """`preflight` answers OPTIONS for every path. `redact` hides secrets in a path before an error repeats it."""
+        self._fixed = {(route.method, route.path): route for route in routes if "{" not in route.path}
+        self._by_path: dict[str, list[Route]] = {}
+        for route in routes:
+            self._by_path.setdefault(route.path, []).append(route)
+        self._patterns = [(route, _pattern(route.path)) for route in routes if "{" in route.path]
+        self._preflight = preflight
+        self._redact = redact
+
+    def find(self, call: ApiCall) -> Route:
+        """Return the route of a call, and set the call's path parameters. ApiError where there is none."""
+        method, path = call.scope["method"], call.scope["path"]
+        if method == "HEAD":
+            method = "GET"
+        route = self._fixed.get((method, path))
+        if route is not None:
+            return route
+        others = list(self._by_path.get(path, ()))
+        for route, pattern in self._patterns:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                if route.method == method:
+                    call.params = match.groupdict()
+                    return route
+                others.append(route)
+        if others and method == "OPTIONS":
+            return msgspec.structs.replace(others[0], handler=self._preflight, open=True)
+        if others:
+            raise MethodError(self._redact(path), {route.method for route in others})
+        raise ApiError(f"there is no {self._redact(path)[:200]}", kind="not_found_error", code="unknown_url")
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """{name} matches one part of a path; {model} may contain slashes."""
+    parts = re.split(r"(\{\w+\})", path)
+    expressions = [
+        f"(?P<{part[1:-1]}>{'.+' if part == '{model}' else '[^/]+'})" if part.startswith("{") else re.escape(part)
+        for part in parts
+    ]
+    return re.compile("".join(expressions))
