@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, StageResult
-from headrace.bench.results.request_stats import figures, groups, lengths
+from headrace.bench.results.request_stats import compute_stats, stats_by, stats_by_length
 
 
 def measured(
@@ -61,7 +61,7 @@ def measured(
         )
         heapq.heappush(free, start + e2el)
     wanted = dict(objectives or {})
-    total = figures("all", rows, wanted)
+    total = compute_stats("all", rows, wanted)
     given = {
         "label": "ours",
         "model": "mini",
@@ -81,8 +81,8 @@ def measured(
                 name=f"{users} at once", concurrency=users, began=begin, ended=begin + total.seconds, figures=total
             )
         ],
-        tenants=groups(rows, lambda row: row.tenant, wanted, seconds=total.seconds),
-        lengths=lengths(rows, [128, 512], wanted, seconds=total.seconds),
+        tenants=stats_by(rows, lambda row: row.tenant, wanted, seconds=total.seconds),
+        lengths=stats_by_length(rows, [128, 512], wanted, seconds=total.seconds),
         rows=rows,
         **given,  # pyright: ignore[reportArgumentType]
     )
@@ -100,7 +100,7 @@ def swept(
         rows += part.rows
         kept_up = place < len(rates) - 1
         end = begin + part.duration
-        found = figures(f"{rate:g} requests/s", part.rows, {})
+        found = compute_stats(f"{rate:g} requests/s", part.rows, {})
         stages.append(
             StageResult(
                 name=found.name,
@@ -115,7 +115,7 @@ def swept(
         begin = end
     for number, row in enumerate(rows):
         row.number = number
-    total = figures("all", rows, {})
+    total = compute_stats("all", rows, {})
     given = {
         "label": "ours",
         "model": "mini",

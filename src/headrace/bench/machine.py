@@ -1,7 +1,7 @@
-"""What this machine is and can do at most: cores, memory, bandwidth, peak rates.
+"""Probes the machine: cores, memory, bandwidth, peak rates.
 
-Owns the probing. Rates on shared machines move within seconds, so each probe runs several times and the best run
-counts: a floor must be what no program could beat. Knows nothing of models.
+Rates on shared machines change within seconds, so each probe runs several times and the best run counts: a floor must
+be what no program can beat.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class Machine(msgspec.Struct, frozen=True):
     cpu: str
     threads: int
     isa: str
-    memory: int  # bytes that this process may still use
-    peaks: dict[
-        str, float
-    ]  # operations per second, a multiply and an add being two; 0 where there is no such instruction
+    memory: int  # bytes available to this process
+    # Operations per second, where a multiply and an add are two; 0 without such an instruction.
+    peaks: dict[str, float]
 
 
 def probe_machine(pool: _core.Pool, *, seconds: float = 0.1) -> Machine:
@@ -35,13 +34,13 @@ def probe_machine(pool: _core.Pool, *, seconds: float = 0.1) -> Machine:
 
 
 def bandwidth(pool: _core.Pool, size: int, *, seconds: float = 0.15) -> float:
-    """Bytes per second when a buffer of `size` bytes is read over and over: a small model lives in the caches."""
+    """Measure the bytes per second of reading a buffer of `size` bytes repeatedly; a small one stays in the caches."""
     mebibytes = min(max(size >> 20, pool.threads), 1024)
     return max(_core.measure_bandwidth(pool, mebibytes, seconds) for _ in range(_RUNS))
 
 
 def available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The least of what the system has to give and what a container's limit leaves; 0 where neither is known."""
+    """Return the memory that the system and a container's limit leave, in bytes; 0 if unknown."""
     bounds: list[int] = []
     for line in _lines(proc):
         if line.startswith("MemAvailable:"):

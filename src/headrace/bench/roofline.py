@@ -1,7 +1,7 @@
-"""Floors: the least time that a model's steps can take on a machine, per precision.
+"""Computes floors: the least time of a model's steps on a machine, per precision.
 
-Owns the counting of bytes and operations of a step. A decode token must read every weight that it multiplies with once;
-a prefill must do every multiplication once. Knows nothing of how Headrace computes: no program could beat these.
+A decode token must read every weight that it uses once; a prefill must do every multiplication once. This counts bytes
+and operations, and is independent of how Headrace computes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PREFILL: Final = 512  # tokens
 class Floor(msgspec.Struct, frozen=True):
     precision: str
     weight_bytes: int
-    decode_bytes: int  # read for one token
+    decode_bytes: int  # read per token
     bandwidth: float  # bytes per second
     peak: float  # operations per second
     decode_ms: float
-    prefill_ms: float  # of 512 tokens
+    prefill_ms: float  # for 512 tokens
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -35,7 +35,7 @@ def parameters(spec: ModelSpec) -> int:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """What one token meets: of the experts the chosen ones, of an embedding that is not the head too nothing."""
+    """Count the parameters that one token uses: only chosen experts, no embedding unless it is also the head."""
     return sum(int(np.prod(shape)) for shape in _active_shapes(spec).values())
 
 
@@ -44,7 +44,7 @@ def decode_bytes(spec: ModelSpec, plan: WeightPlan) -> int:
 
 
 def operations(spec: ModelSpec, tokens: int) -> float:
-    """Of a prefill from nothing: products for every token, the head for the last, attention over what each one sees."""
+    """Count the operations of a prefill: products for every token, the head once, attention over each window."""
     shapes = _active_shapes(spec)
     head = shapes.pop("embed" if spec.tied else "head", (0,))
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
@@ -82,7 +82,7 @@ def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second:
 
 
 def best_peak(machine: Machine, weight_format: str) -> float:
-    """The fastest instructions that multiply what such weights can be turned into without losing anything of them."""
+    """Return the rate of the fastest instructions that can multiply such weights without loss."""
     kinds = ["fma_f32"]
     if weight_format != "f32":
         kinds += ["dot_bf16", "amx_bf16"]

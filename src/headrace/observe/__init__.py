@@ -1,1 +1,1 @@
-"""SEE it: metrics, and a line in the log for every request. Imported by anyone, imports nobody."""
+"""Observability: metrics. Any layer may import it; it imports none of them."""

@@ -1,7 +1,7 @@
-"""What the server counts: requests, tokens and times, as Prometheus reads them.
+"""The Prometheus metrics of the server.
 
-Owns the metrics and their labels. Labels take values from the configuration and the code alone (models, tenants,
-routes, kinds of errors), so that no client can make new ones.
+Label values come from the configuration and the code only (models, tenants, routes, error kinds), so clients cannot
+create new series.
 """
 
 from __future__ import annotations
@@ -22,31 +22,38 @@ http_requests: Final = Counter(
 )
 answers: Final = Counter(
     "headrace_answers",
-    "Requests for text that have ended: finished, limited, deadline, gone (the client left), or an error's kind.",
+    "Generation requests by ending: finished, limited, deadline, gone (client disconnected), or an error kind.",
     ("model", "tenant", "ended"),
     registry=registry,
 )
 tokens: Final = Counter(
-    "headrace_tokens", "Tokens: prompt, cached (of the prompt), output.", ("model", "tenant", "kind"), registry=registry
+    "headrace_tokens",
+    "Tokens by kind: prompt, cached (part of the prompt), output.",
+    ("model", "tenant", "kind"),
+    registry=registry,
 )
-running: Final = Gauge("headrace_requests_running", "Requests for text under way.", registry=registry)
+running: Final = Gauge("headrace_requests_running", "Generation requests in progress.", registry=registry)
 connections: Final = Gauge("headrace_connections", "Open connections.", registry=registry)
 cut: Final = Counter(
-    "headrace_connections_cut", "Connections closed by the server, by why.", ("why",), registry=registry
+    "headrace_connections_cut", "Connections closed by the server, by reason.", ("why",), registry=registry
 )
 ttft: Final = Histogram(
-    "headrace_time_to_first_token_seconds", "From a request's arrival.", ("model",), buckets=_SECONDS, registry=registry
+    "headrace_time_to_first_token_seconds",
+    "Time to first token, from a request's arrival.",
+    ("model",),
+    buckets=_SECONDS,
+    registry=registry,
 )
 duration: Final = Histogram(
     "headrace_request_seconds",
-    "From a request's arrival to its last token.",
+    "Duration of a request, from its arrival to its last token.",
     ("model",),
     buckets=_SECONDS,
     registry=registry,
 )
 stages: Final = Histogram(
     "headrace_stage_seconds",
-    "Of one request: shape, queue, prefill, decode.",
+    "Duration of a request's stages: shape, queue, prefill, decode.",
     ("stage",),
     buckets=_SECONDS,
     registry=registry,
@@ -54,14 +61,14 @@ stages: Final = Histogram(
 
 limits: Final = Counter(
     "headrace_limits",
-    "What limits did (refused, extended, gone), and which.",
+    "Events of rate limits (refused, extended, gone), by limit.",
     ("event", "what"),
     registry=registry,
 )
 ledger: Final = Counter(
-    "headrace_ledger", "What the ledger did; see docs/explanation/ledger.md.", ("event",), registry=registry
+    "headrace_ledger", "Events of the ledger; see docs/explanation/ledger.md.", ("event",), registry=registry
 )
-alerts: Final = Counter("headrace_alerts", "Alerts of budgets: sent, failed.", ("outcome",), registry=registry)
+alerts: Final = Counter("headrace_alerts", "Budget alerts: sent, failed.", ("outcome",), registry=registry)
 caches: Final = Counter(
     "headrace_cache",
     "Requests by what a cache of answers did; see docs/how-to/cache-answers.md.",
@@ -69,56 +76,56 @@ caches: Final = Counter(
     registry=registry,
 )
 cache_failures: Final = Counter(
-    "headrace_cache_failures", "Calls of a cache's store that did not work.", ("cache", "call"), registry=registry
+    "headrace_cache_failures", "Failed calls of a cache's store.", ("cache", "call"), registry=registry
 )
 cache_entries: Final = Gauge(
     "headrace_cache_entries",
-    "Entries of a cache of answers; of a Redis that gateways share nobody here knows.",
+    "Entries in an answer cache; unknown for a shared Redis.",
     ("cache",),
     registry=registry,
 )
-cache_bytes: Final = Gauge("headrace_cache_bytes", "Bytes that they take.", ("cache",), registry=registry)
+cache_bytes: Final = Gauge("headrace_cache_bytes", "Bytes in an answer cache.", ("cache",), registry=registry)
 semantic: Final = Counter(
     "headrace_semantic_cache",
-    "What the semantic cache did: outcomes, refusals of its guards, comparisons with fresh answers.",
+    "Semantic cache: outcomes, rejections by its guards, comparisons with fresh answers.",
     ("table", "name"),
     registry=registry,
 )
 routes: Final = Counter(
-    "headrace_routes", "Decisions on who answers, by stage and what was chosen.", ("stage", "chosen"), registry=registry
+    "headrace_routes", "Routing decisions, by stage and chosen variant.", ("stage", "chosen"), registry=registry
 )
 breakers: Final = Counter(
-    "headrace_breaker", "Changes of the breakers of variants.", ("model", "state"), registry=registry
+    "headrace_breaker", "State changes of variants' circuit breakers.", ("model", "state"), registry=registry
 )
 degraded: Final = Counter(
-    "headrace_degraded", "Requests by the steps of the ladder that were taken.", ("surface", "step"), registry=registry
+    "headrace_degraded", "Requests by the degradation steps applied.", ("surface", "step"), registry=registry
 )
 answered_by: Final = Counter(
     "headrace_answered_by",
-    "Answers that no engine made for this request, by what did.",
+    "Answers not generated for their request, by source.",
     ("model", "by"),
     registry=registry,
 )
 upstreams: Final = Gauge(
-    "headrace_upstream", "An upstream's state, and its counts since the start.", ("model", "what"), registry=registry
+    "headrace_upstream", "An upstream's state, and its counters since the start.", ("model", "what"), registry=registry
 )
-dropped: Final = Counter("headrace_dropped", "Work that was left out for want of room.", ("what",), registry=registry)
+dropped: Final = Counter("headrace_dropped", "Work dropped because a buffer was full.", ("what",), registry=registry)
 
-# What an engine says of itself: where it stands in its statistics, and what it is.
+# An engine's gauges: the path in its statistics, and the help text.
 _ENGINE: Final = {
-    "running": (("scheduler", "running"), "Sequences that run."),
-    "waiting": (("scheduler", "waiting"), "Sequences that wait."),
-    "admitted": (("scheduler", "admitted"), "Requests taken since its start."),
-    "refused": (("scheduler", "refused"), "Requests refused since its start."),
-    "preempted": (("scheduler", "preempted"), "Sequences that gave up their memory to others, since its start."),
-    "steps": (("steps",), "Steps since its start."),
-    "step_rows": (("rows",), "Tokens computed since its start, of prompts and answers."),
-    "device_seconds": (("device_seconds",), "Seconds that the core computed, since its start."),
-    "host_seconds": (("between_seconds",), "Seconds between steps, since its start."),
-    "blocks_used": (("blocks", "used"), "Blocks of KV memory in use."),
-    "blocks_cached": (("blocks", "cached"), "Blocks that hold prefixes for later."),
-    "blocks_free": (("blocks", "free"), "Blocks that hold nothing."),
-    "evictions": (("blocks", "evictions"), "Cached blocks that were given up, since its start."),
+    "running": (("scheduler", "running"), "Running sequences."),
+    "waiting": (("scheduler", "waiting"), "Waiting sequences."),
+    "admitted": (("scheduler", "admitted"), "Requests admitted since the start."),
+    "refused": (("scheduler", "refused"), "Requests rejected since the start."),
+    "preempted": (("scheduler", "preempted"), "Sequences preempted since the start."),
+    "steps": (("steps",), "Steps since the start."),
+    "step_rows": (("rows",), "Tokens computed since the start, in prompts and answers."),
+    "device_seconds": (("device_seconds",), "Seconds of computation since the start."),
+    "host_seconds": (("between_seconds",), "Seconds between steps since the start."),
+    "blocks_used": (("blocks", "used"), "KV blocks in use."),
+    "blocks_cached": (("blocks", "cached"), "KV blocks that hold cached prefixes."),
+    "blocks_free": (("blocks", "free"), "Free KV blocks."),
+    "evictions": (("blocks", "evictions"), "Cached KV blocks evicted since the start."),
 }
 _engines: Final = {
     name: Gauge(f"headrace_engine_{name}", about, ("model", "replica"), registry=registry)
@@ -131,7 +138,7 @@ Metric = TypeVar("Metric", Counter, Histogram)
 
 @cache
 def of(metric: Metric, *labels: str) -> Metric:
-    """The metric of those labels, found faster than by itself: there are no more than the configuration makes."""
+    """Return the metric with these labels; cached, because looking labels up is slow. The configuration bounds them."""
     return metric.labels(*labels)
 
 
@@ -143,25 +150,25 @@ _label: Callable[[str], str] = _plain_label
 
 
 def tenant_label(tenant: str) -> str:
-    """The value of the label `tenant`."""
+    """Return the value of the `tenant` label."""
     return _label(tenant)
 
 
 def label_tenants(label: Callable[[str], str]) -> None:
-    """From now on tenants have these labels: there may be more tenants than a metric should have series."""
+    """Set the mapping from tenants to labels, since there may be more tenants than a metric should have series."""
     global _label
     _label = label
 
 
 def forget_tenant(label: str) -> None:
-    """Removes the series of a label that was given up."""
+    """Remove the series of a tenant label that is no longer used."""
     for metric in (answers, tokens):
         metric.remove_by_labels({"tenant": label})
     of.cache_clear()
 
 
 def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
-    """What an engine said of itself just now."""
+    """Set an engine's gauges from its statistics."""
     for name, (path, _) in _ENGINE.items():
         value: Any = statistics
         for key in path:
@@ -171,7 +178,7 @@ def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
 
 
 def upstream(model: str, state: Mapping[str, Any]) -> None:
-    """What an upstream is like just now."""
+    """Set an upstream's gauges from its state."""
     for what, value in state.items():
         if isinstance(value, int | float):
             upstreams.labels(model, what).set(value)

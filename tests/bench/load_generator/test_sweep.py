@@ -8,7 +8,7 @@ import pytest
 
 from headrace.bench.load_generator.sweep import RateSearch, shortfall
 from headrace.bench.results.benchmark_result import RequestStats
-from headrace.bench.results.request_stats import spread
+from headrace.bench.results.request_stats import distribution
 
 
 def climbed(most: float, **options: Any) -> tuple[list[float], RateSearch]:
@@ -45,7 +45,7 @@ def test_a_server_that_is_too_slow_for_the_first_rate_is_asked_less() -> None:
 
 def found(**fields: Any) -> RequestStats:
     usual: dict[str, Any] = {"requests": 100, "completed": 100, "seconds": 10.0}
-    usual |= {"ttft": spread([100.0]), "e2el": spread([1000.0])}
+    usual |= {"ttft": distribution([100.0]), "e2el": distribution([1000.0])}
     return RequestStats(name="x", **(usual | fields))
 
 
@@ -60,12 +60,12 @@ def judged(
     [
         (found(), {}, ""),
         (found(failed=2), {}, "failed"),
-        (found(ttft=spread([501.0])), {}, "5.0 times"),
+        (found(ttft=distribution([501.0])), {}, "5.0 times"),
         (found(seconds=12.4), {}, ""),
         (found(seconds=12.6), {}, "2.6 s to finish"),
         (found(good=90), {"ttft": 300.0}, ""),
-        (found(good=89, ttft=spread([900.0])), {"ttft": 300.0}, "89%"),
-        (found(good=95, ttft=spread([900.0])), {"ttft": 300.0}, ""),
+        (found(good=89, ttft=distribution([900.0])), {"ttft": 300.0}, "89%"),
+        (found(good=95, ttft=distribution([900.0])), {"ttft": 300.0}, ""),
         (found(requests=0, completed=0), {}, "no request"),
     ],
 )
@@ -78,4 +78,4 @@ def test_a_server_keeps_up_or_it_is_said_why_not(
 
 
 def test_the_first_stage_is_what_the_others_are_measured_by() -> None:
-    assert judged(found(ttft=spread([5000.0]), seconds=60.0)) == ""
+    assert judged(found(ttft=distribution([5000.0]), seconds=60.0)) == ""

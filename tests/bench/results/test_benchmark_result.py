@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, StageResult, read, vllm_keys, write
-from headrace.bench.results.request_stats import figures
+from headrace.bench.results.request_stats import compute_stats
 from headrace.errors import RequestError
 
 ROWS = [
@@ -30,7 +30,7 @@ ROWS = [
 
 
 def result(rows: list[RequestRow] | None = None) -> BenchmarkResult:
-    found = figures("all", ROWS, {"ttft": 300.0})
+    found = compute_stats("all", ROWS, {"ttft": 300.0})
     stage = StageResult(name="4 requests/s", rate=4.0, figures=found)
     return BenchmarkResult(
         model="m",

@@ -1,11 +1,10 @@
-"""What figures might as well have been: draws of percentiles, means and rates, by resampling what was measured.
+"""Bootstrap: draws of percentiles, means and rates by resampling what was measured.
 
-Owns the resampling. Requests are drawn with replacement for latencies; a gap goes with its request, for the gaps of one
-request are alike. Rates are drawn from blocks of time, for what happens in one second depends on the second before.
-Where there are several rounds, each draw takes rounds with replacement first, then requests or blocks within each.
-Knows nothing of results, ratios or verdicts.
+Latencies resample requests; gaps are drawn with their request, because gaps of one request are alike. Rates resample
+blocks of time, because one second depends on the previous one. With several rounds, each draw resamples rounds first,
+then requests or blocks within each.
 
-In all of it `picks` says which round stands at each place of each draw: (draws, rounds). What comes back has its shape.
+`picks` says which round each draw takes at each position: (draws, rounds). Results have its shape.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import numpy as np
 
 from headrace.bench.results.result_columns import Floats, Indices
 
-MOST_GROUPS: Final = 512  # of requests; more requests are drawn in groups made by chance
-MOST_BINS: Final = 256  # of a round's gaps
-SLICES: Final = 200  # of a round's time
-LEAST_BLOCKS: Final = 5  # that a round's time must hold: of fewer, an interval says nothing
+MOST_GROUPS: Final = 512  # of requests; more requests are drawn in random groups
+MOST_BINS: Final = 256  # for a round's gaps
+SLICES: Final = 200  # per round
+LEAST_BLOCKS: Final = 5  # per round: fewer would make an interval meaningless
 _CHUNK: Final = 2048  # draws at a time
 
 
@@ -30,10 +29,10 @@ def pick_rounds(rng: np.random.Generator, rounds: int, draws: int) -> Indices:
 
 
 def percentile_draws(rng: np.random.Generator, rounds: Sequence[Floats], picks: Indices, share: float) -> Floats:
-    """The percentile of as many values as each round has, drawn from it.
+    """Draw the percentile of as many values as each round has.
 
-    The k-th smallest of n values drawn from n is the one at n times the k-th smallest of n uniform numbers, which has
-    the distribution Beta(k, n + 1 - k): so a draw costs two numbers, however many values there are, and is exact.
+    The k-th smallest of n values drawn from n is the one at n times the k-th smallest of n uniform numbers, which is
+    distributed as Beta(k, n + 1 - k): a draw takes two random numbers, however many values there are, and is exact.
     """
     counts = np.array([each.size for each in rounds])
     offsets = np.concatenate(([0], np.cumsum(counts)[:-1]))
@@ -58,7 +57,7 @@ def group_draws(
     picks: Indices,
     shares: Sequence[float],
 ) -> tuple[Floats, list[Floats]]:
-    """Means, and a percentile for each of `shares`, of values of which one request may have many.
+    """Draw means, and a percentile for each of `shares`, of values that belong to requests.
 
     `owners`: the request of each value of a round.
     """
@@ -83,7 +82,7 @@ def group_draws(
 
 
 def _in_groups(rng: np.random.Generator, owner: Indices) -> tuple[Indices, int]:
-    """The group of each value, and how many groups there are: requests as they are, or put together by chance."""
+    """Return the group of each value, and the number of groups: single requests, or random groups of them."""
     _, request = np.unique(owner, return_inverse=True)
     requests = int(request.max()) + 1
     groups = min(requests, MOST_GROUPS)
@@ -91,7 +90,7 @@ def _in_groups(rng: np.random.Generator, owner: Indices) -> tuple[Indices, int]:
 
 
 class _Bins(msgspec.Struct, frozen=True, kw_only=True):
-    """A histogram for each group of requests, all with the same bins: drawing groups is adding these up."""
+    """A histogram per group of requests, with common bins: drawing groups means adding histograms."""
 
     counts: Floats  # (groups, bins)
     least: Floats  # value in each bin
@@ -100,10 +99,10 @@ class _Bins(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, values: Floats, group: Indices, groups: int) -> _Bins:
         half = MOST_BINS // 2
-        # Half of the bins hold equal shares of the values; half are for the tail, and hold less the higher they are.
+        # Half of the bins hold equal shares of the values; the other half resolves the tail.
         cuts = np.concatenate((np.linspace(0.0, 1.0, half), 1.0 - np.geomspace(0.5, 1e-4, half)))
         edges, repeats = np.unique(np.quantile(values, np.sort(cuts)), return_counts=True)
-        # A value that many share has a bin of its own.
+        # A frequent value gets its own bin.
         edges = np.union1d(edges, np.nextafter(edges[repeats > 1], np.inf))
         place = np.searchsorted(edges, values, side="right") - 1
         counts = np.bincount(group * edges.size + place, minlength=groups * edges.size)
@@ -117,7 +116,7 @@ class _Bins(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def percentile(self, filled: Floats, share: float) -> Floats:
-        """`filled`: for each draw how many values lie up to the end of each bin. Even within a bin."""
+        """`filled`: cumulative counts per draw. Interpolates linearly within a bin."""
         wanted = share * filled[:, -1]
         bin_ = np.minimum((filled < wanted[:, np.newaxis]).sum(axis=1), self.least.size - 1)
         rows = np.arange(len(filled))
@@ -127,28 +126,28 @@ class _Bins(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _weights(rng: np.random.Generator, groups: int, draws: int) -> Floats:
-    """How often each group is in each draw."""
+    """Return how often each group occurs in each draw."""
     drawn = rng.integers(0, groups, (draws, groups)) + groups * np.arange(draws)[:, np.newaxis]
     return np.bincount(drawn.ravel(), minlength=draws * groups).reshape(draws, groups).astype(np.float64)
 
 
 class TimeSlices(msgspec.Struct, frozen=True, kw_only=True):
-    """A round cut into slices of time, all of the same length."""
+    """A round cut into time slices of equal length."""
 
-    seconds: float  # that its rates are of
-    counts: Floats  # (slices, things that are counted)
-    block: int  # slices that are drawn together
+    seconds: float  # duration for rates
+    counts: Floats  # (slices, counted quantities)
+    block: int  # slices drawn together
 
     @property
     def blocks(self) -> int:
         return self.counts.shape[0] // self.block
 
 
-def timed(
+def cut_into_slices(
     begin: float, end: float, happened: Sequence[tuple[Floats, Floats]], *, lasting: float, seconds: float
 ) -> TimeSlices:
-    """`happened`: for each thing that is counted when it happened, and how much of it. `lasting`: seconds for which
-    what happens hangs together, such as those of a request: a block is at least as long, if the time allows."""
+    """Cut a round into slices. `happened`: times and amounts per counted quantity; `lasting`: seconds over which events
+    are correlated, such as a request's duration, the least length of a block if the round is long enough."""
     width = max(end - begin, 1e-9) / SLICES
     edges = begin + width * np.arange(SLICES + 1)
     edges[-1] = max(edges[-1], end)
@@ -159,8 +158,8 @@ def timed(
 
 
 def rate_draws(rng: np.random.Generator, rounds: Sequence[TimeSlices], picks: Indices) -> Floats:
-    """Of each counted thing, a second: (draws, rounds, things). Blocks begin anywhere; past the end they go on at the
-    start, so that each slice is drawn as often as any other."""
+    """Draw each quantity per second: (draws, rounds, quantities). Blocks start anywhere and wrap around, so that every
+    slice is equally likely."""
     things = rounds[0].counts.shape[1]
     found = np.zeros((*picks.shape, things))
     for number, each in enumerate(rounds):
@@ -174,11 +173,10 @@ def rate_draws(rng: np.random.Generator, rounds: Sequence[TimeSlices], picks: In
 
 
 def ratio_draws(a: Floats, b: Floats, *, paired: bool) -> Floats:
-    """Of each draw: the median of the rounds' ratios where each round of b belongs to one of a, otherwise the ratio of
-    the rounds' medians."""
+    """Return, per draw, the median of the rounds' ratios if paired, otherwise the ratio of the rounds' medians."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.median(b / a, axis=1) if paired else np.median(b, axis=1) / np.median(a, axis=1)
-    return np.where(np.isnan(found), 1.0, found)  # 0 / 0: neither has any
+    return np.where(np.isnan(found), 1.0, found)  # 0 / 0
 
 
 def interval(draws: Floats, confidence: float) -> tuple[float, float]:

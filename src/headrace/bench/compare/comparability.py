@@ -1,7 +1,4 @@
-"""Whether two benchmarks may be compared: what was asked of the servers, and how much of it was answered.
-
-Owns the warnings of a comparison. Knows nothing of ratios.
-"""
+"""Warns if two benchmarks are not comparable: different workloads, loads or models, or too many failures."""
 
 from __future__ import annotations
 
@@ -14,46 +11,46 @@ from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.bench.results.formatting import clean, number, share
 
 MOST_WARNINGS: Final = 40
-_APART: Final = 0.05  # of lengths and counts: runs that differ more are not alike
-_FAILED: Final = 0.01  # of the requests: more, and latencies are not of all that was asked
-_CACHED: Final = 0.1  # of the prompts' tokens
+_APART: Final = 0.05  # relative difference of lengths and counts
+_FAILED: Final = 0.01  # share of failed requests
+_CACHED: Final = 0.1  # share of prompt tokens
 
 _SAME: Final[tuple[tuple[str, Callable[[BenchmarkResult], Any]], ...]] = (
     ("workload", lambda result: result.workload),
     ("model", lambda result: result.model),
     ("kind of load", lambda result: [result.load, result.arrivals, result.burstiness, result.ramp]),
     ("endpoint", lambda result: result.endpoint),
-    ("way of answering", lambda result: "streamed" if result.streamed else "whole"),
+    ("streaming", lambda result: "streamed" if result.streamed else "whole"),
     ("objectives", lambda result: result.objectives),
     ("source of token counts", lambda result: sorted({row.tokens_from for row in result.rows if row.ok})),
 )
 
 
 def warnings(left: Sequence[BenchmarkResult], right: Sequence[BenchmarkResult]) -> list[str]:
-    """Of two sides, each with one round or several."""
+    """Collect the warnings for two sides, each with one round or more."""
     found: list[str] = []
     first = left[0]
     for what, of in _SAME:
         others = [of(each) for each in (*left[1:], *right)]
         other = next((each for each in others if each != of(first)), None)
         if other is not None:
-            found.append(f"the {what} is not the same: {_said(of(first))}, and {_said(other)}")
-    if first.load != "sweep":  # a sweep goes as far as the server lets it
+            found.append(f"different {what}: {_quote(of(first))} and {_quote(other)}")
+    if first.load != "sweep":  # a sweep's stages depend on the server
         loads = [[stage.name for stage in result.stages] for result in (*left, *right)]
         other = next((each for each in loads if each != loads[0]), None)
         if other is not None:
-            found.append(f"the loads are not the same: {_said(loads[0])}, and {_said(other)}")
+            found.append(f"different loads: {_quote(loads[0])} and {_quote(other)}")
     seeds = [sorted(result.seed for result in side) for side in (left, right)]
     if seeds[0] != seeds[1]:
         written = [", ".join(map(str, sorted(set(side)))) for side in seeds]
-        found.append(f"the seeds are not the same, so lengths and arrivals are not: {written[0]}, and {written[1]}")
+        found.append(f"different seeds, and so different lengths and arrivals: {written[0]} and {written[1]}")
     found += _amounts(left, right)
     for name, side in (("A", left), ("B", right)):
         failed = sum(result.figures.failed for result in side)
         requests = sum(result.figures.requests for result in side)
         if failed > _FAILED * requests:
-            found.append(f"{name} failed {share(failed / requests)} of its requests; its latencies are of the others")
-        found += [f"{name} itself says: {clean(warning, 300)}" for result in side for warning in result.warnings]
+            found.append(f"{name} failed {share(failed / requests)} of its requests; latencies cover the others")
+        found += [f"{name} warns: {clean(warning, 300)}" for result in side for warning in result.warnings]
     return found[:MOST_WARNINGS]
 
 
@@ -66,16 +63,16 @@ def _amounts(left: Sequence[BenchmarkResult], right: Sequence[BenchmarkResult]) 
             for side in (left, right)
         ]
         if abs(means[1] - means[0]) > _APART * max(means):
-            found.append(f"a request's {what} differ: {number(means[0])}, and {number(means[1])}")
+            found.append(f"{what} per request differ: {number(means[0])} and {number(means[1])}")
     cached = [
         sum(result.figures.cached_tokens for result in side)
         / max(1, sum(result.figures.prompt_tokens for result in side))
         for side in (left, right)
     ]
     if abs(cached[1] - cached[0]) > _CACHED:
-        found.append(f"prompt tokens that came from a cache: {share(cached[0])}, and {share(cached[1])}")
+        found.append(f"prompt tokens from a cache differ: {share(cached[0])} and {share(cached[1])}")
     return found
 
 
-def _said(value: Any) -> str:
+def _quote(value: Any) -> str:
     return f"'{clean(value if isinstance(value, str) else msgspec.json.encode(value).decode(), 160)}'"

@@ -1,11 +1,8 @@
-"""Two benchmarks beside each other: the ratio of each figure, and how sure it is.
+"""Compares two benchmarks: the ratio of each figure, its confidence interval, and a verdict.
 
-Owns what is compared, and when a difference is called one. How figures are drawn is bootstrap's, whether the two may be
-compared at all is comparable's, and what comes of it is comparison's.
-
-A side may have several results, rounds of the same benchmark: then a figure is the median of the rounds. Where both
-have as many, each round of b belongs to the one of a at the same place, as in runs that were interleaved, and the ratio
-is the median of the rounds' ratios: what slowed the machine down for a while slowed both down.
+A side may have several results, rounds of the same benchmark: a figure is then the median of the rounds. If both sides
+have equally many, rounds are paired by position, as in alternating runs, and the ratio is the median of the pairs'
+ratios: a slowdown of the machine affects both rounds of a pair.
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ import numpy as np
 
 from headrace.bench.compare.bootstrap import (
     TimeSlices,
+    cut_into_slices,
     group_draws,
     interval,
     percentile_draws,
     pick_rounds,
     rate_draws,
     ratio_draws,
-    timed,
 )
 from headrace.bench.compare.comparability import warnings
 from headrace.bench.compare.comparison import Comparison, LoadComparison, Ratio, RatioUnit, Verdict, show
@@ -37,11 +34,11 @@ from headrace.errors import RequestError
 
 __all__ = ["Comparison", "compare", "show"]
 
-MOST_ROUNDS: Final = 64  # results of a side
-MOST_STAGES: Final = 32  # loads that are compared one by one
+MOST_ROUNDS: Final = 64  # per side
+MOST_STAGES: Final = 32  # loads compared
 MOST_RESAMPLES: Final = 20_000
-LEAST_REQUESTS: Final = 10  # of a round
-_LEAST_ABOVE: Final = 4  # requests of a side above a percentile: of fewer, differences are found where there are none
+LEAST_REQUESTS: Final = 10  # per round
+_LEAST_ABOVE: Final = 4  # requests of a side above a percentile: fewer would show differences that are not there
 _POINTS: Final = (0.5, 0.9, 0.95, 0.99)
 
 
@@ -55,8 +52,9 @@ def compare(
     margin: float = 0.0,
     paired: bool | None = None,
 ) -> Comparison:
-    """Results with several loads are compared load by load. `paired`: whether the rounds belong together; None: where
-    both sides have as many, and more than one. Takes seconds, and time grows with requests no more than reading them.
+    """Compare results, load by load if they have several. Takes seconds, however many requests they have.
+
+    `paired`: whether to pair rounds; None: if both sides have equally many, and more than one. Raises RequestError.
     """
     left, right = _results(a, "a"), _results(b, "b")
     for name, value, least, most in (
@@ -65,11 +63,11 @@ def compare(
         ("margin", margin, 0.0, 10.0),
     ):
         if not least <= value <= most:
-            raise RequestError(f"{name} must be {least:g} to {most:g}, not {value}", parameter=name)
+            raise RequestError(f"{name} must be {least:g} to {most:g}, not {value}.", parameter=name)
     if paired and len(left) != len(right):
-        raise RequestError("rounds belong together only where both sides have as many", parameter="paired")
-    together = len(left) == len(right) > 1 and paired is not False
-    setting = _Setting(seed=seed, resamples=resamples, confidence=confidence, margin=margin, paired=together)
+        raise RequestError("Paired rounds need as many results on both sides.", parameter="paired")
+    is_paired = len(left) == len(right) > 1 and paired is not False
+    setting = _Method(seed=seed, resamples=resamples, confidence=confidence, margin=margin, paired=is_paired)
     if all(len(result.stages) < 2 for result in (*left, *right)):
         groups = [_group("", left, right, setting)]
     else:
@@ -82,7 +80,7 @@ def compare(
         b=_name(right),
         rounds_a=len(left),
         rounds_b=len(right),
-        paired=together,
+        paired=is_paired,
         seed=seed,
         resamples=resamples,
         confidence=confidence,
@@ -97,11 +95,13 @@ def compare(
 def _results(given: BenchmarkResult | Sequence[BenchmarkResult], name: str) -> list[BenchmarkResult]:
     found = [given] if isinstance(given, BenchmarkResult) else list(given)
     if not 1 <= len(found) <= MOST_ROUNDS:
-        raise RequestError(f"a side has 1 to {MOST_ROUNDS} results, not {len(found)}", parameter=name)
+        raise RequestError(f"A side must have 1 to {MOST_ROUNDS} results, not {len(found)}.", parameter=name)
     for result in found:
         if not result.rows:
-            who = clean(result.label or result.model or result.url, 100)
-            raise RequestError(f"the result of {who} has no rows of single requests to draw from", parameter=name)
+            name_ = clean(result.label or result.model or result.url, 100)
+            raise RequestError(
+                f"The result of {name_} contains no rows of requests. Run bench with --detail.", parameter=name
+            )
     return found
 
 
@@ -119,7 +119,7 @@ def _knees(side: Sequence[BenchmarkResult]) -> list[str]:
 
 
 def _common_loads(left: Sequence[BenchmarkResult], right: Sequence[BenchmarkResult]) -> list[str]:
-    """Loads of whose requests every result has rows."""
+    """Return the loads for which every result has rows."""
     with_rows: list[set[str]] = []
     for result in (*left, *right):
         places = {row.stage for row in result.rows}
@@ -129,14 +129,14 @@ def _common_loads(left: Sequence[BenchmarkResult], right: Sequence[BenchmarkResu
 
 
 def _under(result: BenchmarkResult, load: str) -> BenchmarkResult:
-    """The part of a result with one load."""
+    """Return the part of a result with one load."""
     places = {place for place, stage in enumerate(result.stages) if stage.name == load}
     stage = result.stages[min(places)]
     rows = [row for row in result.rows if row.stage == min(places)]
     return msgspec.structs.replace(result, rows=rows, stages=[stage], figures=stage.figures)
 
 
-class _Setting(msgspec.Struct, frozen=True, kw_only=True):
+class _Method(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     resamples: int
     confidence: float
@@ -145,7 +145,7 @@ class _Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Side(msgspec.Struct, frozen=True, kw_only=True):
-    """The rounds of one side, and which of them each draw takes."""
+    """The rounds of one side, and the rounds that each draw takes."""
 
     results: list[BenchmarkResult]
     columns: list[ResultColumns]
@@ -155,14 +155,14 @@ class _Side(msgspec.Struct, frozen=True, kw_only=True):
         return [each.latency(which) for each in self.columns]
 
     def requests(self, which: str) -> list[int]:
-        """With a value, of each round."""
+        """Count the requests with a value, per round."""
         if which == "itl":
             return [int(np.unique(each.gap_row).size) for each in self.columns]
         return [values.size for values in self.rounds(which)]
 
 
-def _group(name: str, left: list[BenchmarkResult], right: list[BenchmarkResult], setting: _Setting) -> LoadComparison:
-    # A load's draws do not depend on what else is compared.
+def _group(name: str, left: list[BenchmarkResult], right: list[BenchmarkResult], setting: _Method) -> LoadComparison:
+    # A load's draws do not depend on which other loads are compared.
     rng = np.random.default_rng([setting.seed, zlib.crc32(name.encode("utf-8", "replace"))])
     picks = pick_rounds(rng, len(left), setting.resamples)
     a = _Side(results=left, columns=[columns(each) for each in left], picks=picks)
@@ -182,14 +182,14 @@ def _group(name: str, left: list[BenchmarkResult], right: list[BenchmarkResult],
     )
 
 
-def _latency(rng: np.random.Generator, which: str, a: _Side, b: _Side, setting: _Setting) -> Iterator[Ratio]:
+def _latency(rng: np.random.Generator, which: str, a: _Side, b: _Side, setting: _Method) -> Iterator[Ratio]:
     values_a, values_b = a.rounds(which), b.rounds(which)
     if not all(values.size for values in (*values_a, *values_b)):
         return
     if which == "ttfo" and all(
         np.array_equal(each.ttfo, each.ttft, equal_nan=True) for each in (*a.columns, *b.columns)
     ):
-        return  # nothing reasons: it is the TTFT again
+        return  # without reasoning it equals the TTFT
     requests = [a.requests(which), b.requests(which)]
     least, total = min(map(min, requests)), min(map(sum, requests))
     drawn_a, drawn_b = _drawn(rng, which, a, values_a), _drawn(rng, which, b, values_b)
@@ -213,7 +213,7 @@ def _point(values: Floats, point: float | None) -> float:
 
 
 def _drawn(rng: np.random.Generator, which: str, side: _Side, values: list[Floats]) -> list[Floats]:
-    """The mean, then each of _POINTS."""
+    """Return draws of the mean, then of each of _POINTS."""
     if which == "itl":
         mean, points = group_draws(rng, values, [each.gap_row for each in side.columns], side.picks, _POINTS)
         return [mean, *points]
@@ -221,7 +221,7 @@ def _drawn(rng: np.random.Generator, which: str, side: _Side, values: list[Float
     return [mean, *(percentile_draws(rng, values, side.picks, point) for point in _POINTS)]
 
 
-def _rates(rng: np.random.Generator, a: _Side, b: _Side, setting: _Setting) -> Iterator[Ratio]:
+def _rates(rng: np.random.Generator, a: _Side, b: _Side, setting: _Method) -> Iterator[Ratio]:
     drawn_a, drawn_b = (
         rate_draws(rng, [_timed(*each) for each in zip(side.results, side.columns, strict=True)], side.picks)
         for side in (a, b)
@@ -231,7 +231,7 @@ def _rates(rng: np.random.Generator, a: _Side, b: _Side, setting: _Setting) -> I
         (("output tokens/s", "output_throughput"), ("requests/s", "request_throughput"), ("goodput/s", "goodput"))
     ):
         of_a, of_b = ([getattr(each.figures, key) for each in side.results] for side in (a, b))
-        if None in (*of_a, *of_b):  # no objectives, no goodput
+        if None in (*of_a, *of_b):  # without objectives there is no goodput
             continue
         yield _ratio(
             name,
@@ -246,11 +246,11 @@ def _rates(rng: np.random.Generator, a: _Side, b: _Side, setting: _Setting) -> I
 
 
 def _timed(result: BenchmarkResult, each: ResultColumns) -> TimeSlices:
-    """Output tokens, requests that ended well, and good ones, over time."""
+    """Count output tokens, successful requests and good ones over time."""
     well = each.ok[each.output_row]
     begin, end = float(each.start.min()), float(each.end.max())
     answers = each.latency("e2el")
-    return timed(
+    return cut_into_slices(
         begin,
         end,
         [
@@ -272,7 +272,7 @@ def _ratio(
     *,
     values: tuple[int, int],
     enough: bool,
-    setting: _Setting,
+    setting: _Method,
 ) -> Ratio:
     ratio = low = high = None
     verdict: Verdict = "unknown"
@@ -287,7 +287,7 @@ def _ratio(
         b=float(np.median(b)),
         ratio=ratio,
         low=low,
-        high=high,  # an infinite one is null in JSON
+        high=high,  # JSON writes infinity as null
         verdict=verdict,
         values_a=values[0],
         values_b=values[1],

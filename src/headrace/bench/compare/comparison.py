@@ -1,7 +1,4 @@
-"""What a comparison came to, and how it is shown on a terminal.
-
-Owns Comparison and its table. The numbers are compare's; a server's texts come cleaned and are never read as markup.
-"""
+"""The outcome of a comparison, and its table on the terminal."""
 
 from __future__ import annotations
 
@@ -24,21 +21,21 @@ _STYLES: Final = {"better": "green", "worse": "red"}
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     figure: str  # "ttft p50", "output tokens/s"
-    unit: RatioUnit  # of milliseconds less is better, of rates more
+    unit: RatioUnit  # less is better for ms, more for 1/s
     a: float
     b: float
     ratio: float | None  # b / a; None where a is 0
-    low: float | None  # ends of the interval
+    low: float | None  # the confidence interval
     high: float | None
-    verdict: Verdict  # what b is
-    values_a: int  # that the figure is of
+    verdict: Verdict  # about b
+    values_a: int  # behind the figure
     values_b: int
 
 
 class LoadComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All of two runs, or what they did under one load."""
+    """The comparison of two whole runs, or of one load."""
 
-    name: str  # the load's; empty: all
+    name: str  # of the load; empty: whole runs
     requests_a: int
     requests_b: int
     failed_a: int
@@ -55,8 +52,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     resamples: int
     confidence: float
-    margin: float  # 0.02: ratios from 1 / 1.02 to 1.02 are no difference, however sure they are
-    warnings: list[str]  # why the two may not be comparable
+    margin: float  # 0.02: ratios from 1 / 1.02 to 1.02 count as no difference
+    warnings: list[str]  # why the results may not be comparable
     knees_a: list[str]  # of sweeps
     knees_b: list[str]
     groups: list[LoadComparison]
@@ -65,7 +62,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def show(console: Console, found: Comparison) -> None:
     console.print(Text(f"A: {found.a}\nB: {found.b}"), soft_wrap=True)
     if found.rounds_a + found.rounds_b > 2:
-        pairs = ", in pairs: ratios are the medians of the rounds' ratios" if found.paired else ": figures are medians"
+        pairs = ", paired: ratios are medians of the rounds' ratios" if found.paired else ": figures are medians"
         console.print(Text(f"{found.rounds_a} and {found.rounds_b} rounds{pairs}"), soft_wrap=True)
     if found.knees_a or found.knees_b:
         knees = [", ".join(each) or "none" for each in (found.knees_a, found.knees_b)]
@@ -73,22 +70,22 @@ def show(console: Console, found: Comparison) -> None:
     for group in found.groups:
         console.print(_table(group, found))
     if not found.groups:
-        console.print("The two have no load in common, so there is nothing to compare.")
-    told = sum(ratio.low is not None for group in found.groups for ratio in group.ratios)
-    if told:
-        by_chance = f"{told * (1.0 - found.confidence):.1f}"
+        console.print("The results have no load in common, so there is nothing to compare.")
+    judged = sum(ratio.low is not None for group in found.groups for ratio in group.ratios)
+    if judged:
+        by_chance = f"{judged * (1.0 - found.confidence):.1f}"
         console.print(
-            f"'no difference': the {100 * found.confidence:g} % interval of B / A holds 1"
+            f"'no difference': the {100 * found.confidence:g} % interval of B / A contains 1"
             + (f", or B / A is within {100 * found.margin:g} %" if found.margin else "")
-            + f". Of {told} figures of two equal servers about {by_chance} would seem to differ by chance. 'too few': "
+            + f". Between two equal servers, about {by_chance} of {judged} figures would differ by chance. 'too few': "
             "not enough values to tell.",
             soft_wrap=True,
             highlight=False,
         )
     if found.rounds_a == found.rounds_b == 1:
         console.print(
-            "One run of each: what the machine did in one and not in the other is in no interval. Rounds in turn of A "
-            "and of B would show it.",
+            "Each side has one run, so the intervals do not cover differences between runs on this machine. "
+            "Alternating rounds of A and B would.",
             soft_wrap=True,
             highlight=False,
         )

@@ -30,7 +30,7 @@ from headrace.bench.load_generator.token_check import check_tokens
 from headrace.bench.load_generator.trace_reader import read_trace
 from headrace.bench.load_generator.workloads import UniformLengths, Workload, sessions
 from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, RunSnapshot, StageResult
-from headrace.bench.results.request_stats import figures, groups, lengths
+from headrace.bench.results.request_stats import compute_stats, stats_by, stats_by_length
 from headrace.errors import RequestError
 
 DEFAULT_SECONDS: Final = 30.0  # per stage, if neither requests nor seconds are given
@@ -161,7 +161,7 @@ class _Run:
             self._warnings.append("The run was interrupted; this is what was measured until then.")
             number = len(self._stages)
             if rows := [row for row in self._driver.rows if row.stage == number]:
-                stats = figures("interrupted", rows, options.objectives)
+                stats = compute_stats("interrupted", rows, options.objectives)
                 began_s = min(row.start for row in rows)
                 self._stages.append(
                     StageResult(
@@ -232,7 +232,7 @@ class _Run:
             concurrency=plan.users or plan.most,
             began=began,
             ended=ended,
-            figures=figures(plan.name, rows, options.objectives),
+            figures=compute_stats(plan.name, rows, options.objectives),
         )
         if options.sweep is not None:
             first = self._stages[0].figures if self._stages else None
@@ -326,7 +326,7 @@ class _Run:
                     rate=rate,
                     began=whole.began + place * length,
                     ended=whole.began + (place + 1) * length,
-                    figures=figures(_rate_name(rate), rows, options.objectives),
+                    figures=compute_stats(_rate_name(rate), rows, options.objectives),
                 )
             )
 
@@ -338,7 +338,7 @@ class _Run:
         await self._count_uncounted()
         rows = sorted(driver.rows, key=lambda row: row.number)
         seconds = sum(stage.figures.seconds for stage in self._stages) if options.ramp is None else None
-        total = figures("all", rows, options.objectives, seconds=seconds)
+        total = compute_stats("all", rows, options.objectives, seconds=seconds)
         seconds = total.seconds
         result = BenchmarkResult(
             headrace=__version__,
@@ -366,10 +366,10 @@ class _Run:
             figures=total,
             stages=self._stages,
             knee=self._knee,
-            tenants=groups(rows, lambda row: row.tenant, options.objectives, seconds=seconds),
-            surfaces=groups(rows, lambda row: row.surface, options.objectives, seconds=seconds),
-            workloads=groups(rows, lambda row: row.workload, options.objectives, seconds=seconds),
-            lengths=lengths(rows, options.buckets, options.objectives, seconds=seconds),
+            tenants=stats_by(rows, lambda row: row.tenant, options.objectives, seconds=seconds),
+            surfaces=stats_by(rows, lambda row: row.surface, options.objectives, seconds=seconds),
+            workloads=stats_by(rows, lambda row: row.workload, options.objectives, seconds=seconds),
+            lengths=stats_by_length(rows, options.buckets, options.objectives, seconds=seconds),
             warmup=options.warmup,
             rows=rows,
             gaps_left_out=driver.gaps_left_out,
@@ -402,7 +402,7 @@ class _Run:
                 self._warnings.append(f"Output tokens could not be counted: {error}")
             for place, stage in enumerate(self._stages):
                 rows = [row for row in self._driver.rows if row.stage == place]
-                stage.figures = figures(stage.name, rows, self._options.objectives)
+                stage.figures = compute_stats(stage.name, rows, self._options.objectives)
 
 
 def _is_closed_loop(options: BenchmarkOptions) -> bool:

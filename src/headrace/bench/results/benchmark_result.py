@@ -1,10 +1,7 @@
-"""What a benchmark came to: a row for each request, figures of groups of them, stages of a sweep, and the JSON file.
+"""The result of a benchmark: rows of requests, their statistics, stages, and the JSON file.
 
-Owns Row, Spread, Figures, Stage, Result and their file, and Snapshot, which a run shows while it goes on. Knows neither
-how requests are sent nor how figures are computed.
-
-Times of rows are seconds, from the run's start or from the request's; those of figures are milliseconds. The file has
-the keys of `vllm bench serve` at its top, and all of a Result under "headrace".
+Times of rows are seconds; times of statistics are milliseconds. The file has the keys of `vllm bench serve` at the top
+level, and the whole BenchmarkResult under "headrace".
 """
 
 from __future__ import annotations
@@ -17,88 +14,88 @@ import msgspec
 
 from headrace.errors import RequestError
 
-VERSION: Final = 1  # of the file's part under "headrace"
-MOST_FILE: Final = 2 * 1024**3  # bytes of a result that is read: 2 GiB
+VERSION: Final = 1  # of the "headrace" part of the file
+MOST_FILE: Final = 2 * 1024**3  # bytes of a result file: 2 GiB
 PERCENTILES: Final = (50, 90, 95, 99)
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A run while it goes on; warm-up requests are in none of it."""
+    """The state of a running benchmark, without warm-up requests."""
 
     seconds: float  # since the run's start, 0 during warm-up
-    stage: int = 0  # which one, from 0
-    stages: int | None = None  # how many; None: a sweep that does not know yet
-    load: str = ""  # of the stage, in words: "8 at once", "4 requests/s"
+    stage: int = 0  # index, from 0
+    stages: int | None = None  # None: not known yet, in a sweep
+    load: str = ""  # of the stage: "8 at once", "4 requests/s"
     doing: str = "running"  # warming up, running, finishing
     planned: int = 0  # requests that should have been sent by now
     sent: int = 0
     running: int = 0
-    done: int = 0  # ended well
+    done: int = 0  # successful
     failed: int = 0
-    most_requests: int | None = None  # bound of the stage; with most_seconds what a progress bar goes by
+    most_requests: int | None = None  # limit of the stage; a progress bar uses it and most_seconds
     most_seconds: float | None = None
     stage_seconds: float = 0.0  # since the stage's start
-    stage_done: int = 0  # of the stage's requests, ended well or not
-    ttft_p50: float | None = None  # milliseconds; of the latest requests, as the others
+    stage_done: int = 0  # finished requests of the stage, successful or not
+    ttft_p50: float | None = None  # milliseconds; these four are of the latest requests
     ttft_p99: float | None = None
     itl_p50: float | None = None
     itl_p99: float | None = None
-    tokens_per_s: float = 0.0  # output tokens that came in the last second; a chunk counts as one until its usage came
-    lag_ms: float = 0.0  # the longest lag behind the schedule in the last second
+    tokens_per_s: float = 0.0  # output tokens in the last second; a chunk counts as one until the usage is known
+    lag_ms: float = 0.0  # longest lag behind the schedule in the last second
 
 
 class RequestRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request. Seconds; None is what the server did not show."""
+    """One request. Times are seconds; None: not reported by the server."""
 
-    number: int  # in the order in which requests were made
-    stage: int = 0  # place in Result.stages
+    number: int  # in order of creation
+    stage: int = 0  # index in BenchmarkResult.stages
     tenant: str = ""
     surface: str = ""
     workload: str = ""
-    session: int = 0  # requests of one conversation have the same
-    turn: int = 0  # of a conversation, from 0
-    planned: float = 0.0  # from the run's start: when it should have been sent; its start in a closed loop
-    start: float = 0.0  # from the run's start: when it was sent, before a new connection is made
-    lag: float = 0.0  # from plan to hand-over: the client's own delay
-    waited: float = 0.0  # for a place below --concurrency, where a rate is given too
-    connect: float = 0.0  # making the connection, which is part of ttft and e2el; 0 on one that was kept
+    session: int = 0  # the same for all requests of a conversation
+    turn: int = 0  # in the conversation, from 0
+    planned: float = 0.0  # when it should have been sent, from the run's start; in a closed loop its start
+    start: float = 0.0  # when it was sent, from the run's start, before opening a connection
+    lag: float = 0.0  # from planned to sent: the client's own delay
+    waited: float = 0.0  # for a slot below --concurrency, if a rate is given too
+    connect: float = 0.0  # to open a connection, part of ttft and e2el; 0 on a kept one
     ok: bool = False
-    error: str = ""  # its kind: refused, unreachable, tls, reset, timeout, http 429, malformed, stream, cut, empty, ...
-    why: str = ""  # the error's text, cut short
-    status: int = 0  # HTTP; 0: none came
+    error: str = ""  # kind: refused, unreachable, tls, reset, timeout, http 429, malformed, stream, cut, empty, ...
+    why: str = ""  # the error's message, shortened
+    status: int = 0  # HTTP; 0: no response
     finish: str = ""  # the server's finish_reason
-    asked_input: int = 0  # tokens that the prompt was made to have; 0: unknown
+    asked_input: int = 0  # intended prompt tokens; 0: unknown
     asked_output: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
     tokens_from: str = ""  # usage, text (re-tokenised) or chunks: where output_tokens comes from
-    ttft: float | None = None  # to the first content, reasoning or tool delta; None where nothing was streamed
-    ttfo: float | None = None  # to the first that is no reasoning
-    e2el: float | None = None  # to the last byte, or to the failure; None where it was not sent
+    ttft: float | None = None  # to the first content, reasoning or tool delta; None if not streamed
+    ttfo: float | None = None  # to the first output other than reasoning
+    e2el: float | None = None  # to the last byte or the failure; None if not sent
     gaps: list[float] = []  # between streamed outputs
     chunks: int = 0  # streamed outputs
-    together: int = 0  # of them, those that came in one read with the one before
-    queue_ms: float | None = None  # as the server says; milliseconds, as it says them
+    together: int = 0  # of them, read together with the previous one
+    queue_ms: float | None = None  # reported by the server, in milliseconds
     prefill_ms: float | None = None
     decode_ms: float | None = None
-    text: str = ""  # the answer, where texts are kept
+    text: str = ""  # the answer, if texts are kept
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each output token after the first; None for answers of one token and those not streamed."""
+        """Seconds per output token after the first; None for answers of one token or without streaming."""
         if self.e2el is None or self.ttft is None or self.output_tokens < 2:
             return None
         return (self.e2el - self.ttft) / (self.output_tokens - 1)
 
     @property
     def end(self) -> float:
-        """From the run's start; its start where it never ended."""
+        """Seconds from the run's start; its start if it never ended."""
         return self.start + (self.e2el or 0.0)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `count` values; times are milliseconds. Percentiles interpolate linearly between neighbours."""
+    """A distribution of `count` values; times are milliseconds. Percentiles interpolate linearly."""
 
     count: int
     mean: float
@@ -112,7 +109,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStats(msgspec.Struct, kw_only=True):
-    """Of a group of requests. Times are of those that ended well."""
+    """Statistics of a group of requests. Times cover the successful ones."""
 
     name: str
     requests: int = 0
@@ -120,15 +117,15 @@ class RequestStats(msgspec.Struct, kw_only=True):
     failed: int = 0
     seconds: float = 0.0  # from the first start to the last end
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of them; 0 as well where the server does not say
+    cached_tokens: int = 0  # of them; 0 if the server does not report it
     output_tokens: int = 0
-    request_throughput: float = 0.0  # a second, as the four below
+    request_throughput: float = 0.0  # per second, like the two below
     output_throughput: float = 0.0
     total_throughput: float = 0.0  # tokens of prompts and answers
-    good: int | None = None  # met every objective; None where there is none
+    good: int | None = None  # met every objective; None without objectives
     goodput: float | None = None
     peak_running: int = 0
-    peak_output_per_s: float = 0.0  # tokens of the best second
+    peak_output_per_s: float = 0.0  # tokens in the best second
     ttft: Distribution | None = None
     ttfo: Distribution | None = None
     itl: Distribution | None = None
@@ -137,90 +134,92 @@ class RequestStats(msgspec.Struct, kw_only=True):
     queue: Distribution | None = None
     prefill: Distribution | None = None
     decode: Distribution | None = None
-    lag: Distribution | None = None  # of all requests of an open loop
-    chunk_tokens: Distribution | None = None  # tokens for each streamed output, a mean for each request
-    together: float = 0.0  # share of the streamed outputs that came in one read with the one before
+    lag: Distribution | None = None  # of all requests in an open loop
+    chunk_tokens: Distribution | None = None  # tokens per streamed output, averaged per request
+    together: float = 0.0  # share of streamed outputs read together with the previous one
     errors: dict[str, int] = {}  # by kind
 
 
 class StageResult(msgspec.Struct, kw_only=True):
-    """A part of the run with one load."""
+    """One stage of a run, with one load."""
 
     name: str  # "4 requests/s", "8 at once"
-    rate: float | None = None  # requests per second that were planned; None in a closed loop
-    concurrency: int | None = None  # None: no bound but the client's own
+    rate: float | None = None  # planned requests per second; None in a closed loop
+    concurrency: int | None = None  # None: limited by the client only
     began: float = 0.0  # seconds from the run's start
     ended: float = 0.0
     figures: RequestStats
-    kept_up: bool = True  # in a sweep: the server did
-    why: str = ""  # why it did not
+    kept_up: bool = True  # in a sweep: whether the server kept up
+    why: str = ""  # reason if it did not
 
 
 class TokenCheck(msgspec.Struct, kw_only=True):
-    """The server's count of output tokens beside ours, on a sample of answers."""
+    """The server's count of output tokens and ours, for a sample of answers."""
 
     answers: int
     usage: int
     counted: int
-    by: str  # tokenizer or server: who counted
-    difference: float  # 0.05: five per cent of the server's count
-    past_ends: float | None = None  # the same of answers that went on past their ends, where others decided
+    by: str  # counter: tokenizer or server
+    difference: float  # share of the server's count: 0.05 is five per cent
+    past_ends: float | None = None  # difference for answers that continued past their end tokens, if others decided
 
 
 class BenchmarkResult(msgspec.Struct, kw_only=True):
     version: int = VERSION
-    headrace: str = ""  # version of the program
+    headrace: str = ""  # program version
     label: str = ""
     url: str = ""
     endpoint: str = ""  # /v1/chat/completions, /v1/completions
     model: str = ""
-    tokenizer: str = ""  # a folder, or how lengths were found: "the server's /tokenize", "usage"
+    tokenizer: str = ""  # a folder, "the server's /tokenize" or "usage"
     streamed: bool = True
     started_at: str = ""  # ISO 8601, UTC
     ended_at: str = ""
-    duration: float = 0.0  # seconds of all stages
+    duration: float = 0.0  # seconds, all stages
     seed: int = 0
-    nonce: str = ""  # in the first words of each prompt; empty: prompts are those of every run with this seed
-    workload: str = ""  # in words
+    nonce: str = ""  # varies the first words of each prompt; empty: prompts repeat in every run with this seed
+    workload: str = ""  # description
     load: str = ""  # closed, open, ramp, sweep or trace
-    arrivals: str = ""  # constant, poisson, gamma; of a trace: trace
+    arrivals: str = ""  # constant, poisson, gamma or trace
     burstiness: float = 1.0
     ramp: tuple[float, float] | None = None  # requests/s
-    arguments: dict[str, Any] = {}  # of the command; without keys
+    arguments: dict[str, Any] = {}  # of the command, without keys
     objectives: dict[str, float] = {}  # milliseconds by ttft, ttfo, tpot, e2el
     figures: RequestStats
     stages: list[StageResult] = []
-    knee: int | None = None  # place in stages of the highest load that the server kept up with; of a sweep
-    tenants: list[RequestStats] = []  # each where there is more than one
+    knee: int | None = None  # in a sweep: index of the highest load that the server kept up with
+    tenants: list[RequestStats] = []  # these four only if there is more than one
     surfaces: list[RequestStats] = []
     workloads: list[RequestStats] = []
     lengths: list[RequestStats] = []  # by prompt tokens
-    warmup: int = 0  # requests that are in no figure
+    warmup: int = 0  # unmeasured requests
     token_check: TokenCheck | None = None
     warnings: list[str] = []
-    rows: list[RequestRow] = []  # none where details are left out
-    gaps_left_out: int = 0  # rows without their gaps, past the bound
+    rows: list[RequestRow] = []  # empty if details are left out
+    gaps_left_out: int = 0  # rows whose gaps exceed the limit
 
 
 def write(result: BenchmarkResult, path: Path) -> None:
-    """vLLM's keys at the top, all of the result under "headrace". The rows' gaps and texts are in the file once."""
+    """Write vLLM's keys at the top level and the result under "headrace". Gaps and texts of rows are stored once."""
     bare = [msgspec.structs.replace(row, gaps=[], text="") for row in result.rows]
     own = msgspec.to_builtins(msgspec.structs.replace(result, rows=bare))
     path.write_bytes(msgspec.json.encode(vllm_keys(result) | {"headrace": own}) + b"\n")
 
 
 def read(path: Path) -> BenchmarkResult:
-    """RequestError where the file is none of ours."""
+    """Read a result file. Raises RequestError if it is not one."""
     with path.open("rb") as file:
         raw = file.read(MOST_FILE + 1)
     try:
         if len(raw) > MOST_FILE:
-            raise msgspec.ValidationError(f"it is longer than {MOST_FILE} bytes")
+            raise msgspec.ValidationError(f"the file is longer than {MOST_FILE} bytes")
         found = msgspec.json.decode(raw, type=_File)
         if found.headrace.version != VERSION:
-            raise msgspec.ValidationError(f"its version is {found.headrace.version}, and this program reads {VERSION}")
+            raise msgspec.ValidationError(
+                f"the file has version {found.headrace.version}; this program reads version {VERSION}"
+            )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: not a result of headrace bench: {error}") from None
+        raise RequestError(f"{path} is not a result of headrace bench: {error}.") from None
     for row, gaps, text in itertools.zip_longest(found.headrace.rows, found.itls, found.generated_texts):
         if row is not None:
             row.gaps = gaps or []
@@ -235,7 +234,7 @@ class _File(msgspec.Struct):
 
 
 def vllm_keys(result: BenchmarkResult) -> dict[str, Any]:
-    """The keys that `vllm bench serve` writes, with their units: seconds in lists, milliseconds in `..._ms`."""
+    """Return the keys of `vllm bench serve`: seconds in lists, milliseconds in `..._ms`."""
     total = result.figures
     stage = result.stages[0] if len(result.stages) == 1 else None
     rate = stage.rate if stage is not None else None

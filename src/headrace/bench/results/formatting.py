@@ -1,7 +1,4 @@
-"""How durations, counts and foreign texts are written, in tables, in reports and on the terminal.
-
-Owns the units and what is taken out of a text. Knows nothing of markup.
-"""
+"""Formats durations, counts and foreign texts for tables, reports and the terminal. Does not escape markup."""
 
 from __future__ import annotations
 
@@ -9,21 +6,21 @@ import math
 import re
 from typing import Final
 
-MOST_TEXT: Final = 2000  # characters of one text
-# Control characters, those that turn the direction of writing or cannot be seen, and what UTF-8 or XML cannot hold.
+MOST_TEXT: Final = 2000  # characters
+# Control characters, invisible ones, those that change the writing direction, and those invalid in UTF-8 or XML.
 _UNSEEN: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\ufffe\uffff]"
 )
 
 
 def clean(text: str, most: int = MOST_TEXT) -> str:
-    """A text from elsewhere, fit to be shown: no control characters, and not long. It is not escaped."""
+    """Remove control characters from a foreign text and shorten it. Does not escape it."""
     shown = _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
     return shown if len(shown) <= most else shown[: max(0, most - 1)] + "…"
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration in the unit that suits it, with three digits that count."""
+    """Format a duration in a suitable unit with three significant digits."""
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value)
@@ -37,7 +34,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Time that passed."""
+    """Format elapsed time."""
     if value < 120.0:
         return f"{three(value)} s"
     minutes, rest = divmod(round(value), 60)
@@ -58,7 +55,7 @@ def share(value: float) -> str:
 
 
 def three(value: float) -> str:
-    """Three digits that count, and no exponent."""
+    """Format with three significant digits and no exponent."""
     if value == 0.0:
         return "0"
     rounded = float(f"{value:.2e}")  # 0.9996 is 1.00

@@ -1,7 +1,6 @@
-"""A result's rows as arrays: what reports draw and comparisons resample.
+"""A result's rows as arrays, for charts and resampling: percentiles, rates over time, concurrency, lanes, histograms.
 
-Owns Columns and the curves that come from them: percentiles, rates over time, how many ran, lanes, histograms. Knows
-nothing of drawing. Latencies are milliseconds, places in time seconds from the run's start.
+Latencies are milliseconds; points in time are seconds from the run's start.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 LATENCIES: Final = ("ttft", "ttfo", "itl", "tpot", "e2el")
-TAIL: Final = 0.99995  # curves of percentiles end here at the latest
+TAIL: Final = 0.99995  # highest percentile of a curve
 
 
 class ResultColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """One place for each row; NaN is what is not known. Latencies are of requests that ended well only."""
+    """One element per row; NaN is unknown. Latencies cover successful requests only."""
 
     start: Floats
     end: Floats
-    good: NDArray[np.bool_]  # ended well, and met every objective where there are objectives
+    good: NDArray[np.bool_]  # successful, and met every objective if there are any
     ok: NDArray[np.bool_]
     prompt: Floats  # tokens
     ttft: Floats
     ttfo: Floats
     tpot: Floats
     e2el: Floats
-    gaps: Floats  # of all rows, one after the other
-    gap_row: Indices  # the row of each
-    output_at: Floats  # when each streamed output came, of all rows, failed ones too
-    output_tokens: Floats  # in it: a request's tokens are spread over its outputs evenly
-    output_row: Indices  # the row of each
+    gaps: Floats  # of all rows, concatenated
+    gap_row: Indices  # the row of each gap
+    output_at: Floats  # time of each streamed output, of all rows, including failed ones
+    output_tokens: Floats  # tokens of each output: a request's tokens spread evenly
+    output_row: Indices  # the row of each output
 
     @property
     def seconds(self) -> float:
-        """To the last end."""
+        """Seconds to the last end."""
         return float(self.end.max()) if self.end.size else 0.0
 
     def latency(self, name: str) -> Floats:
-        """The known values of one of LATENCIES: gaps for itl, otherwise one for each request."""
+        """Return the known values of one of LATENCIES: gaps for itl, otherwise one per request."""
         if name == "itl":
             return self.gaps
         found: Floats = getattr(self, name)
@@ -93,7 +92,7 @@ def _milliseconds(values: Iterable[float | None]) -> Floats:
 
 
 def _outputs(rows: list[RequestRow]) -> tuple[Floats, Floats, Indices]:
-    """Where a row's gaps were left out its outputs are at even distances; where nothing was streamed, at its end."""
+    """Return time, tokens and row of each output: evenly spaced without gaps, at the end without streaming."""
     at: list[Floats] = []
     tokens: list[Floats] = []
     of: list[int] = []
@@ -116,7 +115,7 @@ def _outputs(rows: list[RequestRow]) -> tuple[Floats, Floats, Indices]:
 
 
 def percentiles(values: Floats, most: int = 400) -> tuple[Floats, Floats]:
-    """(shares, values) of the whole curve. Points are dense where the curve is drawn wide: at its high end."""
+    """Return (shares, values) of the percentile curve, with more points at its high end, where it is drawn wide."""
     ordered = np.sort(values)
     count = ordered.size
     if not count:
@@ -127,30 +126,30 @@ def percentiles(values: Floats, most: int = 400) -> tuple[Floats, Floats]:
 
 
 def rate(at: Floats, weights: Floats, edges: Floats) -> Floats:
-    """Of what happened at the times, a second."""
+    """Return the weights per second between the edges."""
     found, _ = np.histogram(at, bins=edges, weights=weights)
     return found / np.diff(edges)
 
 
 def slice_width(total: float, most: int = 150) -> float:
-    """Seconds of a slice of so much time: easy to say, and not less than a second if there is time."""
-    wanted = max(total / most, min(1.0, total / 40.0), 1e-6)
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
+    """Choose a round slice width for `total` seconds, at least a second if possible."""
+    least = max(total / most, min(1.0, total / 40.0), 1e-6)
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def slices(total: float, width: float) -> Floats:
-    """Edges of slices up to `total`. The last one is shorter, or longer by up to a half, so that it is all measured."""
+    """Return the edges of slices up to `total`. The last may be shorter, or longer by up to a half."""
     edges = width * np.arange(max(1, round(total / width)) + 1, dtype=np.float64)
     edges[-1] = total if total > edges[-2] else edges[-1]
     return edges
 
 
 def running(start: Floats, end: Floats, edges: Floats) -> Floats:
-    """How many ran, as a mean over each slice of time."""
+    """Return the mean number of running requests in each slice."""
 
     def before(times: Floats) -> Floats:
-        """Seconds since the times, summed, at each edge."""
+        """Sum the seconds since the times, at each edge."""
         ordered = np.sort(times)
         passed = np.searchsorted(ordered, edges, side="right")
         sums = np.concatenate((np.zeros(1), np.cumsum(ordered)))
@@ -162,7 +161,7 @@ def running(start: Floats, end: Floats, edges: Floats) -> Floats:
 
 
 def lanes(start: ArrayLike, end: ArrayLike) -> Indices:
-    """For each request the lowest lane that is free when it starts. Starts must ascend."""
+    """Assign each request the lowest lane that is free when it starts. Starts must ascend."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     found: list[int] = []
@@ -176,7 +175,7 @@ def lanes(start: ArrayLike, end: ArrayLike) -> Indices:
 
 
 def bins(pooled: Floats, *, log: bool, low: float, high: float, most: int = 48) -> Floats:
-    """Edges of a histogram's bins over an axis; fewer where values are few."""
+    """Return the edges of a histogram's bins; fewer for fewer values."""
     count = int(np.clip(2.0 * np.sqrt(pooled.size), 8, most))
     if log:
         return np.asarray(np.geomspace(low, high, count + 1), dtype=np.float64)

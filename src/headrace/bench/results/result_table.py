@@ -1,7 +1,4 @@
-"""A result on the terminal: counts, percentiles, stages, groups, errors, and what to know before reading them.
-
-Owns the tables. The numbers are figures's; how they are written is wording's.
-"""
+"""Prints a result on the terminal: counts, percentiles, stages, groups, errors and warnings."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ _TIMES: Final = (
     ("ITL", "itl"),
     ("TPOT", "tpot"),
     ("E2EL", "e2el"),
-    ("queue, server's word", "queue"),
-    ("prefill, server's word", "prefill"),
-    ("decode, server's word", "decode"),
+    ("queue (server)", "queue"),
+    ("prefill (server)", "prefill"),
+    ("decode (server)", "decode"),
     ("lag behind the schedule", "lag"),
 )
-MOST_GROUPS: Final = 20  # rows of a table of groups; the file has all
+MOST_GROUPS: Final = 20  # rows per table; the file has all
 
 
 def show(result: BenchmarkResult, console: Console) -> None:
@@ -131,7 +128,7 @@ def _groups(title: str, groups: Sequence[RequestStats], notes: Sequence[str] = (
             *((escape(notes[place]),) if notes else ()),
         )
     if len(groups) > MOST_GROUPS:
-        table.caption = f"and {len(groups) - MOST_GROUPS} more, which are in the file"
+        table.caption = f"and {len(groups) - MOST_GROUPS} more, see the file"
     return table
 
 
