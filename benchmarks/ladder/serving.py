@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from headrace.bench.simulation.baseline_orders import rival
+from headrace.bench.simulation.baseline_orders import scheduling_parts
 from headrace.bench.simulation.simulator import Hardware
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
 from headrace.config.shaping_section import LadderConfig
@@ -115,7 +115,7 @@ class Engine:
     """A scheduler with its place on the machine."""
 
     def __init__(self, name: str, hardware: Hardware, strategy: Strategy, limits: SchedulerLimits, seed: int) -> None:
-        queue, policy, limits = rival("fcfs" if strategy == "fifo" else "fair", Policy(), limits)
+        queue, policy, limits = scheduling_parts("fcfs" if strategy == "fifo" else "fair", Policy(), limits)
         if strategy == "queue":
             policy = replace(policy, refuse_unmet=False)
         self.name = name

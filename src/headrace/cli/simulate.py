@@ -37,7 +37,7 @@ from headrace.bench.simulation.synthetic_traffic import (
     SurfaceProfile,
     TrafficMix,
     generate,
-    read_trace,
+    read_simulation_trace,
 )
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
@@ -191,7 +191,7 @@ def simulate(
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     setting = ScenarioSetup(
-        mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, say=report_progress
+        mix=mix, hardware=hardware, limits=limits, policy=Policy(), orders=chosen, report_progress=report_progress
     )
     if trace is not None:
         if questions != ["run"]:
@@ -256,7 +256,7 @@ def _kinds(surfaces: str | None, lengths: float) -> dict[str, SurfaceProfile]:
 
 
 def _read_calls(trace: Path, seed: int, policy: Policy) -> list[SimulatedRequest]:
-    calls = list(read_trace(trace, seed=seed))
+    calls = list(read_simulation_trace(trace, seed=seed))
     for call in calls:
         if call.surface not in policy.surfaces:
             known = ", ".join(policy.surfaces)
@@ -269,7 +269,7 @@ def _read_calls(trace: Path, seed: int, policy: Policy) -> list[SimulatedRequest
 def _runs(setting: ScenarioSetup, calls: Sequence[SimulatedRequest]) -> list[SimulationSummary]:
     found: list[SimulationSummary] = []
     for order in setting.orders:
-        setting.say(f"run: {order}")
+        setting.report_progress(f"run: {order}")
         found.append(setting.summary(setting.run(calls, order), order))
     return found
 

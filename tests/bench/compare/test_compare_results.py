@@ -139,7 +139,15 @@ def test_what_makes_runs_unlike_is_named() -> None:
         seed=2, tokens=32, failing=0.2, model="other", workload="chat", warnings=["a lag of 90 ms"], load="open"
     )
     said = "\n".join(compare(a, b).warnings)
-    for part in ("workload", "model", "kind of load", "seeds", "output tokens per request differ", "B failed", "a lag of 90 ms"):
+    for part in (
+        "workload",
+        "model",
+        "kind of load",
+        "seeds",
+        "output tokens per request differ",
+        "B failed",
+        "a lag of 90 ms",
+    ):
         assert part in said
     mixed = compare([a, measured(seed=1, model="other")], [a, a]).warnings
     assert any("model" in warning for warning in mixed)

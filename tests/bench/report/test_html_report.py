@@ -172,7 +172,7 @@ def test_the_page_works_for_results_that_have_little_in_them() -> None:
         Page(text)
         svgs(text)
         assert "nan" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL)
-    assert "no rows of single requests" in html(bare)
+    assert "no rows of requests" in html(bare)
     Page(html([one, failed, bare, whole, empty, same]))
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from headrace.bench.simulation.baseline_orders import ORDERS
 from headrace.bench.simulation.scenarios import ScenarioSetup, abuse, capacity, cold, overload
 from headrace.bench.simulation.simulator import Hardware, simulate
-from headrace.bench.simulation.synthetic_traffic import TrafficMix, generate, read_trace
+from headrace.bench.simulation.synthetic_traffic import TrafficMix, generate, read_simulation_trace
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.errors import RequestError
@@ -55,17 +55,17 @@ def test_under_twice_the_load_most_of_the_capacity_is_still_of_use() -> None:
 def test_every_call_ends_and_none_is_counted_twice(order: str) -> None:
     calls = list(generate(replace(SETTING.mix, seconds=30.0)))
     run = simulate(calls, HARDWARE, policy=Policy(), limits=SETTING.limits, order=order, seed=1)  # pyright: ignore[reportArgumentType]
-    assert sorted(id(record.call) for record in run.records) == sorted(map(id, calls))
-    for record in run.records:
+    assert sorted(id(record.request) for record in run.outcomes) == sorted(map(id, calls))
+    for record in run.outcomes:
         if not record.refused:
             assert 0.0 < record.ttft <= record.end  # both since its arrival
-            assert record.tokens == record.call.answer
+            assert record.tokens == record.request.answer
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
     calls = list(generate(replace(SETTING.mix, seconds=20.0)))
     ends = [
-        [record.end for record in simulate(calls, HARDWARE, policy=Policy(), limits=SETTING.limits, seed=seed).records]
+        [record.end for record in simulate(calls, HARDWARE, policy=Policy(), limits=SETTING.limits, seed=seed).outcomes]
         for seed in (3, 3, 4)
     ]
     assert ends[0] == ends[1] != ends[2]
@@ -78,7 +78,7 @@ def test_a_trace_is_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
         '{"at": 1.5, "prompt": 40, "answer": 5, "tenant": "a", "prefix": "p", "prefix_tokens": 32, "deadline": 2.0}',
     ]
     path.write_text("\n".join(lines) + "\n")
-    first, second = read_trace(path)
+    first, second = read_simulation_trace(path)
     assert first.prompt[:32] == second.prompt[:32]
     assert first.prompt != second.prompt
     assert (second.at, second.deadline) == (1.5, 2.0)
@@ -90,4 +90,4 @@ def test_a_trace_is_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
     ):
         path.write_text(f"{lines[0]}\n{wrong}\n")
         with pytest.raises(RequestError, match="line 2"):
-            list(read_trace(path))
+            list(read_simulation_trace(path))

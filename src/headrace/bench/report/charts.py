@@ -1,8 +1,4 @@
-"""The charts of a report: percentile curves, histograms, time lines, requests as bars.
-
-Owns what each chart shows and says. Each is drawn for one result, whose figures keep their colours throughout, or for
-several, each with its own colour. Knows nothing of the page. No chart grows with a run: MOST_... below are its bounds.
-"""
+"""The charts of a report: percentile curves, histograms, time lines, requests as bars."""
 
 from __future__ import annotations
 
@@ -27,19 +23,19 @@ from headrace.bench.results.result_columns import (
     slices,
 )
 
-SHOWN: Final = ("ttft", "itl", "tpot", "e2el")  # in the order of their colours
+SHOWN: Final = ("ttft", "itl", "tpot", "e2el")  # in order of colours
 MOST_BARS: Final = 1200  # requests as bars
 MOST_LANES: Final = 96
 MOST_DOTS: Final = 1500
-MOST_STAGES: Final = 12  # that are marked in time lines
-_KIND_COLOURS: Final = (7, 6, 5, PLAIN)  # of errors; the last is of all kinds that have none of their own
+MOST_STAGES: Final = 12  # marked in time lines
+_KIND_COLOURS: Final = (7, 6, 5, PLAIN)  # of errors; the last is for all further kinds
 _WIDE: Final = 1140.0  # pixels
 _POINTS: Final = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 _TABLE_ROWS: Final = 24  # of a time line's data
 
 
 def percentile_charts(runs: Sequence[ReportedRun]) -> list[Html]:
-    """A curve for each latency: what share of the requests had to wait how long."""
+    """Draw a percentile curve for each latency."""
     found: list[Html] = []
     for paint, name in enumerate(SHOWN):
         curves = [(run, run.columns.latency(name)) for run in runs]
@@ -98,7 +94,7 @@ def histograms(runs: Sequence[ReportedRun]) -> list[Html]:
         if not curves:
             continue
         pooled = np.concatenate([values for _, values in curves])
-        # Outputs that came together have next to no gap between them: a few would widen the axis by decades.
+        # Outputs read together have nearly no gap, which would widen the axis by decades.
         floor = float(np.percentile(pooled[pooled > 0.0], 0.5)) if (pooled > 0.0).any() else 0.0
         fewest = f"The first bar has what is below {milliseconds(floor)}, too." if (pooled < floor).any() else ""
         curves = [(run, np.maximum(values, floor)) for run, values in curves]
@@ -129,7 +125,7 @@ def histograms(runs: Sequence[ReportedRun]) -> list[Html]:
 
 
 def time_lines(runs: Sequence[ReportedRun]) -> list[Html]:
-    """Charts over the time since the run's start, all with the same axis, so that they can be read across."""
+    """Draw charts over the time since the run's start, all with the same time axis."""
     known = [run for run in runs if run.columns.start.size]
     if not known:
         return []
@@ -179,7 +175,7 @@ def time_lines(runs: Sequence[ReportedRun]) -> list[Html]:
 
 
 def _first_tokens(runs: Sequence[ReportedRun], time: Axis, edges: Sequence[Floats], alone: bool) -> Html | None:
-    """Each request's first token by when it was sent: what percentiles hide is whether waiting grew."""
+    """Draw each request's TTFT over its send time, which shows whether waiting grew."""
     drawn: list[tuple[ReportedRun, Floats, Floats]] = []
     medians: list[tuple[Floats, Floats]] = []
     for run, cuts in zip(runs, edges, strict=True):
@@ -201,9 +197,9 @@ def _first_tokens(runs: Sequence[ReportedRun], time: Axis, edges: Sequence[Float
         plot.line(xs, ys, series=0 if alone else run.series, name=name, label="" if alone else name, look="thin")
     shown = sum(xs.size for _, xs, _ in drawn)
     total = sum(int(np.isfinite(run.columns.ttft).sum()) for run, *_ in drawn)
-    note = "A dot for each request, where it was sent; the line is the median of each slice of time."
+    note = "Each dot is a request at the time it was sent; the line is the median per time slice."
     if shown < total:
-        note += f" {shown:,} of {total:,} requests are drawn, evenly picked."
+        note += f" {shown:,} of {total:,} requests are drawn, evenly sampled."
     rows: list[list[str]] = []
     for (run, *_), (xs, ys) in zip(drawn, medians, strict=True):
         for place in thin(xs.size, _TABLE_ROWS).tolist():
@@ -213,7 +209,7 @@ def _first_tokens(runs: Sequence[ReportedRun], time: Axis, edges: Sequence[Float
 
 
 def _medians(at: Floats, values: Floats, edges: Floats) -> tuple[Floats, Floats]:
-    """Of the values of each slice of time that has any."""
+    """Compute the medians of the time slices that have values."""
     order = np.argsort(at, kind="stable")
     ordered = values[order]
     cuts = np.searchsorted(at[order], edges)
@@ -242,25 +238,25 @@ def _errors_by_kind(run: ReportedRun, time: Axis, edges: Floats) -> Html:
         plot.bars(edges, heights, series=_KIND_COLOURS[place], name=kind, base=base)
         plot.label(kind, time.high, float(base[-1]), series=_KIND_COLOURS[place])
         base = base + heights
-    note = "By kind, in each slice of time, where they ended."
+    note = "By kind and time slice, at the time they ended."
     busy = np.flatnonzero(total)
     rows = [
         [seconds(float(edges[place])), *(number(float(heights[place])) for heights in counts.values())]
         for place in busy[thin(busy.size, _TABLE_ROWS)].tolist()
     ]
     data = table(["from", *counts], rows)
-    return figure("errors", "Requests that failed", note, plot.render(), data, wide=True)
+    return figure("errors", "Failed requests", note, plot.render(), data, wide=True)
 
 
 def request_bars(run: ReportedRun) -> Html | None:
-    """Requests as bars, each in the lowest place that was free: waiting for the first token, then streaming."""
+    """Draw requests as bars in the lowest free lane: waiting for the first token, then streaming."""
     known = run.columns
     order = np.argsort(known.start, kind="stable")
     if not order.size:
         return None
     note = ""
     if order.size > MOST_BARS:
-        # All would be a grey mass: those around the one that took longest to start.
+        # All of them would be unreadable: draw those around the longest wait.
         waits = np.nan_to_num(known.ttft[order], nan=-1.0)
         begin = int(np.clip(int(waits.argmax()) - MOST_BARS // 2, 0, order.size - MOST_BARS))
         order = order[begin : begin + MOST_BARS]
@@ -269,7 +265,7 @@ def request_bars(run: ReportedRun) -> Html | None:
     lane = lanes(start, end)
     if int(lane.max()) >= MOST_LANES:
         kept = lane < MOST_LANES
-        note += f" {int((~kept).sum()):,} more ran beside the {MOST_LANES} that are drawn at most at once."
+        note += f" {int((~kept).sum()):,} more ran beyond the {MOST_LANES} lanes drawn."
         order, start, end, lane = order[kept], start[kept], end[kept], lane[kept]
     first = np.where(np.isfinite(known.ttft[order]), start + known.ttft[order] / 1e3, end)
     count = int(lane.max()) + 1
@@ -301,7 +297,7 @@ def request_bars(run: ReportedRun) -> Html | None:
     data = table(
         ["", "sent at", "TTFT", "E2EL", "prompt tokens", "output tokens", "end"], rows, caption="Those that ran longest"
     )
-    said = "Blue: until the first token. Grey: the rest. Red: failed. Each is in the lowest place that was free." + note
+    said = "Blue: until the first token. Grey: the rest. Red: failed. Each request is in the lowest free lane." + note
     return figure("requests", "Requests", said, plot.render(), data, wide=True)
 
 
@@ -316,7 +312,7 @@ def _in_words(run: ReportedRun, place: int) -> str:
 
 
 def _stage_rules(plot: Plot, runs: Sequence[ReportedRun]) -> None:
-    """Where each load began; of one result, and as long as there is room."""
+    """Mark where each load began, for a single result and if there is room."""
     stages = runs[0].result.stages if len(runs) == 1 else []
     if not 1 < len(stages) <= MOST_STAGES:
         return
@@ -342,6 +338,6 @@ def _time_table(runs: Sequence[ReportedRun], edges: Sequence[Floats], columns: S
 
 
 def _holding(found: Axis, objectives: set[float]) -> Axis:
-    """The axis made higher where an objective is not far above it."""
+    """Raise the axis to include an objective that is not far above it."""
     near = [most for most in objectives if found.high < most <= 2.0 * found.high]
     return replace(found, high=1.05 * max(near)) if near else found

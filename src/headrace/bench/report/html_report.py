@@ -1,9 +1,4 @@
-"""A benchmark's report: one HTML file with everything in it, for one result or for several over each other.
-
-Owns the page: what stands on it in which order, its policy (nothing is loaded, no script but its own runs), its bounds.
-The charts are report_charts's and report_load's, the tables report_figures's, looks and movement report.css's and
-report.js's. Everything a server said is text that is escaped where it is put in.
-"""
+"""Writes a benchmark report: one HTML file with inline charts that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -34,29 +29,29 @@ from headrace.bench.results.formatting import clean
 from headrace.bench.results.result_columns import columns
 from headrace.errors import RequestError
 
-MOST_RESULTS: Final = 16  # in one report: the style sheet can hide as many
+MOST_RESULTS: Final = 16  # per report; the style sheet can hide as many
 MOST_WARNINGS: Final = 50
 _HERE: Final = Path(__file__).parent
-_WORDS: Final = (
-    ("TTFT", "from sending a request to its first content, reasoning or tool delta"),
-    ("ITL", "the gaps between streamed outputs, of all requests together"),
-    ("TPOT", "(E2EL - TTFT) / (output tokens - 1), for each request"),
-    ("E2EL", "from sending a request to the last byte of its answer"),
-    ("Goodput", "requests per second that ended well and met every objective"),
-    ("p50, p90, p95, p99", "half, 90, 95 and 99 in 100 of the values are not above"),
-    ("Knee", "the highest load of a sweep that the server kept up with"),
+_GLOSSARY: Final = (
+    ("TTFT", "time from sending a request to its first content, reasoning or tool delta"),
+    ("ITL", "gaps between streamed outputs, of all requests"),
+    ("TPOT", "(E2EL - TTFT) / (output tokens - 1), per request"),
+    ("E2EL", "time from sending a request to the last byte of its response"),
+    ("Goodput", "successful requests per second that met every objective"),
+    ("p50, p90, p95, p99", "50, 90, 95 and 99 % of the values are at or below"),
+    ("Knee", "highest load of a sweep at which the server kept up"),
 )
 
 
 def write_html(results: BenchmarkResult | Sequence[BenchmarkResult], path: Path, *, machine: str = "") -> None:
-    """`machine`: what the client ran on, in words."""
+    """Write the report. `machine`: description of the client's machine."""
     path.write_text(html(results, machine=machine), encoding="utf-8")
 
 
 def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str = "") -> str:
     every = [results] if isinstance(results, BenchmarkResult) else list(results)
     if not 1 <= len(every) <= MOST_RESULTS:
-        raise RequestError(f"a report shows 1 to {MOST_RESULTS} results, not {len(every)}")
+        raise RequestError(f"A report shows 1 to {MOST_RESULTS} results, not {len(every)}.")
     runs = [
         ReportedRun(result=result, columns=columns(result), name=name, series=place)
         for place, (result, name) in enumerate(zip(every, names(every), strict=True))
@@ -66,7 +61,7 @@ def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str =
         title = "Benchmark of " + ", ".join(run.name for run in runs)
     style = (_HERE / "report.css").read_text(encoding="utf-8")
     script = (_HERE / "report.js").read_text(encoding="utf-8")
-    # Nothing may be loaded from anywhere. Even a hole in the escaping would run no script: only this one's digest may.
+    # Nothing may be loaded. Even if escaping failed, no other script could run: only this digest is allowed.
     own = f"style-src {_digest(style)}; script-src {_digest(script)}"
     policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
     head = tag(
@@ -120,7 +115,7 @@ def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
         _section("Latency and throughput against load", load_charts(runs)),
         _section("Latency by percentile", percentile_charts(runs)),
         _section("Over time", [*time_lines(runs), *([bars] if bars is not None else [])]),
-        _section("How values are spread", histograms(runs)),
+        _section("Distributions", histograms(runs)),
     ]
     tables = [figures_table(run) for run in runs] if alone else []
     tables += [totals_table(runs), *(each for each in (stages_table(runs),) if each is not None), *group_tables(runs)]
@@ -129,7 +124,7 @@ def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
         tables.append(tag("div", errors, class_="words"))
     found.append(tag("section", tag("h2", "Figures"), *tables))
     if not any(run.result.rows for run in runs):
-        found.append(tag("p", "The result has no rows of single requests, so there are no curves.", class_="under"))
+        found.append(tag("p", "The result has no rows of requests, so there are no curves.", class_="under"))
     found.append(tag("section", tag("h2", "What was run"), *(ran_table(run, machine) for run in runs)))
     return found
 
@@ -141,5 +136,5 @@ def _section(title: str, charts: Sequence[Html]) -> Html:
 
 
 def _footer() -> Html:
-    words = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in _WORDS)
+    words = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in _GLOSSARY)
     return tag("footer", tag("dl", *words))

@@ -1,7 +1,4 @@
-"""The charts of a sweep: latency and throughput against load, and what more throughput costs.
-
-Owns what stages look like side by side. Knows neither the page nor how a knee is found.
-"""
+"""The charts of several loads: latency and throughput against load, and the cost of more throughput."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from headrace.bench.report.report_tables import NAMES, SHORT, ReportedRun, figur
 from headrace.bench.results.benchmark_result import Distribution, RequestStats, StageResult
 from headrace.bench.results.formatting import milliseconds, number
 
-MOST_TICKS: Final = 12  # loads that have a tick of their own
+MOST_TICKS: Final = 12  # loads with their own tick
 
 
 class _Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +31,7 @@ class _Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Loads(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[ReportedRun]
-    stages: dict[int, list[tuple[float, StageResult]]]  # by the run's series, in the order of their loads
+    stages: dict[int, list[tuple[float, StageResult]]]  # by the run's series, in order of load
     across: Axis
     alone: bool
 
@@ -47,7 +44,7 @@ class _Loads(msgspec.Struct, frozen=True, kw_only=True):
         look: str = "",
         label: str | None = None,
     ) -> list[_Curve]:
-        """One for each run. `series`: of a report of one result; `label` stands beside the curve there."""
+        """Make one curve per run. `series` and `label` apply to a report of one result."""
         return [
             _Curve(
                 name=what if self.alone else f"{run.name} {what}",
@@ -62,7 +59,7 @@ class _Loads(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_charts(runs: Sequence[ReportedRun]) -> list[Html]:
-    """Nothing where no result has several loads."""
+    """Return the charts; none if no result has several loads."""
     loads = _loads(runs)
     if loads is None:
         return []
@@ -86,7 +83,7 @@ def load_charts(runs: Sequence[ReportedRun]) -> list[Html]:
             loads,
             "load-tokens",
             "Output tokens per second",
-            f"Of answers that ended well.{knee}",
+            f"Of successful responses.{knee}",
             tokens,
             "tokens/s",
             "number",
@@ -97,7 +94,7 @@ def load_charts(runs: Sequence[ReportedRun]) -> list[Html]:
     good: list[_Curve] = []
     if any(stage.figures.goodput is not None for run in loads.runs for stage in run.result.stages):
         good = loads.curves(lambda figures: figures.goodput, "good", series=PLAIN, look="high")
-    said = "Solid: all that ended well. Dashed: those that met every objective." if good else "Those that ended well."
+    said = "Solid: all successful. Dashed: those that met every objective." if good else "Successful requests."
     said += knee
     found.append(
         _chart(loads, "load-requests", "Requests per second", said, [*served, *good], "requests/s", "number", set())
@@ -170,7 +167,7 @@ def _draw(plot: Plot, curve: _Curve) -> None:
 
 
 def _cost(loads: _Loads) -> Html | None:
-    """Tokens per second against the time per token: further right and further down is better."""
+    """Draw tokens per second against the time per token: right and down is better."""
     ident = "load-cost"
     curves: list[_Curve] = []
     for run in loads.runs:

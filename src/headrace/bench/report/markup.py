@@ -1,8 +1,4 @@
-"""Markup of a report: elements whose text is escaped by how they are built.
-
-Owns Html and `tag`. Knows neither charts nor results. A server's model name or error text may be hostile: whatever is
-no Html is cleaned of control characters, cut short and escaped.
-"""
+"""Builds the HTML of a report: elements that escape their text."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ from typing import Final
 
 from headrace.bench.results.formatting import clean
 
-MOST_ATTRIBUTE: Final = 4_000_000  # characters: a chart's data are in one
+MOST_ATTRIBUTE: Final = 4_000_000  # characters; a chart's data are one attribute
 _VOID: Final = frozenset({"br", "input", "meta"})
 
 
 class Html(str):
-    """Markup: text in it is escaped already."""
+    """Markup whose text is escaped already."""
 
     __slots__ = ()
 
@@ -26,7 +22,7 @@ def escape(text: str) -> Html:
 
 
 def tag(name: str, /, *parts: str, **attributes: str | float | None) -> Html:
-    """`class_` stands for class, `data_x` for data-x; an attribute that is None is left out."""
+    """Build an element. `class_` becomes class, `data_x` data-x; attributes that are None are omitted."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
@@ -42,7 +38,7 @@ def join(*parts: Html) -> Html:
 
 
 def short(value: float) -> str:
-    """Two decimals at most: a hundredth of a pixel is enough for every place in a drawing."""
+    """Format with at most two decimals: a hundredth of a pixel is enough."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 

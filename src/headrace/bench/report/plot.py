@@ -1,8 +1,7 @@
-"""Drawing: axes with sensible ticks, and plots as inline SVG with lines, steps, dots, bars and rules.
+"""Draws plots as inline SVG: axes, lines, steps, dots, bars and rules.
 
-Owns Axis and Plot. Knows nothing of what is drawn. Colours are classes s0, s1, ... of the page's style sheet. What the
-page's script needs to say what is under the pointer stands in the SVG's data attributes: the axes and the plot's place;
-the points themselves it reads from the lines.
+Colours are classes s0, s1, ... of the page's style sheet. The SVG's data attributes hold what the page's script needs
+for tooltips: the axes and the plot's position; it reads the points from the lines.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from headrace.bench.results.result_columns import TAIL
 
 Floats = NDArray[np.float64]
 AxisScale = Literal["linear", "log", "tail"]
-AxisUnit = Literal["ms", "s", "number", "count", "share", "percentile"]  # counts have no ticks between whole numbers
+AxisUnit = Literal["ms", "s", "number", "count", "share", "percentile"]  # counts have ticks at whole numbers only
 
-SERIES: Final = 8  # colours; after them they start again, dashed
-PLAIN: Final = -1  # the series of what has no colour of its own, such as counts of requests
-MOST_POINTS: Final = 2000  # of one line
-_DECADES: Final = 1.3  # of values that are more than 20 times apart, the small ones would be lost on a linear axis
-_CHARACTER: Final = 6.6  # pixels that a character of a label needs, at most, about
-_LINE: Final = 14.0  # pixels from one label to the next
-_COLUMN: Final = 12.0  # pixels: labels of points that are not further apart are a column
-_TICKS: Final = 5  # of a linear axis from bottom to top, at most
+SERIES: Final = 8  # colours; further series repeat them, dashed
+PLAIN: Final = -1  # the series without a colour, such as request counts
+MOST_POINTS: Final = 2000  # per line
+_DECADES: Final = 1.3  # values more than 20 times apart need a logarithmic axis
+_CHARACTER: Final = 6.6  # approximate pixels per character of a label
+_LINE: Final = 14.0  # pixels between labels
+_COLUMN: Final = 12.0  # pixels: labels closer than this form a column
+_TICKS: Final = 5  # maximum on a vertical linear axis
 _TAIL: Final = (0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999)
 _ELAPSED: Final = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400)  # seconds
 
@@ -41,16 +40,16 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     high: float = 1.0
     title: str = ""
     unit: AxisUnit = "number"
-    at: tuple[float, ...] = ()  # ticks, where they are given
+    at: tuple[float, ...] = ()  # explicit ticks
 
     def place(self, values: ArrayLike) -> Floats:
-        """0 at the low end, 1 at the high one; values outside are put at the ends."""
+        """Map values to 0 (low end) to 1 (high end), clipped."""
         found = np.asarray(values, dtype=np.float64)
         low, high = self._warp(np.array([self.low, self.high]))
         return np.clip((self._warp(found) - low) / max(high - low, 1e-12), 0.0, 1.0)
 
     def value(self, place: float) -> float:
-        """What `place` undoes."""
+        """Invert `place`."""
         low, high = (float(end) for end in self._warp(np.array([self.low, self.high])))
         warped = low + place * (high - low)
         match self.kind:
@@ -82,7 +81,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
                 return [tick for tick in _TAIL if self.low <= tick <= self.high + 1e-9]
 
     def show(self, value: float) -> str:
-        """A tick's text."""
+        """Format a tick."""
         match self.unit:
             case "ms":
                 return _plain(milliseconds(value))
@@ -101,7 +100,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 def axis(
     values: Sequence[ArrayLike], *, title: str, unit: AxisUnit, zero: bool = True, log: bool | None = None
 ) -> Axis:
-    """One that holds all values: logarithmic where they span more than a decade or so, unless `log` says."""
+    """Make an axis for all values: logarithmic if they span more than 20 times, unless `log` is given."""
     arrays = [np.asarray(each, dtype=np.float64).ravel() for each in values]
     pooled = np.concatenate(arrays) if arrays else np.zeros(0)
     pooled = pooled[np.isfinite(pooled)]
@@ -121,27 +120,27 @@ def axis(
 
 
 def tail_axis(count: int) -> Axis:
-    """For percentiles: each nine has the same width. It ends at the last that `count` values can tell."""
+    """Make a percentile axis: each nine has the same width. It ends at the last that `count` values can resolve."""
     most = 1.0 - 1.0 / max(count, 2)
     return Axis(kind="tail", low=0.0, high=min(most, TAIL), title="percentile", unit="percentile")
 
 
 def thin(count: int, most: int = MOST_POINTS) -> NDArray[np.intp]:
-    """Places of at most `most` of `count` points, evenly, the first and the last among them."""
+    """Return indices of at most `most` of `count` points, evenly spaced, including the first and last."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.intp))
 
 
 class Plot(msgspec.Struct, kw_only=True):
-    """Parts are drawn in the order in which they are added; `render` puts axes below them and labels beside them."""
+    """A plot; parts are drawn in the order in which they are added, over the axes."""
 
     x: Axis
     y: Axis
-    about: str  # id of the element that says what this is
-    width: float = 560.0  # pixels of the drawing's own measure
+    about: str  # id of the describing element
+    width: float = 560.0  # drawing units
     height: float = 268.0
-    right: float = 24.0  # more where lines have labels
+    right: float = 24.0  # more if lines have labels
     _parts: list[Html] = []
     _labels: list[tuple[float, float, str, int]] = []
     _hints: list[tuple[float, float, float, float, str]] = []
@@ -150,7 +149,7 @@ class Plot(msgspec.Struct, kw_only=True):
     _left: float = 62.0
 
     def room_for(self, labels: Sequence[str]) -> None:
-        """Keeps the right margin wide enough; to be called before anything is drawn."""
+        """Widen the right margin for labels. Call it before drawing."""
         longest = max((min(len(label), 22) for label in labels), default=0)
         self.right = max(self.right, 14.0 + _CHARACTER * longest)
 
@@ -165,7 +164,7 @@ class Plot(msgspec.Struct, kw_only=True):
         area: bool = False,
         look: str = "",
     ) -> None:
-        """`name`: in the tooltip. `label`: beside the line's end. `look`: one more class."""
+        """Draw a line. `name`: tooltip; `label`: text at its end; `look`: additional class."""
         across, down = self._points(xs, ys)
         if not across.size:
             return
@@ -182,12 +181,12 @@ class Plot(msgspec.Struct, kw_only=True):
     def dots(self, xs: ArrayLike, ys: ArrayLike, *, series: int, name: str = "", radius: float = 2.0) -> None:
         across, down = self._points(xs, ys)
         marks = "".join(f"M{short(x)} {short(y)}h0" for x, y in zip(across.tolist(), down.tolist(), strict=True))
-        if marks:  # lines of no length with round ends: one element for all dots
+        if marks:  # zero-length lines with round ends: one element for all dots
             look = f"dots {colour(series)}"
             self._parts.append(tag("path", d=marks, class_=look, stroke_width=2 * radius, data_name=name or None))
 
     def mark(self, x: float, y: float, text: str, *, series: int) -> None:
-        """A point with its value beside it."""
+        """Draw a point with its value."""
         across, down = (float(each[0]) for each in self._points([x], [y]))
         left = across > self._left + 0.72 * self._inner_width
         side = {"x": across + (-7.0 if left else 7.0), "y": down + (-6.0 if left else 14.0)}
@@ -196,7 +195,7 @@ class Plot(msgspec.Struct, kw_only=True):
         self._parts.append(tag("text", text, class_="value", text_anchor="end" if left else "start", **side))
 
     def bars(self, edges: ArrayLike, heights: ArrayLike, *, series: int, name: str, base: ArrayLike = 0.0) -> None:
-        """Between neighbouring edges, from `base` on."""
+        """Draw bars between neighbouring edges, starting at `base`."""
         from_ = np.broadcast_to(np.asarray(base, dtype=np.float64), np.shape(heights))
         across = self._left + self.x.place(edges) * self._inner_width
         tops = self._top + (1.0 - self.y.place(np.asarray(heights) + from_)) * self._inner_height
@@ -210,13 +209,13 @@ class Plot(msgspec.Struct, kw_only=True):
         )
         if path:
             self._parts.append(tag("path", d=path, class_=f"bars {colour(series)}"))
-        # The script finds the bars' values here: a line through the middles of their tops, which is not shown.
+        # An invisible line through the tops, where the script finds the bars' values.
         middles = (across[:-1] + across[1:]) / 2.0
         high = self._top + (1.0 - self.y.place(heights)) * self._inner_height
         self._parts.append(tag("polyline", points=_pairs(middles, high), class_="unseen", data_name=name))
 
     def spans(self, begins: ArrayLike, ends: ArrayLike, ys: ArrayLike, *, thick: float, look: str) -> None:
-        """Horizontal strokes, all in one element."""
+        """Draw horizontal strokes as one element."""
         left, down = self._points(begins, ys)
         right, _ = self._points(ends, ys)
         path = "".join(
@@ -227,7 +226,7 @@ class Plot(msgspec.Struct, kw_only=True):
             self._parts.append(tag("path", d=path, class_=f"span {look}", stroke_width=thick))
 
     def hints(self, begins: ArrayLike, ends: ArrayLike, ys: ArrayLike, texts: Sequence[str], *, tall: float) -> None:
-        """What the script says of rectangles, `tall` pixels each, around the places."""
+        """Add tooltips for rectangles of `tall` pixels."""
         left, down = self._points(begins, ys)
         right, _ = self._points(ends, ys)
         self._hints += [
@@ -236,14 +235,14 @@ class Plot(msgspec.Struct, kw_only=True):
         ]
 
     def label(self, text: str, x: float, y: float, *, series: int) -> None:
-        """To the right of a point, or where there is room near it."""
+        """Add a label to the right of a point, or where there is room nearby."""
         across, down = self._points([x], [y])
         self._labels.append((float(across[0]), float(down[0]), text, series))
 
     def rule(
         self, *, x: float | None = None, y: float | None = None, text: str = "", look: str = "", row: int = 0
     ) -> None:
-        """A line through the plot at one value, with its meaning beside it, so many rows of text down."""
+        """Draw a line across the plot at one value, with a text `row` rows down."""
         kind = f"rule {look}".rstrip()
         if x is not None and self.x.low <= x <= self.x.high:
             across = self._left + float(self.x.place(x)) * self._inner_width

@@ -1,8 +1,4 @@
-"""A report's pieces that are no drawing: the frame around a chart, and the tables.
-
-Owns what figures are called, Run (one result in a report, with its colour) and every table. Knows nothing of axes and
-lines.
-"""
+"""The tables of a report, and the frame around a chart."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ from headrace.bench.results.result_columns import ResultColumns
 
 NAMES: Final[Mapping[str, str]] = {
     "ttft": "Time to first token",
-    "ttfo": "Time to first output that is no reasoning",
+    "ttfo": "Time to first output other than reasoning",
     "itl": "Gap between streamed outputs",
     "tpot": "Time per output token",
-    "e2el": "Whole answer",
-    "queue": "Queue, as the server says",
-    "prefill": "Prefill, as the server says",
-    "decode": "Decode, as the server says",
-    "lag": "Client's lag behind the plan",
+    "e2el": "End to end",
+    "queue": "Queue, reported by the server",
+    "prefill": "Prefill, reported by the server",
+    "decode": "Decode, reported by the server",
+    "lag": "Client's lag behind the schedule",
     "chunk_tokens": "Tokens in a streamed output",
 }
 SHORT: Final[Mapping[str, str]] = {"ttft": "TTFT", "ttfo": "TTFO", "itl": "ITL", "tpot": "TPOT", "e2el": "E2EL"}
@@ -37,16 +33,16 @@ MOST_ERRORS: Final = 32  # kinds
 
 
 class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One result of a report."""
+    """One result in a report."""
 
     result: BenchmarkResult
     columns: ResultColumns
     name: str
-    series: int  # its colour, where there are several
+    series: int  # index of its colour, if there are several
 
 
 def figure(ident: str, title: str, note: str, drawing: Html, data: Html, *, wide: bool = False) -> Html:
-    """A chart with its title, what to see in it, and its data as a table."""
+    """Frame a chart with its title, a note, and its data as a table."""
     return tag(
         "figure",
         tag("figcaption", title, id=ident),
@@ -58,7 +54,7 @@ def figure(ident: str, title: str, note: str, drawing: Html, data: Html, *, wide
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> Html:
-    """The first cell of a row is its name; the others are numbers."""
+    """Build a table; the first cell of a row is its heading."""
     head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
     body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
     parts = [tag("caption", caption)] if caption else []
@@ -71,7 +67,7 @@ def swatch(series: int) -> Html:
 
 
 def keys(runs: Sequence[ReportedRun]) -> Html:
-    """The legend of a report of several results; each can be hidden."""
+    """Build the legend of a report of several results, with a switch for each."""
     return tag(
         "div",
         *(
@@ -90,7 +86,7 @@ def keys(runs: Sequence[ReportedRun]) -> Html:
 
 
 def headline(run: ReportedRun) -> tuple[RequestStats, str]:
-    """The figures that stand for a result, and of which load they are: of a sweep, its knee's."""
+    """Return the statistics that represent a result, and their load: for a sweep, the knee."""
     knee = run.result.knee
     if knee is not None and knee < len(run.result.stages):
         stage = run.result.stages[knee]
@@ -99,7 +95,7 @@ def headline(run: ReportedRun) -> tuple[RequestStats, str]:
 
 
 def tiles(run: ReportedRun) -> Html:
-    """The figures that are asked for first."""
+    """Build the tiles with the key figures."""
     total, load = headline(run)
     found: list[Html] = []
 
@@ -130,7 +126,7 @@ def figures_table(run: ReportedRun) -> Html:
     rows: list[list[str]] = []
     for name, title in NAMES.items():
         spread: Distribution | None = getattr(total, name)
-        if spread is None or (name == "ttfo" and spread == total.ttft):  # nothing reasons: the same again
+        if spread is None or (name == "ttfo" and spread == total.ttft):  # without reasoning it equals the TTFT
             continue
         show: Callable[[float], str] = number if name == "chunk_tokens" else milliseconds
         values = (spread.mean, spread.std, spread.p50, spread.p90, spread.p95, spread.p99, spread.least, spread.most)
@@ -140,21 +136,21 @@ def figures_table(run: ReportedRun) -> Html:
 
 
 def totals(figures: RequestStats) -> list[tuple[str, str]]:
-    """What is no latency."""
+    """List the totals: everything except latencies."""
     found = [
         ("Requests", f"{figures.requests:,}"),
-        ("Ended well", f"{figures.completed:,}"),
+        ("Successful", f"{figures.completed:,}"),
         ("Failed", f"{figures.failed:,}"),
         ("Seconds", seconds(figures.seconds)),
         ("Requests/s", number(figures.request_throughput)),
         ("Output tokens/s", number(figures.output_throughput)),
         ("Tokens/s, prompts and answers", number(figures.total_throughput)),
         ("Output tokens in the best second", number(figures.peak_output_per_s)),
-        ("Most requests at once", f"{figures.peak_running:,}"),
+        ("Peak concurrent requests", f"{figures.peak_running:,}"),
         ("Prompt tokens", f"{figures.prompt_tokens:,}"),
-        ("of them cached", f"{figures.cached_tokens:,}"),
+        ("cached prompt tokens", f"{figures.cached_tokens:,}"),
         ("Output tokens", f"{figures.output_tokens:,}"),
-        ("Outputs that came together with another", share(figures.together)),
+        ("Outputs read together with another", share(figures.together)),
     ]
     if figures.goodput is not None:
         found.insert(5, ("Goodput, requests/s", number(figures.goodput)))
@@ -163,7 +159,7 @@ def totals(figures: RequestStats) -> list[tuple[str, str]]:
 
 
 def totals_table(runs: Sequence[ReportedRun]) -> Html:
-    """Totals down, results across."""
+    """Build the totals: a row per total, a column per result."""
     each = [dict(totals(run.result.figures)) for run in runs]
     names = max((list(found) for found in each), key=len)
     rows = [[name, *(found.get(name, "-") for found in each)] for name in names]
@@ -172,7 +168,7 @@ def totals_table(runs: Sequence[ReportedRun]) -> Html:
 
 
 def side_by_side(runs: Sequence[ReportedRun]) -> Html:
-    """Latencies and rates of several results."""
+    """Compare latencies and rates of several results."""
     totals = [headline(run)[0] for run in runs]
     rows: list[list[str]] = []
     for name in ("ttft", "itl", "tpot", "e2el"):
@@ -195,11 +191,13 @@ def side_by_side(runs: Sequence[ReportedRun]) -> Html:
     if any(loads):
         rows.insert(0, ["", *loads])
     headings = ["", *(join(swatch(run.series), tag("span", run.name)) for run in runs)]
-    return table(headings, rows, caption=f"Side by side: the best of each row is bold, {TIMES}2 is twice its value")
+    return table(
+        headings, rows, caption=f"Side by side: the best value of each row is bold; {TIMES}2 is twice the best"
+    )
 
 
 def _marked(values: Sequence[float | None], show: Callable[[float | None], str], *, least: bool) -> list[str]:
-    """The best in bold, the others with how many times that they are."""
+    """Format values: the best in bold, the others with their ratio to it."""
     known = [value for value in values if value is not None]
     best = (min if least else max)(known) if len(known) > 1 else None
     found: list[str] = []
@@ -242,7 +240,7 @@ def _group_row(name: str, figures: RequestStats) -> list[str]:
 
 
 def group_tables(runs: Sequence[ReportedRun]) -> list[Html]:
-    """Per tenant, surface, workload and prompt length; nothing where a run had but one."""
+    """Build the tables by tenant, surface, workload and prompt length, if a run has several."""
     found: list[Html] = []
     for field, title in (
         ("tenants", "By tenant"),
@@ -260,7 +258,7 @@ def group_tables(runs: Sequence[ReportedRun]) -> list[Html]:
             for group in groups[:MOST_GROUPS]:
                 rows.append(_group_row(f"{run.name}: {group.name}" if len(runs) > 1 else group.name, group))
         if rows:
-            more = f"; {left:,} more are left out" if left else ""
+            more = f"; {left:,} more are not shown" if left else ""
             found.append(table(["", *_GROUP], rows, caption=title + more))
     return found
 
@@ -299,18 +297,18 @@ def errors_table(runs: Sequence[ReportedRun]) -> Html | None:
         for kind, count in counted[:MOST_ERRORS]:
             name = f"{run.name}: {kind}" if len(runs) > 1 else kind
             rows.append([clean(name, 200), f"{count:,}", clean(examples.get(kind, ""), 300)])
-    return table(["kind", "requests", "one of them"], rows, caption="Errors") if rows else None
+    return table(["kind", "requests", "example"], rows, caption="Errors") if rows else None
 
 
 def ran_table(run: ReportedRun, machine: str) -> Html:
-    """What was run."""
+    """Describe what was run."""
     result = run.result
     lines: list[tuple[str, str]] = [
         ("Server", result.url),
         ("Endpoint", result.endpoint),
         ("Model", result.model),
         ("Lengths counted by", result.tokenizer),
-        ("Answers", "streamed" if result.streamed else "whole"),
+        ("Responses", "streamed" if result.streamed else "whole"),
         ("Workload", result.workload),
         ("Load", ", ".join(part for part in (result.load, result.arrivals) if part)),
         ("Objectives", ", ".join(f"{name} ≤ {most:g} ms" for name, most in result.objectives.items())),
@@ -318,8 +316,8 @@ def ran_table(run: ReportedRun, machine: str) -> Html:
         ("Prompts begin with", result.nonce),
         ("Started", result.started_at),
         ("Ended", result.ended_at),
-        ("Requests to warm up", f"{result.warmup:,}"),
-        ("Machine of the client", machine),
+        ("Warm-up requests", f"{result.warmup:,}"),
+        ("Client machine", machine),
         ("headrace", result.headrace),
     ]
     if result.arrivals == "gamma":
@@ -346,7 +344,7 @@ def _argument(value: Any) -> str:
 
 
 def names(results: Sequence[BenchmarkResult]) -> list[str]:
-    """A name for each result, all different: its label, or its model, or its server."""
+    """Return unique names for the results: label, model or server."""
     found: list[str] = []
     for place, result in enumerate(results):
         name = clean(result.label or result.model or result.url or f"result {place + 1}", 60)

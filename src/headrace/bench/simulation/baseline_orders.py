@@ -1,6 +1,6 @@
-"""Other orders than the fair one, to compare with: first come first served, and longest cached prefix first.
+"""Baseline scheduling orders to compare with the fair one: first come first served, and longest cached prefix first.
 
-Both know neither tenants nor surfaces: one queue, no charge, no objective. Only for measuring.
+Both ignore tenants and surfaces. For measurements only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.engine.scheduling.waiting_queue import SHORT, FairQueue, SequenceJ
 
 Order = Literal["fair", "fcfs", "longest-prefix"]
 ORDERS: Final[tuple[Order, ...]] = get_args(Order)
-_SAME: Final = 64  # tokens that are compared to find the requests whose prefix has become hot
+_SAME: Final = 64  # tokens compared to find requests whose prefix is now cached
 
 
 class ArrivalQueue(FairQueue):
@@ -37,7 +37,7 @@ class ArrivalQueue(FairQueue):
 
 
 class LongestPrefixQueue(ArrivalQueue):
-    """The request with most tokens in the prefix cache first; nothing ages."""
+    """The request with the most cached prefix tokens first, without ageing."""
 
     def __init__(self, policy: Policy, *, idle_tenants: int) -> None:
         super().__init__(policy, idle_tenants=idle_tenants)
@@ -79,8 +79,10 @@ def _begins(job: SequenceJob) -> tuple[str, tuple[int, ...]]:
     return job.request.salt, job.request.prompt[:_SAME]
 
 
-def rival(order: Order, policy: Policy, limits: SchedulerLimits) -> tuple[FairQueue | None, Policy, SchedulerLimits]:
-    """The queue, policy and limits of an order; None for the scheduler's own queue."""
+def scheduling_parts(
+    order: Order, policy: Policy, limits: SchedulerLimits
+) -> tuple[FairQueue | None, Policy, SchedulerLimits]:
+    """Return the queue, policy and limits of an order; no queue means the scheduler's own."""
     if order == "fair":
         return None, policy, limits
     surfaces: Mapping[str, object] = policy.surfaces
@@ -91,7 +93,7 @@ def rival(order: Order, policy: Policy, limits: SchedulerLimits) -> tuple[FairQu
         rescue=False,
         refuse_unmet=False,
     )
-    # All prompts are of one class.
+    # All prompts belong to one class.
     limits = replace(limits, short_rows=limits.context)
     queue = ArrivalQueue if order == "fcfs" else LongestPrefixQueue
     return queue(plain, idle_tenants=limits.idle_tenants), plain, limits

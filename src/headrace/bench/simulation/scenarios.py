@@ -1,7 +1,6 @@
-"""Questions that a scheduler must answer well, each asked of every order on the same traffic.
+"""Scenarios that compare schedulers on the same traffic: an abusive tenant, cold prefixes, and overload.
 
-Owns three of them: a tenant that abuses the machine, prefixes that nobody has sent before, and more requests than the
-machine can serve; and how many it can serve, so that "twice as many" means something.
+Also measures the machine's capacity, so that "twice the load" is defined.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from headrace.bench.simulation.synthetic_traffic import SimulatedRequest, Traffi
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 
-PATIENCE = 600.0  # seconds after the last arrival for which a run goes on
+DRAIN_S = 600.0  # seconds that a run continues after the last arrival
 
 
 class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same while orders are compared."""
+    """What all compared orders have in common."""
 
     mix: TrafficMix
     hardware: Hardware
     limits: SchedulerLimits
     policy: Policy
     orders: Sequence[Order]
-    say: Callable[[str], None] = lambda _text: None
+    report_progress: Callable[[str], None] = lambda _text: None
 
     def run(self, calls: Sequence[SimulatedRequest], order: Order) -> SimulationResult:
         return simulate(
@@ -41,7 +40,7 @@ class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
             limits=self.limits,
             order=order,
             seed=self.mix.seed,
-            drain=PATIENCE,
+            drain=DRAIN_S,
         )
 
     def summary(self, run: SimulationResult, order: Order) -> SimulationSummary:
@@ -49,42 +48,42 @@ class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbuseResult(msgspec.Struct, frozen=True):
-    """The other tenants' p99 TTFT in the foreground, without the abuse and with it."""
+    """The other tenants' p99 TTFT in the foreground, without and with abuse."""
 
     order: str
     factor: float
-    requests: int  # of the others
+    requests: int  # of the other tenants
     before: float
-    after: float  # inf: some never got a token
+    after: float  # inf: some got no token
     change: float  # 0.1: a tenth longer
-    abuser_served: float  # share of the abuser's requests that got an answer
+    abuser_served: float  # share of the abuser's requests that were answered
 
 
 class ColdPrefixResult(msgspec.Struct, frozen=True):
-    """TTFT of the foreground requests whose prefix is their own, and of the rest."""
+    """TTFT of foreground requests with a unique prefix, and of the rest."""
 
     order: str
     requests: int
     p50: float
     p99: float
-    most: float  # inf: some never got a token
+    most: float  # inf: some got no token
     rest_p99: float
     rest_most: float
 
 
 class OverloadResult(msgspec.Struct, frozen=True):
     order: str
-    load: float  # as a multiple of what the machine can serve
+    load: float  # as a multiple of the capacity
     rate: float  # requests per second
-    goodput: float  # of them, those in the foreground that met every objective
-    share: float  # of what the machine can serve
+    goodput: float  # foreground requests per second that met every objective
+    share: float  # of the capacity
     refused: float  # share of the requests
-    p99: float  # TTFT of the answered ones in the foreground
+    p99: float  # TTFT of answered foreground requests
     most: float
 
 
 def capacity(setting: ScenarioSetup) -> float:
-    """Requests per second that the machine finishes when there are always more: prefixes warm, in order of arrival."""
+    """Measure requests per second under saturation, with warm prefixes, first come first served."""
     mix = replace(
         setting.mix, abuse=1.0, deadlines=False, rate=10.0, seconds=max(60.0, 1.5 * setting.mix.tenants / 10.0)
     )
@@ -93,7 +92,7 @@ def capacity(setting: ScenarioSetup) -> float:
         setting.limits, queued_sequences=2 * len(calls), queued_per_tenant=2 * len(calls), queued_tokens=1 << 40
     )
     run = simulate(calls, setting.hardware, policy=setting.policy, limits=limits, order="fcfs", seed=mix.seed)
-    ends = np.sort([record.end for record in run.records])
+    ends = np.sort([record.end for record in run.outcomes])
     first, last = int(0.4 * len(ends)), int(0.9 * len(ends))
     return (last - first) / float(ends[last] - ends[first])
 
@@ -104,11 +103,11 @@ def abuse(setting: ScenarioSetup, factor: float) -> list[AbuseResult]:
     wild = list(generate(replace(setting.mix, abuse=factor)))
     found: list[AbuseResult] = []
     for order in setting.orders:
-        setting.say(f"abuse: {order}")
+        setting.report_progress(f"abuse: {order}")
         before = _foreground(setting.run(calm, order), setting.policy, but=name)
         run = setting.run(wild, order)
         after = _foreground(run, setting.policy, but=name)
-        mine = [record for record in run.records if record.call.tenant == name]
+        mine = [record for record in run.outcomes if record.request.tenant == name]
         p_before, p_after = _p99(before), _p99(after)
         served = sum(record.tokens > 0 for record in mine) / max(len(mine), 1)
         found.append(AbuseResult(order, factor, len(after), p_before, p_after, p_after / p_before - 1.0, served))
@@ -119,10 +118,10 @@ def cold(setting: ScenarioSetup) -> list[ColdPrefixResult]:
     calls = list(generate(setting.mix))
     found: list[ColdPrefixResult] = []
     for order in setting.orders:
-        setting.say(f"cold prefixes: {order}")
+        setting.report_progress(f"cold prefixes: {order}")
         records = _foreground(setting.run(calls, order), setting.policy)
-        alone = [record for record in records if record.call.cold]
-        rest = [record for record in records if not record.call.cold]
+        alone = [record for record in records if record.request.cold]
+        rest = [record for record in records if not record.request.cold]
         values = sorted(record.ttft for record in alone)
         found.append(
             ColdPrefixResult(
@@ -139,33 +138,35 @@ def cold(setting: ScenarioSetup) -> list[ColdPrefixResult]:
 
 
 def overload(setting: ScenarioSetup, loads: Sequence[float], most: float) -> list[OverloadResult]:
-    """`most`: requests per second that the machine can serve (`capacity`)."""
+    """Run each load; `most`: the capacity in requests per second."""
     found: list[OverloadResult] = []
     for load in loads:
         mix = replace(setting.mix, rate=load * most)
         calls = list(generate(mix))
         for order in setting.orders:
-            setting.say(f"overload {load:g}: {order}")
+            setting.report_progress(f"overload {load:g}: {order}")
             run = setting.run(calls, order)
             waited_for = _foreground(run, setting.policy)
             good = sum(is_good(record, setting.policy) for record in waited_for) / mix.seconds
             answered = [record for record in waited_for if record.ttft < math.inf]
-            refused = sum(record.refused for record in run.records) / max(len(calls), 1)
+            refused = sum(record.refused for record in run.outcomes) / max(len(calls), 1)
             longest = max((record.ttft for record in answered), default=0.0)
             found.append(OverloadResult(order, load, mix.rate, good, good / most, refused, _p99(answered), longest))
     return found
 
 
 def _foreground(run: SimulationResult, policy: Policy, *, but: str | None = None) -> list[RequestOutcome]:
-    """Requests that someone waits for, the refused ones left out."""
+    """Select admitted foreground requests."""
     return [
         record
-        for record in run.records
-        if not record.refused and record.call.tenant != but and not policy.surfaces[record.call.surface].background
+        for record in run.outcomes
+        if not record.refused
+        and record.request.tenant != but
+        and not policy.surfaces[record.request.surface].background
     ]
 
 
 def _p99(records: Sequence[RequestOutcome]) -> float:
-    """By rank, so that requests without a token count as longer than any."""
+    """Return p99 by rank, so that requests without a token count as the longest."""
     values = sorted(record.ttft for record in records)
     return values[min(math.ceil(0.99 * len(values)), len(values)) - 1] if values else 0.0

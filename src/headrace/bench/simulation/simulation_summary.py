@@ -1,8 +1,4 @@
-"""What a simulated run came to: waiting, streaming, goodput and fairness, per surface and per tenant.
-
-Owns the percentiles, what makes a request good, and the shapes that are printed. Names for numbers are the
-architecture's: TTFT, ITL, TPOT, goodput.
-"""
+"""Summarises a simulated run per surface and tenant: latency, goodput and fairness."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from headrace.engine.scheduling.policy import Policy
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True):
-    """Seconds."""
+    """In seconds."""
 
     p50: float
     p90: float
@@ -28,34 +24,34 @@ class LatencyPercentiles(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """Requests of one surface, or of one tenant."""
+    """Requests of one surface or tenant."""
 
     name: str
     requests: int
     refused: int
     cut: int  # at their deadline
     unfinished: int  # when the run was stopped
-    ttft: LatencyPercentiles | None  # of those that got a token
+    ttft: LatencyPercentiles | None  # of requests with a token
     itl: LatencyPercentiles | None
     good: int  # met every objective
-    goodput: float  # of them, per second
+    goodput: float  # good requests per second
     output_tokens: int
-    cached: float  # share of the prompts' tokens that did not have to be computed
+    cached: float  # share of prompt tokens from the cache
 
 
 class SimulationSummary(msgspec.Struct, frozen=True):
     order: str
     seconds: float
-    busy: float  # share of that in which steps ran
+    busy: float  # share of the time in steps
     steps: int
     rows: int  # tokens computed, prompts and answers together
     output_tokens: int
     preempted: int
-    fairness: float  # Jain's index of the tenants' shares of good requests: 1 where all fare alike
+    fairness: float  # Jain's index of the tenants' shares of good requests: 1 if all are equal
     worst: float  # the smallest of those shares
     all: GroupSummary
     surfaces: list[GroupSummary]
-    tenants: list[GroupSummary]  # those with most requests
+    tenants: list[GroupSummary]  # with the most requests
 
 
 def spread(values: Iterable[float]) -> LatencyPercentiles | None:
@@ -67,15 +63,15 @@ def spread(values: Iterable[float]) -> LatencyPercentiles | None:
 
 
 def is_good(record: RequestOutcome, policy: Policy) -> bool:
-    """Whole, and its first token and its pace as its surface promises (pace: the mean of its gaps)."""
-    surface = policy.surfaces[record.call.surface]
+    """Whether a request finished in time and met its surface's TTFT and mean ITL."""
+    surface = policy.surfaces[record.request.surface]
     whole = record.finish in (FinishReason.STOP, FinishReason.LENGTH)
-    in_time = record.call.deadline is None or record.end <= record.call.deadline
+    in_time = record.request.deadline is None or record.end <= record.request.deadline
     return whole and in_time and record.ttft <= surface.ttft and record.tpot <= surface.itl
 
 
 def jain(values: Iterable[float]) -> float:
-    """(sum)² / (n · sum of squares): 1 where all are equal, 1/n where one has everything."""
+    """Jain's fairness index, (sum)² / (n · sum of squares): 1 if all are equal, 1/n if one has everything."""
     known = np.fromiter(values, dtype=np.float64)
     squares = float((known**2).sum())
     return float(known.sum()) ** 2 / (len(known) * squares) if squares else 1.0
@@ -84,12 +80,12 @@ def jain(values: Iterable[float]) -> float:
 def summarise(
     run: SimulationResult, order: str, policy: Policy, *, offered: float, most_tenants: int = 10
 ) -> SimulationSummary:
-    """`offered`: seconds over which requests arrived; goodput is per second of them."""
+    """Summarise a run. `offered`: seconds in which requests arrived, the basis of goodput."""
     by_surface: dict[str, list[RequestOutcome]] = {}
     by_tenant: dict[str, list[RequestOutcome]] = {}
-    for record in run.records:
-        by_surface.setdefault(record.call.surface, []).append(record)
-        by_tenant.setdefault(record.call.tenant, []).append(record)
+    for record in run.outcomes:
+        by_surface.setdefault(record.request.surface, []).append(record)
+        by_tenant.setdefault(record.request.tenant, []).append(record)
     pooled = np.concatenate([np.frombuffer(gaps, dtype=np.float32) for gaps in run.gaps.values()] or [np.zeros(0)])
     shares = [sum(is_good(record, policy) for record in records) / len(records) for records in by_tenant.values()] or [
         1.0
@@ -101,11 +97,11 @@ def summarise(
         busy=run.busy / run.seconds if run.seconds else 0.0,
         steps=run.stats.steps,
         rows=run.stats.rows,
-        output_tokens=sum(record.tokens for record in run.records),
+        output_tokens=sum(record.tokens for record in run.outcomes),
         preempted=run.stats.preempted,
         fairness=jain(shares),
         worst=min(shares),
-        all=_group("all", run.records, pooled, policy, offered),
+        all=_group("all", run.outcomes, pooled, policy, offered),
         surfaces=[
             _group(name, records, run.gaps.get(name, ()), policy, offered)
             for name, records in sorted(by_surface.items())
@@ -119,7 +115,7 @@ def _group(
 ) -> GroupSummary:
     good = sum(is_good(record, policy) for record in records)
     started = [record for record in records if record.tokens]
-    prompts = sum(len(record.call.prompt) for record in started)
+    prompts = sum(len(record.request.prompt) for record in started)
     return GroupSummary(
         name=name,
         requests=len(records),

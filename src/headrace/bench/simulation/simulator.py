@@ -1,8 +1,7 @@
-"""The engine's scheduler against a step-time model in place of hardware: hours of traffic in minutes.
+"""Simulates the engine's scheduler with a step-time model in place of hardware: hours of traffic in minutes.
 
-Owns the simulated clock, the machine that takes as long as it is told to, and what is written down of each request. The
-scheduler and the blocks are the engine's own, so what is found here is what the engine does. Tokens mean nothing: every
-answer is as long as its call says. Knows no files and no tables.
+Scheduler and blocks are the engine's own, so findings apply to the engine. Tokens carry no meaning: every answer has
+the length that its request states.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.bench.simulation.baseline_orders import Order, rival
+from headrace.bench.simulation.baseline_orders import Order, scheduling_parts
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.memory.block_manager import BlockManager
@@ -25,11 +24,11 @@ from headrace.engine.scheduling.step_time import StepTimeModel
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """How long steps take; by default about what a 0.5B model in int8 takes on two cores."""
+    """Step times; the defaults are about those of a 0.5B model at int8 on two cores."""
 
     fixed: float = 12e-3  # seconds
     per_row: float = 0.7e-3
-    per_pair: float = 30e-9  # for each KV token that a row reads
+    per_pair: float = 30e-9  # per KV token that a row reads
     noise: float = 0.05  # standard deviation of the logarithm
     blocks: int = 8192
     block_tokens: int = 16
@@ -40,12 +39,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutcome(msgspec.Struct):
-    """What became of a call. Times in seconds; `inf` where there is none."""
+    """The outcome of one request. Times are seconds; `inf` if there is none."""
 
-    call: SimulatedRequest
+    request: SimulatedRequest
     refused: bool = False
     retry_after: float = 0.0
-    predicted: float = 0.0  # time to first token, at admission
+    predicted: float = 0.0  # TTFT predicted at admission
     ttft: float = math.inf
     end: float = math.inf  # from its arrival
     gap: float = 0.0  # longest between two tokens
@@ -59,9 +58,9 @@ class RequestOutcome(msgspec.Struct):
 
 
 class SimulationResult(msgspec.Struct):
-    records: list[RequestOutcome]
+    outcomes: list[RequestOutcome]
     seconds: float  # until the last request ended
-    busy: float  # of those, in steps
+    busy: float  # of those, spent in steps
     stats: SchedulerStats
     gaps: dict[str, array[float]] = {}  # between tokens, by surface
     unserved: int = 0  # waiting when the run was stopped
@@ -78,8 +77,8 @@ def simulate(
     drain: float = math.inf,
     progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
-    """Serves the calls; `drain` seconds after the last of them it stops, whoever still waits."""
-    queue, policy, limits = rival(order, policy or Policy(), limits or SchedulerLimits())
+    """Serve the requests in order of arrival; stop `drain` seconds after the last one, even if requests still wait."""
+    queue, policy, limits = scheduling_parts(order, policy or Policy(), limits or SchedulerLimits())
     blocks = BlockManager(hardware.blocks, hardware.block_tokens)
     scheduler = Scheduler(blocks, limits, policy, StepTimeModel(), queue=queue)
     clients = _Clients(scheduler)
@@ -114,23 +113,23 @@ def simulate(
         if call is None and now > last + drain:
             break
     stats = scheduler.stats()
-    return SimulationResult(clients.records, now, busy, stats, clients.gaps, stats.waiting)
+    return SimulationResult(clients.outcomes, now, busy, stats, clients.gaps, stats.waiting)
 
 
 _TOKEN = 1
 
 
 class _Clients:
-    """Everybody who sends requests, with their watches."""
+    """The clients: send requests and record their outcomes."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.records: list[RequestOutcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self.gaps: dict[str, array[float]] = {}
         self._scheduler = scheduler
         self._open: dict[str, tuple[RequestOutcome, float]] = {}  # with the time of the last token
 
     def send(self, call: SimulatedRequest, now: float) -> None:
-        name = str(len(self.records))
+        name = str(len(self.outcomes))
         request = GenerationRequest(
             id=name,
             prompt=call.prompt,
@@ -144,7 +143,7 @@ class _Clients:
             arrival=call.at,
         )
         record = RequestOutcome(call)
-        self.records.append(record)
+        self.outcomes.append(record)
         admission = self._scheduler.admit(request, now)
         record.refused = not admission.accepted
         record.retry_after = admission.retry_after
@@ -159,15 +158,15 @@ class _Clients:
             count = len(event.tokens)
             if count:
                 if not record.tokens:
-                    record.ttft = now - record.call.at
+                    record.ttft = now - record.request.at
                     record.cached = event.sequence.cached
                 else:
                     gap = now - before
                     record.gap = max(record.gap, gap)
-                    self.gaps.setdefault(record.call.surface, array("f")).append(gap)
+                    self.gaps.setdefault(record.request.surface, array("f")).append(gap)
                 record.tokens += count
                 self._open[name] = (record, now)
             if event.finish is not None:
                 record.finish = event.finish
-                record.end = now - record.call.at
+                record.end = now - record.request.at
                 del self._open[name]

@@ -1,10 +1,7 @@
-"""Traffic for simulations and load tests: made from a few numbers and a seed, or read from a trace file.
+"""Traffic for simulations and load tests: generated from a few numbers and a seed, or read from a trace file.
 
-Owns Call (one request as it arrives, with the length that its answer will have), Mix (the numbers) and the trace
-format. Knows nothing of who serves it. The same numbers and seed make the same traffic everywhere.
-
-Prompts are token ids. Each tenant has a few prefixes that its requests share (system prompts, documents); some requests
-begin with one that nobody has sent before. A trace is one JSON object a line, with the fields of TraceLine.
+The same numbers and seed give the same traffic everywhere. Prompts are token ids; each tenant's requests share a few
+prefixes (system prompts, documents), and some start with a unique one. A trace has one TraceLine as JSON per line.
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ from msgspec.structs import replace
 
 from headrace.errors import RequestError
 
-MOST_LINE: Final = 1024 * 1024  # bytes of a trace's line
-MOST_TOKENS: Final = 1_000_000  # of a prompt or an answer in a trace
-_IDS: Final = 100_000  # token ids of made-up prompts are below
+MOST_LINE: Final = 1024 * 1024  # bytes per trace line
+MOST_TOKENS: Final = 1_000_000  # per prompt or answer of a trace
+_IDS: Final = 100_000  # exclusive upper bound of synthetic token ids
 
 
 class SimulatedRequest(msgspec.Struct, frozen=True):
@@ -31,15 +28,15 @@ class SimulatedRequest(msgspec.Struct, frozen=True):
     tenant: str
     surface: str
     prompt: tuple[int, ...]
-    answer: int  # tokens, as long as nothing cuts it
-    cold: bool = False  # its prefix is its own
+    answer: int  # tokens, if nothing cuts it
+    cold: bool = False  # its prefix is unique
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None  # seconds from its arrival
 
 
 class LogNormalLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-normal, so most are near the median and a few are long."""
+    """Log-normal lengths: most near the median, a few long."""
 
     median: float
     spread: float = 0.6  # of the logarithm
@@ -50,10 +47,10 @@ class LogNormalLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SurfaceProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests of one surface look like."""
+    """The shape of one surface's requests."""
 
     share: float  # of the requests
-    prefix: LogNormalLengths  # tokens that requests of a tenant share
+    prefix: LogNormalLengths  # tokens that a tenant's requests share
     own: LogNormalLengths  # tokens of the prompt after that
     answer: LogNormalLengths
 
@@ -88,27 +85,27 @@ SURFACE_PROFILES: Final[Mapping[str, SurfaceProfile]] = {
 
 class TrafficMix(msgspec.Struct, frozen=True, kw_only=True):
     tenants: int = 50
-    rate: float = 2.0  # requests per second of all tenants together, the abuser's excess apart
+    rate: float = 2.0  # requests per second of all tenants, without the abuser's excess
     seconds: float = 120.0
     seed: int = 0
     kinds: Mapping[str, SurfaceProfile] = msgspec.field(default_factory=lambda: SURFACE_PROFILES)
-    prefixes: int = 1  # that a tenant's requests of one surface share
-    cold: float = 0.05  # share of requests whose prefix is their own
-    skew: float = 0.5  # of the tenants' loads: the k-th has k**-skew of the first's
-    bursts: float = 0.1  # share of requests that come in a burst, from one tenant with one prefix
-    burst: int = 8  # requests of a burst
-    abuse: float = 1.0  # the abuser's load, as a multiple of what it would be
-    deadlines: bool = False  # requests carry the deadline by which the answer should be whole
+    prefixes: int = 1  # shared prefixes per tenant and surface
+    cold: float = 0.05  # share of requests with a unique prefix
+    skew: float = 0.5  # tenant k has k**-skew of the first tenant's load
+    bursts: float = 0.1  # share of requests in bursts, from one tenant with one prefix
+    burst: int = 8  # requests per burst
+    abuse: float = 1.0  # the abuser's load, as a multiple of its usual load
+    deadlines: bool = False  # requests have a deadline for the whole answer
 
     def check(self) -> None:
         for name, least in (("tenants", 1), ("rate", 0.0), ("seconds", 0.0), ("burst", 1), ("abuse", 0.0)):
             value = getattr(self, name)
             if not least <= value < math.inf:
-                raise RequestError(f"{name} must be at least {least}, not {value}", parameter=name)
+                raise RequestError(f"{name} must be at least {least}, not {value}.", parameter=name)
         for name in ("cold", "bursts"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
-                raise RequestError(f"{name} must be 0 to 1, not {value}", parameter=name)
+                raise RequestError(f"{name} must be 0 to 1, not {value}.", parameter=name)
 
 
 def tenant_name(number: int) -> str:
@@ -116,17 +113,17 @@ def tenant_name(number: int) -> str:
 
 
 def abuser(mix: TrafficMix) -> str:
-    """The tenant in the middle: neither the busiest nor the quietest."""
+    """Return the abuser: the tenant in the middle, neither the busiest nor the quietest."""
     return tenant_name(mix.tenants // 2)
 
 
 def generate(mix: TrafficMix) -> Iterator[SimulatedRequest]:
-    """Calls in the order in which they arrive."""
+    """Yield requests in order of arrival."""
     mix.check()
     quiet = replace(mix, abuse=1.0)
     streams = [_arrivals(quiet, random.Random(f"{mix.seed} all"), mix.rate, None)]
     if mix.abuse > 1.0:
-        # The others' traffic stays the same to the last token, whatever the abuser does.
+        # The other tenants' traffic is identical with and without abuse.
         place = mix.tenants // 2
         rate = mix.rate * _loads(mix)[place] * (mix.abuse - 1.0)
         streams.append(_arrivals(quiet, random.Random(f"{mix.seed} abuse"), rate, place))
@@ -157,7 +154,7 @@ def _arrivals(mix: TrafficMix, rng: random.Random, rate: float, only: int | None
         if rng.random() < single:
             yield _call(mix, rng, at, place, surface, rng.randrange(mix.prefixes), cold=rng.random() < mix.cold)
             continue
-        # A burst has a prefix that is new to everyone and common to its requests, half of the time.
+        # Half of the bursts share a prefix that is new.
         prefix = rng.randrange(1 << 30) if rng.random() < 0.5 else rng.randrange(mix.prefixes)
         for _ in range(mix.burst):
             yield _call(mix, rng, at, place, surface, prefix, cold=False)
@@ -176,7 +173,7 @@ def _call(
 
 
 def made_tokens(name: str, lengths: LogNormalLengths) -> tuple[int, ...]:
-    """The prefix of a name: the same tokens every time."""
+    """Return the prefix with this name: always the same tokens."""
     rng = random.Random(name)
     return _run(rng, lengths.draw(rng))
 
@@ -188,22 +185,22 @@ def _run(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
-    """One request of a trace."""
+    """One line of a trace."""
 
     at: float  # seconds from the start, not before the line above
     prompt: int  # tokens
     answer: int  # tokens
     tenant: str = ""
     surface: str = "chat"
-    prefix: str = ""  # requests of a tenant with the same name begin with the same tokens
-    prefix_tokens: int = 0  # how many
+    prefix: str = ""  # a tenant's requests with the same name start with the same tokens
+    prefix_tokens: int = 0  # length of the prefix
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None  # seconds from its arrival
 
 
 def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a trace that are not blank, with their numbers; RequestError for one of more than `most` bytes."""
+    """Yield the non-blank lines of a trace with their numbers. Raises RequestError if one exceeds `most` bytes."""
     with path.open("rb") as file:
         for number in itertools.count(1):
             raw = file.readline(most + 1)
@@ -215,8 +212,8 @@ def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def read_trace(path: Path, *, seed: int = 0) -> Iterator[SimulatedRequest]:
-    """The calls of a trace file; RequestError names the line that is wrong."""
+def read_simulation_trace(path: Path, *, seed: int = 0) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a trace file. Raises RequestError with the line that is invalid."""
     decoder = msgspec.json.Decoder(TraceLine)
     rng = random.Random(f"{seed} trace")
     last = 0.0
