@@ -1,7 +1,7 @@
-"""What a client is told when something cannot be done: ApiError, in the shape of each dialect.
+"""ApiError: an error that a client sees, in the shape of its dialect.
 
-Owns the kinds of errors with their status codes, and the translation of the engine's own errors. A message is fit to
-show to a stranger: it names the offending parameter and never a path, a key or another tenant's data.
+Holds the kinds of errors with their status codes, and translates the engine's errors. A message is safe to show to a
+stranger: it names the offending parameter and never a path, a key or another tenant's data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
 from headrace.errors import RequestError, TemplateError
 
-# Status codes by kind, and the names that Anthropic's clients know the same kinds by.
+# Status codes by kind.
 STATUS_BY_KIND: Final = {
     "invalid_request_error": 400,
     "authentication_error": 401,
@@ -23,8 +23,9 @@ STATUS_BY_KIND: Final = {
     "server_error": 500,
     "overloaded_error": 503,
 }
+# Anthropic's names for kinds, where they differ.
 _ANTHROPIC: Final = {"server_error": "api_error", "insufficient_quota": "rate_limit_error"}
-# The official clients ask again by themselves unless they are told not to.
+# The official clients retry unless this header forbids it.
 NO_RETRY_HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 
 
@@ -36,9 +37,9 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         parameter: str | None = None,
         code: str | None = None,
-        status: int | None = None,  # the kind's by default
+        status: int | None = None,  # default: the kind's
         retry_after: float | None = None,  # seconds
-        headers: Mapping[str, str] | None = None,  # of the reply
+        headers: Mapping[str, str] | None = None,  # of the response
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -64,23 +65,27 @@ def invalid_request(message: str, parameter: str | None = None, *, code: str | N
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error of ours; of any other, only that there was one."""
+    """Translate an error of Headrace. Any other error becomes an internal error without details."""
     match error:
         case ApiError():
             return error
         case TemplateError():
-            return invalid_request(f"the model's chat template cannot render this: {error.reason}", "messages")
+            return invalid_request(
+                f"The model's chat template cannot render these messages: {error.reason}", "messages"
+            )
         case RequestError():
             code = "context_length_exceeded" if error.parameter == "prompt" and "do not fit" in str(error) else None
             return invalid_request(str(error), error.parameter, code=code)
         case OverloadedError():
-            # Where another time is no better, the request itself asks for too much.
+            # Without retry_after, no later time would do better: the deadline itself is too short.
             if error.retry_after is None:
                 return ApiError(str(error), kind="overloaded_error", code="deadline_unreachable")
             return ApiError(str(error), kind="overloaded_error", code="overloaded", retry_after=error.retry_after)
         case WorkerLostError():
             return ApiError(
-                "the engine is not there; try again", kind="overloaded_error", code="engine_lost", retry_after=1.0
+                "The engine is not available. Try again.", kind="overloaded_error", code="engine_lost", retry_after=1.0
             )
         case _:
-            return ApiError("something went wrong inside of Headrace", kind="server_error", code="internal_error")
+            return ApiError(
+                "Internal server error. The server's log has the details.", kind="server_error", code="internal_error"
+            )

@@ -10,8 +10,9 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from headrace.bench.client.event_stream import MOST_EVENT, EventStreamReader, EventTooLongError
+from headrace.sse import EventReader, EventTooLongError
 
+MOST_EVENT: Final = 16 * 1024 * 1024  # bytes of a server-sent event: 16 MiB
 MOST_BODY: Final = 256 * 1024 * 1024  # bytes of a body, streamed or not: 256 MiB
 MOST_WHY: Final = 300  # characters of an error message
 
@@ -139,7 +140,7 @@ class TimedResponse:
         self.keep_text = keep_text
         self.body = bytearray()  # of a response that is not streamed
         self._stream = stream
-        self._events: EventStreamReader | None = None
+        self._events: EventReader | None = None
         self._done = False
         self._last = -1.0  # time of the latest output
         self._size = 0
@@ -149,7 +150,7 @@ class TimedResponse:
         self.status = status
         if self._stream and status == 200:
             if content_type.startswith("text/event-stream"):
-                self._events = EventStreamReader(MOST_EVENT)
+                self._events = EventReader(MOST_EVENT)
             else:
                 self.fail("malformed", f"expected an event stream, got '{content_type}'")
 

@@ -118,7 +118,7 @@ class ChoiceReader:
 
     def _end(self, piece: ChoiceDelta, ending: SequenceEnd) -> None:
         if ending.finish is FinishReason.FAILED or ending.finish is FinishReason.CANCELLED:
-            raise ApiError(ending.why or "the request was cancelled", kind="server_error", code="generation_failed")
+            raise ApiError(ending.why or "The request was cancelled.", kind="server_error", code="generation_failed")
         if self._splitter is not None:
             reasoning, text = self._splitter.finish()
             piece.reasoning += reasoning

@@ -51,7 +51,7 @@ def reasoning_format_by_name(name: str, tokenizer: Tokenizer) -> ReasoningFormat
     """RequestError for a name that is none."""
     if name not in REASONING_FORMATS:
         known = ", ".join(REASONING_FORMATS)
-        raise RequestError(f"reasoning_format must be one of {known}, not '{name}'", parameter="reasoning_format")
+        raise RequestError(f"Unknown reasoning_format '{name}'. Expected one of {known}.", parameter="reasoning_format")
     return _for(REASONING_FORMATS[name], tokenizer)
 
 

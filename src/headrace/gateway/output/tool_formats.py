@@ -189,7 +189,7 @@ def tool_format_by_name(name: str, tokenizer: Tokenizer) -> ToolFormat:
     """RequestError for a name that is none."""
     if name not in TOOL_FORMATS:
         raise RequestError(
-            f"tool_format must be one of {', '.join(TOOL_FORMATS)}, not '{name}'", parameter="tool_format"
+            f"Unknown tool_format '{name}'. Expected one of {', '.join(TOOL_FORMATS)}.", parameter="tool_format"
         )
     return _for(TOOL_FORMATS[name], tokenizer)
 

@@ -34,8 +34,10 @@ def callable_tools(tools: Sequence[Tool], only: str | None) -> list[Tool]:
     """The tools that may be called; RequestError where there are none."""
     found = [tool for tool in tools if only is None or tool.name == only]
     if not found:
-        wanted = "no tool may be called: there are none" if only is None else f"there is no tool named {only[:80]!r}"
-        raise RequestError(wanted, parameter="tool_choice" if only is not None else "tools")
+        message = (
+            "'tools' is empty." if only is None else f"'tool_choice' names {only[:80]!r}, which is not in 'tools'."
+        )
+        raise RequestError(message, parameter="tool_choice" if only is not None else "tools")
     return found
 
 
@@ -95,4 +97,6 @@ def _check_depth(schema: object, tool: Tool) -> None:
         if not inner:
             return
         level = inner
-    raise RequestError(f"the schema of {tool.name[:80]!r} is nested deeper than {_DEEPEST} levels", parameter="tools")
+    raise RequestError(
+        f"The schema of the tool {tool.name[:80]!r} is nested deeper than {_DEEPEST} levels.", parameter="tools"
+    )

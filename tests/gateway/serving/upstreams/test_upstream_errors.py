@@ -217,7 +217,7 @@ def test_no_place_and_no_secret_is_shown(text: str) -> None:
 )
 def test_stack_traces_and_pages_are_not_shown(text: str) -> None:
     assert redact(text, ()) == ""
-    assert str(told(400, {"error": {"message": text}})) == "the server behind 'mini@far' refuses the request"
+    assert str(told(400, {"error": {"message": text}})) == "The upstream of 'mini@far' rejects the request."
 
 
 def test_ordinary_words_are_shown_as_they_are() -> None:

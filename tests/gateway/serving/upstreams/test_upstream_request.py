@@ -293,7 +293,7 @@ def test_lengths_are_held_to_the_context_where_the_prompt_is_known() -> None:
 
 def test_too_many_stop_texts_are_refused() -> None:
     assert body(stop=("a", "b"))["stop"] == ["a", "b"]
-    assert "4 of them" in refused("stop", stop=tuple("abcde"))
+    assert "at most 4" in refused("stop", stop=tuple("abcde"))
 
 
 def test_large_biases_and_seeds_fit_what_others_take() -> None:

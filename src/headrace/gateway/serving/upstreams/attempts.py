@@ -19,10 +19,10 @@ from headrace.gateway.circuit_breaker import CallPermit
 from headrace.gateway.requests.text_request import Choice
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.sse import EventReader, EventTooLongError
 from headrace.gateway.serving.upstreams.upstream import Upstream
 from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
+from headrace.sse import EventReader, EventTooLongError
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.upstreams.upstream_client import UpstreamReply
@@ -332,9 +332,9 @@ class Attempts(Generic[Item]):
             self._ready.extend(self.reader.broken_off())  # it can do without the rest
             self._end_well()
         elif max(self._clock(), due) >= self._last:
-            raise faults.too_slow(self._upstream.name, "for its whole answer", again=False)
+            raise faults.too_slow(self._upstream.name, "to complete its answer", again=False)
         else:
-            what = "for its next word" if self.reader.started else "for a first word"
+            what = "between outputs" if self.reader.started else "to begin its output"
             raise faults.too_slow(self._upstream.name, what)
 
     def _cut(self) -> None:

@@ -17,9 +17,9 @@ from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.sse import DONE
 from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
 from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
+from headrace.sse import DONE
 
 
 def can_relay(exchange: Exchange, request: UpstreamRequest, takes: UpstreamFeatures) -> bool:

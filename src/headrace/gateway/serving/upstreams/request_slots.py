@@ -40,7 +40,7 @@ class RequestSlots:
             self.taken += 1
             return
         if self._waiting >= self._most_waiting:
-            raise faults.busy(self._name, f"has {self._waiting} requests waiting already", 1.0)
+            raise faults.busy(self._name, f"has a full queue of {self._waiting} requests", 1.0)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (-priority, next(self._numbers), turn))
         self._waiting += 1
@@ -53,7 +53,7 @@ class RequestSlots:
             else:
                 self._forget(turn)
             if isinstance(error, TimeoutError):
-                raise faults.busy(self._name, "has no room for the request in time", 1.0) from None
+                raise faults.busy(self._name, "could not start the request in time", 1.0) from None
             raise
         finally:
             self._waiting -= 1

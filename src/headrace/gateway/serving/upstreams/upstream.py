@@ -96,7 +96,9 @@ class Upstream:
         if config.key_env is not None:
             key = environ.get(config.key_env)
             if not key:
-                raise HeadraceError(f"the variable of the key of '{name}' is not set: {config.key_env}")
+                raise HeadraceError(
+                    f"The environment variable {config.key_env} is not set. It must hold the key of '{name}'."
+                )
         return cls(name, config, key=key, tokenizer=_tokenizer(config.tokenizer) if config.tokenizer else None)
 
     # Life
@@ -129,13 +131,13 @@ class Upstream:
             status = 0
         if 200 <= status < 300:
             if self.healthy is False:
-                log.info("the upstream of %s is well again", self.name)
+                log.info("the upstream of %s is healthy again", self.name)
             self.healthy, self._unwell = True, 0
             return
         self._unwell += 1
         if self._unwell >= config.failures and self.healthy is not False:
             self.healthy = False
-            log.warning("the upstream of %s is not well", self.name)
+            log.warning("the upstream of %s is unhealthy", self.name)
 
     # Requests
 
@@ -184,7 +186,7 @@ class Upstream:
         opened = self.breaker.times_opened
         permit.failed()
         if self.breaker.times_opened > opened:
-            log.warning("nothing is sent to the upstream of %s for a while: %s", self.name, error.reason)
+            log.warning("the circuit breaker of the upstream of %s opened: %s", self.name, error.reason)
 
     def count(self, what: UpstreamCounter) -> None:
         self._counts[what] += 1

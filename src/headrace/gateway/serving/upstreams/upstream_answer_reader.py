@@ -24,7 +24,6 @@ from headrace.gateway.requests.text_request import (
 )
 from headrace.gateway.serving.upstreams import upstream_errors as faults
 from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.sse import DONE, ErrorEvent
 from headrace.gateway.serving.upstreams.upstream_chunks import (
     ChunkTemplate,
     ReportedUsage,
@@ -40,6 +39,7 @@ from headrace.gateway.serving.upstreams.upstream_chunks import (
 )
 from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.sse import DONE, ErrorEvent
 
 _LEAST: Final = -9999.0  # log-probability; JSON has no minus infinity
 _MOST_CALLS: Final = 128  # of one choice
@@ -254,7 +254,7 @@ class UpstreamAnswerReader:
         """None where there is nothing new for a client."""
         index = part.index or 0
         if not 0 <= index < len(self._progress):
-            raise faults.invalid_answer(self._name, "sent an answer that nobody asked for")
+            raise faults.invalid_answer(self._name, "sent a choice that was not requested")
         progress = self._progress[index]
         if progress.finish is not None:
             return None  # it had its end

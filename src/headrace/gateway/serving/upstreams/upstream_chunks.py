@@ -86,7 +86,7 @@ def read_chunk(data: bytes, name: str) -> UpstreamChunk:
     try:
         return _chunks.decode(data)
     except msgspec.ValidationError:
-        raise faults.invalid_answer(name, "sent something else than an answer") from None
+        raise faults.invalid_answer(name, "sent JSON that is not an answer") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:

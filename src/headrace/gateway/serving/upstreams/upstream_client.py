@@ -233,7 +233,7 @@ def _tls(config: UpstreamConfig) -> ssl.SSLContext | bool:
     try:
         return ssl.create_default_context(cafile=config.ca_file)
     except OSError as error:  # what ssl raises is one, too
-        raise HeadraceError(f"{config.ca_file}: no certificates can be read there: {error.strerror}") from None
+        raise HeadraceError(f"{config.ca_file}: cannot read certificates: {error.strerror}") from None
 
 
 def _proxy(config: UpstreamConfig) -> str | None:

@@ -1,7 +1,4 @@
-"""Vectors of texts from an upstream: for `/v1/embeddings`, and for caches that compare meanings.
-
-Owns the count of the texts' tokens, the request, its further attempts, and the check of what comes back.
-"""
+"""Fetches embeddings from an upstream: counts tokens, sends the request, retries and checks the vectors."""
 
 from __future__ import annotations
 
@@ -31,33 +28,38 @@ class _Vector(msgspec.Struct):
 _NONE: Final = msgspec.Raw()
 
 
-class _Answer(msgspec.Struct):
+class _EmbeddingBody(msgspec.Struct):
     data: list[_Vector]
     usage: msgspec.Raw = _NONE
 
 
-_answers: Final = msgspec.json.Decoder(_Answer)
+_bodies: Final = msgspec.json.Decoder(_EmbeddingBody)
 
 
 async def count_embedding_tokens(upstream: Upstream, texts: Mapping[str, str | Sequence[int]]) -> int:
-    """Of all texts together, each with its name for errors: counted where the upstream's configuration names a
-    tokenizer, else estimated. ApiError for what the upstream has no such thing for, does not take, or has no room for.
+    """Return the tokens of all texts, by their names for errors: counted if a tokenizer is configured, else estimated.
+
+    ApiError if the upstream has no embeddings, does not take token ids, or has too small a context.
     """
     if not upstream.takes.embeddings:
-        raise ApiError(f"'{upstream.name}' makes text, not embeddings", parameter="model", code="unsupported_parameter")
+        raise ApiError(
+            f"'{upstream.name}' generates text. Use a model that makes embeddings.",
+            parameter="model",
+            code="unsupported_parameter",
+        )
     found, context = 0, upstream.config.context
     for name, text in texts.items():
         if not isinstance(text, str) and not upstream.takes.token_prompts:
-            raise invalid_request(f"'{name}': the server behind this model takes texts only, no token ids", name)
+            raise invalid_request(f"'{name}' has token ids, but the upstream of this model takes text only.", name)
         count = await _count(upstream, text, name)
         if upstream.tokenizer is not None and context is not None and count > context:
             raise ApiError(
-                f"the context of '{upstream.name}' is {context} tokens, and the {name} alone {count}",
+                f"'{name}' has {count} tokens. The context of '{upstream.name}' is {context} tokens.",
                 parameter=name,
                 code="context_length_exceeded",
             )
         found += count
-        await asyncio.sleep(0)  # thousands of texts take a while, and others are to be served meanwhile
+        await asyncio.sleep(0)  # thousands of texts take a while; let other requests run meanwhile
     return found
 
 
@@ -71,7 +73,7 @@ async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> in
         long = len(text) > usage.LONG_TEXT
         return len(await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text))
     except UnicodeEncodeError:
-        raise invalid_request(f"'{name}' holds half of a surrogate pair, which is no character", name) from None
+        raise invalid_request(f"'{name}' contains an unpaired surrogate. Send valid Unicode.", name) from None
     except HeadraceError as error:
         raise invalid_request(f"'{name}': {error}", name) from None
 
@@ -79,8 +81,10 @@ async def _count(upstream: Upstream, text: str | Sequence[int], name: str) -> in
 async def embed_texts(
     upstream: Upstream, texts: Sequence[str | Sequence[int]], *, tokens: int, due: float, priority: int = 0
 ) -> tuple[NDArray[np.float32], TokenUsage]:
-    """A row for each text. `tokens`: of all of them, as `text_tokens` has it, which also says what cannot be asked.
-    `due`: on the upstream's clock. ApiError where the upstream fails."""
+    """Return a row for each text, and the usage. ApiError if the upstream fails.
+
+    `tokens`: of all texts, from `count_embedding_tokens`. `due`: a time of the upstream's clock.
+    """
     inputs: list[Any] = [text if isinstance(text, str) else list(text) for text in texts]
     body = msgspec.json.encode({"model": upstream.config.model or upstream.name, "input": inputs})
     upstream.count("requests")
@@ -88,19 +92,19 @@ async def embed_texts(
     upstream.refuse_where_shut()
     await upstream.slots.acquire(priority, min(upstream.config.queue_s, due - upstream.clock()))
     try:
-        answer = await _asked(upstream, body, due)
+        answer = await _fetch_with_retries(upstream, body, due)
     finally:
         upstream.slots.release()
-    return _checked(answer, upstream.name, len(inputs)), _usage(upstream, answer, inputs, tokens)
+    return _check_vectors(answer, upstream.name, len(inputs)), _usage(upstream, answer, inputs, tokens)
 
 
-async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
+async def _fetch_with_retries(upstream: Upstream, body: bytes, due: float) -> _EmbeddingBody:
     retries = upstream.config.retries
     for attempt in range(retries.most + 1):
         permit = upstream.enter()
         began = upstream.clock()
         try:
-            answer = await _once(upstream, body, due)
+            answer = await _fetch(upstream, body, due)
         except UpstreamError as error:
             upstream.failed(permit, error)
             wait = min(retries.base_s * 2.0**attempt, retries.longest_s) * upstream.chance() + (error.wait or 0.0)
@@ -120,7 +124,7 @@ async def _asked(upstream: Upstream, body: bytes, due: float) -> _Answer:
     raise AssertionError("the last attempt returns or raises")
 
 
-async def _once(upstream: Upstream, body: bytes, due: float) -> _Answer:
+async def _fetch(upstream: Upstream, body: bytes, due: float) -> _EmbeddingBody:
     reply = await upstream.client.post("/embeddings", body, due)
     parts = bytearray()
     try:
@@ -129,16 +133,16 @@ async def _once(upstream: Upstream, body: bytes, due: float) -> _Answer:
             if len(parts) > upstream.config.answer_bytes:
                 raise faults.invalid_answer(upstream.name, "sent an answer that is too long", again=False)
     except TimeoutError:
-        raise faults.too_slow(upstream.name, "for its whole answer") from None
+        raise faults.too_slow(upstream.name, "to complete its answer") from None
     finally:
         reply.close()
     try:
-        return _answers.decode(parts)
+        return _bodies.decode(parts)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise faults.invalid_answer(upstream.name, "sent no embeddings") from None
 
 
-def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
+def _check_vectors(answer: _EmbeddingBody, name: str, count: int) -> NDArray[np.float32]:
     rows: list[list[float] | None] = [None] * count
     for place, vector in enumerate(answer.data):
         index = place if vector.index is None else vector.index
@@ -146,16 +150,18 @@ def _checked(answer: _Answer, name: str, count: int) -> NDArray[np.float32]:
             rows[index] = vector.embedding
     found = [row for row in rows if row]
     if len(found) < count or len({len(row) for row in found}) > 1:
-        raise faults.invalid_answer(name, "sent other embeddings than it was asked for", again=False)
+        raise faults.invalid_answer(
+            name, "sent the wrong number of embeddings, or embeddings of different lengths", again=False
+        )
     return np.array(found, dtype=np.float32)
 
 
-def _usage(upstream: Upstream, answer: _Answer, inputs: Sequence[str | list[int]], tokens: int) -> TokenUsage:
-    told = read_usage(answer.usage)
+def _usage(upstream: Upstream, answer: _EmbeddingBody, inputs: Sequence[str | list[int]], tokens: int) -> TokenUsage:
+    reported = read_usage(answer.usage)
     length = sum(len(text.encode()) if isinstance(text, str) else usage.bytes_of_tokens(text) for text in inputs)
-    if told is not None and told.prompt_tokens is not None:
-        if usage.is_plausible_prompt(told.prompt_tokens, length):
-            return TokenUsage(prompt_tokens=told.prompt_tokens)
+    if reported is not None and reported.prompt_tokens is not None:
+        if usage.is_plausible_prompt(reported.prompt_tokens, length):
+            return TokenUsage(prompt_tokens=reported.prompt_tokens)
         upstream.count("usage_wrong")
     else:
         upstream.count("usage_estimated" if upstream.tokenizer is None else "usage_counted")

@@ -1,8 +1,7 @@
-"""What goes wrong with an upstream, and what a client is told of it.
+"""Errors of upstreams: their types, and the translation of what other servers report.
 
-Owns the typed errors and the translation of other servers' errors (OpenAI, vLLM, SGLang, llama.cpp, TGI, FastAPI,
-Anthropic's shape, plain text) into ours. What a stranger is told names the model as clients know it, and never the
-upstream's address, its key, a path or a stack trace. Knows no connection.
+Understands the error shapes of OpenAI, vLLM, SGLang, llama.cpp, TGI, FastAPI and Anthropic, and plain text. A client
+sees the model's name as it knows it, and never the upstream's address, key, paths or stack traces.
 """
 
 from __future__ import annotations
@@ -18,42 +17,42 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice
 
 FailureReason = Literal[
-    "connect",  # no connection came about
-    "reset",  # it broke off
+    "connect",  # no connection
+    "reset",  # the connection was lost
     "timeout",
-    "garbled",  # what came cannot be read
-    "rate_limit",  # it takes no more from us now
+    "garbled",  # the response cannot be read
+    "rate_limit",
     "overloaded",
-    "failed",  # it says that it failed
-    "key",  # it does not know our key
-    "misconfigured",  # it has no such model or path
-    "quota",  # our account there is at its end
-    "busy",  # our own queue before it is full, or took too long
-    "open",  # the breaker lets nothing through
+    "failed",  # the upstream reports a failure
+    "key",  # the upstream rejects our key
+    "misconfigured",  # the upstream has no such model or path
+    "quota",  # our account there is exhausted
+    "busy",  # our own queue for it is full, or took too long
+    "open",  # the circuit breaker is open
     "unhealthy",
     "invalid",  # the request itself is wrong
-    "filtered",  # its content filter ended the answer
+    "filtered",  # the upstream's content filter ended the answer
 ]
-# Where another attempt may do better.
-_AGAIN: Final = frozenset[FailureReason](
+# Failures that a retry may cure.
+_RETRYABLE: Final = frozenset[FailureReason](
     {"connect", "reset", "timeout", "garbled", "rate_limit", "overloaded", "failed"}
 )
-# What says nothing about the upstream's health.
-_NO_FAULT: Final = frozenset[FailureReason]({"invalid", "filtered", "busy", "open", "unhealthy"})
+# Failures that say nothing about the upstream's health.
+_NOT_ITS_FAULT: Final = frozenset[FailureReason]({"invalid", "filtered", "busy", "open", "unhealthy"})
 
-_LONGEST: Final = 300  # characters of an upstream's own words
+_LONGEST: Final = 300  # characters of an upstream's message
 
 
 class UpstreamError(ApiError):
-    """An upstream that did not answer as it should have."""
+    """A request to an upstream that failed."""
 
     def __init__(
         self,
         message: str,
         *,
         reason: FailureReason,
-        again: bool | None = None,  # whether another attempt makes sense; as the reason has it by default
-        wait: float | None = None,  # seconds that the upstream wants us to wait before that
+        again: bool | None = None,  # whether to retry; default: by reason
+        wait: float | None = None,  # seconds to wait before a retry, as the upstream asks
         kind: str = "server_error",
         parameter: str | None = None,
         code: str | None = None,
@@ -62,17 +61,17 @@ class UpstreamError(ApiError):
     ) -> None:
         super().__init__(message, kind=kind, parameter=parameter, code=code, status=status, retry_after=retry_after)
         self.reason: FailureReason = reason
-        self.again = reason in _AGAIN if again is None else again
+        self.again = reason in _RETRYABLE if again is None else again
         self.wait = wait
 
     @property
     def fault(self) -> bool:
-        """Whether it counts against the upstream."""
-        return self.reason not in _NO_FAULT
+        """Whether the error counts against the upstream's health."""
+        return self.reason not in _NOT_ITS_FAULT
 
 
 class BrokenStreamError(UpstreamError):
-    """An answer that broke off after some of it had been handed on: nothing more comes, unless somebody goes on."""
+    """A stream that broke off after part of it was delivered."""
 
     def __init__(self, cause: UpstreamError, delivered: Sequence[Choice], ended: Collection[int]) -> None:
         super().__init__(
@@ -85,13 +84,13 @@ class BrokenStreamError(UpstreamError):
             status=cause.status,
             retry_after=cause.retry_after,
         )
-        self.delivered = tuple(delivered)  # every choice as far as it came
-        self.ended = frozenset(ended)  # which of them were whole
+        self.delivered = tuple(delivered)  # every choice, as far as it was received
+        self.ended = frozenset(ended)  # indices of the complete ones
 
 
 def unreachable(name: str) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' cannot be reached",
+        f"The upstream of '{name}' cannot be reached.",
         reason="connect",
         kind="overloaded_error",
         code="upstream_unreachable",
@@ -101,13 +100,13 @@ def unreachable(name: str) -> UpstreamError:
 
 def connection_lost(name: str) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' broke off the connection", reason="reset", status=502, code="upstream_broke_off"
+        f"The upstream of '{name}' closed the connection.", reason="reset", status=502, code="upstream_broke_off"
     )
 
 
 def too_slow(name: str, what: str, *, again: bool = True) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' took too long {what}",
+        f"The upstream of '{name}' took too long {what}.",
         reason="timeout",
         again=again,
         status=504,
@@ -117,19 +116,23 @@ def too_slow(name: str, what: str, *, again: bool = True) -> UpstreamError:
 
 def invalid_answer(name: str, what: str, *, again: bool = True) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' {what}", reason="garbled", again=again, status=502, code="upstream_garbled"
+        f"The upstream of '{name}' {what}.", reason="garbled", again=again, status=502, code="upstream_garbled"
     )
 
 
 def busy(name: str, what: str, retry_after: float) -> UpstreamError:
     return UpstreamError(
-        f"'{name}' {what}", reason="busy", kind="overloaded_error", code="upstream_busy", retry_after=retry_after
+        f"'{name}' {what}. Try again later.",
+        reason="busy",
+        kind="overloaded_error",
+        code="upstream_busy",
+        retry_after=retry_after,
     )
 
 
 def unavailable(name: str, reason: FailureReason, retry_after: float) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' does not work at the moment",
+        f"The upstream of '{name}' is unavailable. Try again later.",
         reason=reason,
         kind="overloaded_error",
         code="upstream_unavailable",
@@ -139,7 +142,7 @@ def unavailable(name: str, reason: FailureReason, retry_after: float) -> Upstrea
 
 def filtered(name: str) -> UpstreamError:
     return UpstreamError(
-        f"the content filter of the server behind '{name}' ended the answer",
+        f"The content filter of the upstream of '{name}' ended the answer.",
         reason="filtered",
         kind="invalid_request_error",
         code="content_filter",
@@ -147,16 +150,16 @@ def filtered(name: str) -> UpstreamError:
 
 
 class ReportedError(msgspec.Struct):
-    """What an error's body says, whatever its shape."""
+    """An error as an upstream reports it, independent of its shape."""
 
     message: str = ""
     kind: str = ""
     parameter: str | None = None
-    code: str = ""  # numbers as texts
+    code: str = ""  # a number becomes a string
 
 
 def parse_error_body(body: bytes) -> ReportedError:
-    """Of a reply's body, or of an event's data."""
+    """Read the error from a response's body or an event's data."""
     try:
         found: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -165,7 +168,8 @@ def parse_error_body(body: bytes) -> ReportedError:
 
 
 def parse_error(found: object) -> ReportedError:
-    """
+    """Read the error from decoded JSON.
+
     OpenAI, llama.cpp      {"error": {"message", "type", "param", "code"}}
     vLLM (older)           {"object": "error", "message", "type", "param", "code"}
     Anthropic              {"type": "error", "error": {"type", "message"}}
@@ -179,9 +183,11 @@ def parse_error(found: object) -> ReportedError:
     table = cast("dict[str, Any]", found)
     inner = table.get("error")
     if isinstance(inner, dict):
-        return _told(cast("dict[str, Any]", inner))
+        return _read_table(cast("dict[str, Any]", inner))
     if isinstance(inner, str):
-        return ReportedError(message=inner, kind=_text(table.get("error_type")), code=_text(table.get("code")))
+        return ReportedError(
+            message=inner, kind=_as_string(table.get("error_type")), code=_as_string(table.get("code"))
+        )
     detail = table.get("detail")
     if isinstance(detail, str):
         return ReportedError(message=detail)
@@ -190,21 +196,21 @@ def parse_error(found: object) -> ReportedError:
         place: object = first.get("loc")
         names = cast("list[object]", place) if isinstance(place, list) else []
         path = ".".join(str(name) for name in names if name != "body")
-        return ReportedError(message=_text(first.get("msg")), kind="invalid_request_error", parameter=path or None)
-    return _told(table)
+        return ReportedError(message=_as_string(first.get("msg")), kind="invalid_request_error", parameter=path or None)
+    return _read_table(table)
 
 
-def _told(table: Mapping[str, Any]) -> ReportedError:
+def _read_table(table: Mapping[str, Any]) -> ReportedError:
     parameter = table.get("param")
     return ReportedError(
-        message=_text(table.get("message")),
-        kind=_text(table.get("type")),
+        message=_as_string(table.get("message")),
+        kind=_as_string(table.get("type")),
         parameter=parameter if isinstance(parameter, str) and parameter else None,
-        code=_text(table.get("code")),
+        code=_as_string(table.get("code")),
     )
 
 
-def _text(value: object) -> str:
+def _as_string(value: object) -> str:
     return value if isinstance(value, str) else str(value) if isinstance(value, int) else ""
 
 
@@ -227,13 +233,13 @@ def error_for_status(
     hidden: Sequence[str] = (),
     retry_after: float | None = None,
 ) -> UpstreamError:
-    """The error that an upstream's answer stands for. `hidden`: texts that must not be told, such as its address."""
-    told = body if isinstance(body, ReportedError) else parse_error_body(body)
-    said = f"{told.kind} {told.code} {told.message}"
+    """Translate an upstream's error response. `hidden`: strings that must not be shown, such as its address."""
+    reported = body if isinstance(body, ReportedError) else parse_error_body(body)
+    text = f"{reported.kind} {reported.code} {reported.message}"
     match status:
-        case 401 | 403 if not _FILTERED.search(said):
+        case 401 | 403 if not _FILTERED.search(text):
             return UpstreamError(
-                f"the server behind '{name}' does not accept this server's key",
+                f"The upstream of '{name}' rejects this server's key.",
                 reason="key",
                 status=502,
                 code="upstream_refused_key",
@@ -241,12 +247,12 @@ def error_for_status(
         case 402:
             return _quota(name)
         case 408 | 504:
-            return too_slow(name, "by its own account")
+            return too_slow(name, "and reported a timeout")
         case 429:
-            if _QUOTA.search(f"{told.kind} {told.code}"):
+            if _QUOTA.search(f"{reported.kind} {reported.code}"):
                 return _quota(name)
             return UpstreamError(
-                f"the server behind '{name}' takes no more requests at the moment",
+                f"The upstream of '{name}' limits the rate of requests. Try again later.",
                 reason="rate_limit",
                 kind="rate_limit_error",
                 code="upstream_rate_limit",
@@ -256,38 +262,40 @@ def error_for_status(
         case 502 | 503 | 529:
             return _overloaded(name, retry_after)
         case 424:
-            return _failed(name, retry_after)  # TGI's word for a generation that failed
+            return _failed(name, retry_after)  # TGI: the generation failed
         case 404 | 405 | 501 | 421:
             return _misconfigured(name)
         case _ if status < 400:
-            return _misconfigured(name)  # it sends us elsewhere, and nobody is followed there
+            return _misconfigured(name)  # redirects are not followed
         case _ if status < 500:
-            return _invalid(told, said, name, hidden)
-        case _ if _TOO_LONG.search(said) and _INVALID.search(said):
-            return _invalid(told, said, name, hidden)
+            return _invalid(reported, text, name, hidden)
+        case _ if _TOO_LONG.search(text) and _INVALID.search(text):
+            return _invalid(reported, text, name, hidden)
         case _:
             return _failed(name, retry_after)
 
 
-def error_for_event(told: ReportedError, *, name: str, hidden: Sequence[str] = ()) -> UpstreamError:
-    """The error that came as an event within an answer, where there is no status but perhaps one in the words."""
-    status = int(told.code) if told.code.isascii() and told.code.isdigit() and len(told.code) == 3 else 0
-    said = f"{told.kind} {told.code}"
+def error_for_event(reported: ReportedError, *, name: str, hidden: Sequence[str] = ()) -> UpstreamError:
+    """Translate an error event of a stream. It has no status, so the status is derived from its code and type."""
+    status = (
+        int(reported.code) if reported.code.isascii() and reported.code.isdigit() and len(reported.code) == 3 else 0
+    )
+    text = f"{reported.kind} {reported.code}"
     if not 400 <= status <= 599:
-        if _OVERLOADED.search(said):
+        if _OVERLOADED.search(text):
             status = 503
-        elif "rate_limit" in said:
+        elif "rate_limit" in text:
             status = 429
-        elif _INVALID.search(said) or _FILTERED.search(said):
+        elif _INVALID.search(text) or _FILTERED.search(text):
             status = 400
         else:
             status = 500
-    return error_for_status(status, told, name=name, hidden=hidden)
+    return error_for_status(status, reported, name=name, hidden=hidden)
 
 
 def _failed(name: str, retry_after: float | None = None) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' failed",
+        f"The upstream of '{name}' failed.",
         reason="failed",
         status=502,
         code="upstream_failed",
@@ -298,7 +306,7 @@ def _failed(name: str, retry_after: float | None = None) -> UpstreamError:
 
 def _quota(name: str) -> UpstreamError:
     return UpstreamError(
-        f"the account of this server with the one behind '{name}' is exhausted",
+        f"This server's account with the upstream of '{name}' is exhausted.",
         reason="quota",
         kind="overloaded_error",
         code="upstream_quota",
@@ -307,7 +315,7 @@ def _quota(name: str) -> UpstreamError:
 
 def _misconfigured(name: str) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' does not have what this server was told that it has",
+        f"The upstream of '{name}' does not have the configured model or path.",
         reason="misconfigured",
         status=502,
         code="upstream_misconfigured",
@@ -316,7 +324,7 @@ def _misconfigured(name: str) -> UpstreamError:
 
 def _overloaded(name: str, retry_after: float | None) -> UpstreamError:
     return UpstreamError(
-        f"the server behind '{name}' is overloaded",
+        f"The upstream of '{name}' is overloaded. Try again later.",
         reason="overloaded",
         kind="overloaded_error",
         code="upstream_overloaded",
@@ -325,18 +333,18 @@ def _overloaded(name: str, retry_after: float | None) -> UpstreamError:
     )
 
 
-def _invalid(told: ReportedError, said: str, name: str, hidden: Sequence[str]) -> UpstreamError:
-    words = redact(told.message, hidden)
-    if _FILTERED.search(said):
+def _invalid(reported: ReportedError, text: str, name: str, hidden: Sequence[str]) -> UpstreamError:
+    words = redact(reported.message, hidden)
+    if _FILTERED.search(text):
         code = "content_filter"
-    elif _TOO_LONG.search(said):
+    elif _TOO_LONG.search(text):
         code = "context_length_exceeded"
     else:
         code = "upstream_refused"
-    parameter = None if told.parameter is None else redact(told.parameter, hidden)[:100] or None
-    message = f"the server behind '{name}' refuses the request"
+    parameter = None if reported.parameter is None else redact(reported.parameter, hidden)[:100] or None
+    message = f"The upstream of '{name}' rejects the request"
     return UpstreamError(
-        f"{message}: {words}" if words else message,
+        f"{message}: {words}" if words else f"{message}.",
         reason="filtered" if code == "content_filter" else "invalid",
         kind="invalid_request_error",
         parameter=parameter,
@@ -361,7 +369,7 @@ _PLACES: Final = re.compile(
 
 
 def redact(text: str, hidden: Sequence[str]) -> str:
-    """An upstream's words as far as they are fit to show: short, on one line, with no place and no secret in them."""
+    """Make an upstream's message safe to show: short, on one line, without addresses, paths, keys and stack traces."""
     if _PAGE.search(text) or _TRACE.search(text):
         return ""
     for secret in sorted(filter(None, hidden), key=len, reverse=True):
@@ -372,7 +380,7 @@ def redact(text: str, hidden: Sequence[str]) -> str:
 
 
 def parse_retry_after(headers: Mapping[str, str], most: float) -> float | None:
-    """Seconds from now, as the upstream asks; `most` at most. Of a date, from the upstream's own date."""
+    """Return the seconds to wait, at most `most`. A date is compared with the upstream's own clock."""
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:
         return min(milliseconds / 1000.0, most)

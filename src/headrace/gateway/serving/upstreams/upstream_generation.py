@@ -41,7 +41,7 @@ async def count_prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[in
     if context is not None and max(found) >= context:
         parameter = "prompt" if asked.messages is None else "messages"
         raise ApiError(
-            f"the context of '{exchange.served.name}' is {context} tokens, and the {parameter} alone {max(found)}",
+            f"'{parameter}' has {max(found)} tokens. The context of '{exchange.served.name}' is {context} tokens.",
             parameter=parameter,
             code="context_length_exceeded",
         )
@@ -215,7 +215,7 @@ class UpstreamGeneration:
 
     def _built_request(self) -> UpstreamRequest:
         if self._request is None:
-            raise RuntimeError("the answer was not begun")
+            raise RuntimeError("begin() must be called first")
         return self._request
 
     def _running(self) -> Attempts[ChoiceDelta] | Attempts[bytes] | None:

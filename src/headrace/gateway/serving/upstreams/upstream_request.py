@@ -1,7 +1,7 @@
-"""From what is asked to the body that an upstream takes.
+"""Builds the body of an upstream's request from a TextRequest.
 
-Owns what becomes of every field of TextRequest and of Sampling (FATES): it is sent, or done here, or refused with a
-clear error that names the parameter. Nothing is dropped in silence. Knows no connection.
+FIELD_HANDLING says for every field whether it is sent, applied by this server or rejected with an error that names the
+parameter. No field is dropped silently. Does not send anything.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.serving.exchange import Exchange
 
-# What becomes of each field. "sent": in the body, where the server takes it, and else refused; "done here": by this
-# server, whatever the other can; "wish": sent where it can be said, and else left to the model, as a template does.
+# "sent": in the body if the upstream takes the parameter, else rejected. "done here": applied by this server, whatever
+# the upstream can do. "wish": sent if the upstream has a parameter for it, else left to the model.
 FIELD_HANDLING: Final[Mapping[str, str]] = {
-    "model": "sent, by its name there",
-    "messages": "sent; reasoning of earlier answers where the server takes it, as most templates leave it out",
-    "prompts": "sent; token ids where the server takes them",
+    "model": "sent, as the model's name at the upstream",
+    "messages": "sent; reasoning of earlier answers only if the upstream takes it, as most templates drop it",
+    "prompts": "sent; token ids only if the upstream takes them",
     "tools": "sent",
     "choosing": "sent; with none, no tools are sent",
     "only_tool": "sent",
-    "parallel_calls": "sent where the server takes it, and done here: later calls are left out",
-    "grammar": "sent, as response_format or by the server's own parameters",
+    "parallel_calls": "sent if the upstream takes it, and done here: further calls are dropped",
+    "grammar": "sent, as response_format or as the upstream's own parameter",
     "grammar_of": "done here: names the parameter in errors",
     "template": "sent",
-    "think": "wish; where it cannot be said, reasoning that nobody wants is left out",
-    "max_tokens": "sent, at most what the context has room for where the prompt's tokens are known",
+    "think": "wish; if it cannot be sent, unwanted reasoning is dropped",
+    "max_tokens": "sent, limited to the room in the context if the prompt's tokens are known",
     "min_tokens": "sent",
     "stop": "sent",
     "stop_ids": "sent",
@@ -43,19 +43,19 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "prompt_logprobs": "sent, with echo",
     "speculate": "done here: it does not change an answer, and upstreams decide for themselves",
     "skip_special_tokens": "done here: no endpoint offers it",
-    "echo": "sent where the server takes it; without log-probabilities done here",
-    "stream": "done here: the upstream streams wherever it can, so that it can be cancelled and timed",
-    "include_usage": "done here: the upstream is always asked for the usage",
+    "echo": "sent if the upstream takes it; else done here, without log-probabilities",
+    "stream": "done here: the upstream always streams if it can, so that it can be cancelled and timed",
+    "include_usage": "done here: usage is always requested",
     "deadline_s": "done here: the answer is cut",
-    "surface": "done here: it has a deadline",
-    "profile": "done here: it chose the variant",
-    "priority": "sent where the server takes it; done here in the queue before the upstream",
+    "surface": "done here: it decides the deadline",
+    "profile": "done here: it selected the variant",
+    "priority": "sent if the upstream takes it; done here in the upstream's queue",
     "cache": "sent: off",
-    "user": "sent where the operator wants it; done here in the log",
-    "metadata": "done here: handed back",
-    "sources": "done here: they are in the messages by now",
-    "overflow": "done here: the messages are as short by now as they are to be",
-    "seeded": "done here: it says whether an answer may be kept",
+    "user": "sent if configured; done here in the log",
+    "metadata": "done here: repeated in the answer",
+    "sources": "done here: already part of the messages",
+    "overflow": "done here: the messages are already shortened",
+    "seeded": "done here: it decides whether an answer may be cached",
     "degrade": "done here: before anything is sent",
     "sampling": "each of its fields",
     "temperature": "sent",
@@ -66,15 +66,15 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "frequency_penalty": "sent",
     "presence_penalty": "sent",
     "logit_bias": "sent",
-    "seed": "sent; where the server takes none, greedy answers need none, and others cannot be repeated",
+    "seed": "sent if the upstream takes it; without it, sampled answers are not reproducible",
     "logprobs": "sent",
 }
 
-_MOST_BIAS: Final = 100.0  # as the parameter has it; what is beyond means always, or never
+_MOST_BIAS: Final = 100.0  # the parameter's bound; larger values mean always or never
 
 
 class UpstreamRequest(msgspec.Struct, frozen=True):
-    """What is asked of an upstream, and what is to be done here with its answer."""
+    """A request to an upstream, and what this server has to do with its answer."""
 
     path: str
     body: bytes
@@ -82,15 +82,15 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     chat: bool
     hide_reasoning: bool = False
     one_call: bool = False
-    named: bool = False  # one tool had to be called: an answer does not end by it
-    echo: tuple[str, ...] = ()  # prompts that are put before the answers here, n for each
-    echoed: bool = False  # the upstream puts them there
-    logprobs: int | None = None  # likeliest tokens that are told
+    named: bool = False  # a particular tool must be called, so the finish reason is stop
+    echo: tuple[str, ...] = ()  # prompts to put before the answers, n choices for each
+    echoed: bool = False  # the upstream puts the prompts before the answers
+    logprobs: int | None = None  # number of most likely tokens to return
     stop: tuple[str, ...] = ()
 
     @property
     def plain(self) -> bool:
-        """Nothing of the answer is changed here."""
+        """Whether the answer needs no change."""
         return not (self.hide_reasoning or self.one_call or self.echo)
 
 
@@ -103,12 +103,14 @@ def build_upstream_request(
     prompt_tokens: int | None = None,
     secret: str = "",
 ) -> UpstreamRequest:
-    """ApiError for what the upstream cannot do. `prompt_tokens`: of the longest prompt, where they are known.
-    `secret`: that tenants' salts are made with."""
+    """Build the request. ApiError for a parameter that the upstream does not take.
+
+    `prompt_tokens`: of the longest prompt, if known. `secret`: the key for deriving the tenants' cache salts.
+    """
     asked = exchange.asked
     chat = asked.messages is not None
     if not (takes.chat if chat else takes.completions):
-        raise _refused("messages" if chat else "prompt", f"'{exchange.served.name}' takes no such requests")
+        raise _unsupported("messages" if chat else "prompt", f"'{exchange.served.name}' does not serve this endpoint")
     body: dict[str, Any] = {"model": model}
     echo: tuple[str, ...] = ()
     if asked.messages is not None:
@@ -116,18 +118,18 @@ def build_upstream_request(
         _add_tools(body, asked, takes)
         _add_template(body, asked, takes)
         if asked.echo or asked.prompt_logprobs is not None:
-            raise _refused("echo", "a chat has no text that could be put before its answer")
+            raise _unsupported("echo", "a chat has no prompt text to echo")
     else:
         echo = _add_prompts(body, asked, takes)
         if asked.template:
-            raise _refused("chat_template_kwargs", "a prompt has no template")
+            raise _unsupported("chat_template_kwargs", "prompts use no chat template")
         if asked.tools:
-            raise _refused("tools", "a prompt calls none")
+            raise _unsupported("tools", "use /v1/chat/completions")
     _add_grammar(body, asked, config, takes, chat=chat)
     _add_sampling(body, asked, config, takes)
     _add_logprobs(body, asked, config, takes, chat=chat)
     _add_lengths(body, exchange, config, takes, chat=chat, prompt_tokens=prompt_tokens)
-    _add_ours(body, exchange, config, takes, secret)
+    _add_caller_settings(body, exchange, config, takes, secret)
     if takes.stream:
         body["stream"] = True
         if takes.stream_options:
@@ -151,22 +153,22 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:
-        raise invalid_request("the text holds half of a surrogate pair, which is no character") from None
+        raise invalid_request("The text contains an unpaired surrogate. Send valid Unicode.") from None
 
 
-def _refused(parameter: str, why: str) -> ApiError:
-    return ApiError(f"'{parameter}' is not supported: {why}", parameter=parameter, code="unsupported_parameter")
+def _unsupported(parameter: str, why: str) -> ApiError:
+    return ApiError(f"'{parameter}' is not supported: {why}.", parameter=parameter, code="unsupported_parameter")
 
 
-def _cannot(parameter: str) -> ApiError:
-    return _refused(parameter, "the server behind this model does not take it")
+def _not_taken(parameter: str) -> ApiError:
+    return _unsupported(parameter, "the upstream of this model does not take it")
 
 
 # Messages and prompts
 
 
 def _message(message: Mapping[str, Any], takes: UpstreamFeatures) -> dict[str, Any]:
-    """From the shape that templates take to the one that the API has."""
+    """Convert a message from the shape of chat templates to the shape of the API."""
     role = message["role"]
     plain: dict[str, Any] = {"role": role, "content": message.get("content") or ""}
     if role == "tool":
@@ -190,23 +192,23 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_prompts(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> tuple[str, ...]:
-    """The prompts' texts where they are to be put before the answers here."""
+    """Add the prompts. Return their texts if this server must put them before the answers."""
     prompts = asked.prompts or []
     if not takes.token_prompts and any(not isinstance(prompt, str) for prompt in prompts):
-        raise _refused("prompt", "the server behind this model takes texts only, no token ids")
+        raise _unsupported("prompt", "the upstream of this model takes text only, not token ids")
     if len(prompts) > 1 and not takes.n:
-        raise _refused("prompt", "the server behind this model takes one prompt at a time")
+        raise _unsupported("prompt", "the upstream of this model takes one prompt per request")
     body["prompt"] = prompts[0] if len(prompts) == 1 else prompts
     if not asked.echo:
         if asked.prompt_logprobs is not None:
-            raise _refused("echo", "the prompt's log-probabilities are told with the prompt")
+            raise _unsupported("echo", "the prompt's log-probabilities require it")
         return ()
     if takes.echo:
         body["echo"] = True
         return ()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if asked.prompt_logprobs is not None or asked.sampling.logprobs is not None or len(texts) < len(prompts):
-        raise _cannot("echo")
+        raise _not_taken("echo")
     return tuple(texts)
 
 
@@ -214,7 +216,7 @@ def _add_tools(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures
     if not asked.tools or asked.choosing == "none":
         return
     if not takes.tools:
-        raise _cannot("tools")
+        raise _not_taken("tools")
     body["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.only_tool is not None:
         body["tool_choice"] = {"type": "function", "function": {"name": asked.only_tool}}
@@ -242,7 +244,7 @@ def _add_template(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatu
     if takes.thinking == "effort" and "reasoning_effort" in settings:
         body["reasoning_effort"] = settings.pop("reasoning_effort")
     if settings and not takes.template:
-        raise _cannot("chat_template_kwargs")
+        raise _not_taken("chat_template_kwargs")
     if asked.think is not None:
         if takes.thinking == "template":
             settings.setdefault("enable_thinking", asked.think)
@@ -252,7 +254,7 @@ def _add_template(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatu
         body["chat_template_kwargs"] = settings
 
 
-# What an answer is held to
+# Constrained decoding
 
 
 def _add_grammar(
@@ -262,7 +264,7 @@ def _add_grammar(
     if grammar is None:
         return
     if grammar.kind not in (takes.grammars or ()):
-        raise _cannot(asked.grammar_of)
+        raise _not_taken(asked.grammar_of)
     if grammar.kind == "json_object":
         body["response_format"] = {"type": "json_object"}
     elif grammar.kind == "json_schema":
@@ -273,10 +275,10 @@ def _add_grammar(
             del body["response_format"]
             body["guided_json"] = grammar.text
     else:
-        _add_other_grammar(body, grammar, config, asked.grammar_of)
+        _add_server_grammar(body, grammar, config, asked.grammar_of)
 
 
-def _add_other_grammar(body: dict[str, Any], grammar: Grammar, config: UpstreamConfig, parameter: str) -> None:
+def _add_server_grammar(body: dict[str, Any], grammar: Grammar, config: UpstreamConfig, parameter: str) -> None:
     value: Any = grammar.text
     if grammar.kind == "choice":
         value = _check_json(grammar, parameter)
@@ -292,14 +294,14 @@ def _add_other_grammar(body: dict[str, Any], grammar: Grammar, config: UpstreamC
 
 
 def _check_json(grammar: Grammar, parameter: str) -> object:
-    """It goes into the body as it is, so it must be what it says."""
+    """Check that the text is JSON, because it is sent unchanged."""
     try:
         return msgspec.json.decode(grammar.text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        raise invalid_request(f"'{parameter}' is not JSON", parameter) from None
+        raise invalid_request(f"'{parameter}' is not valid JSON.", parameter) from None
 
 
-# How it is drawn, and how long it is
+# Sampling and lengths
 
 
 def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures) -> None:
@@ -308,21 +310,21 @@ def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConf
     if sampling.top_p != 1.0 or takes.defaults:
         body["top_p"] = sampling.top_p
     penalty = "repeat_penalty" if config.kind == "llama.cpp" else "repetition_penalty"
-    everything = 0 if config.kind == "llama.cpp" else -1
+    all_tokens = 0 if config.kind == "llama.cpp" else -1
     for name, there, value, neutral, sent in (
-        ("top_k", takes.top_k, sampling.top_k or everything, everything, "top_k"),
+        ("top_k", takes.top_k, sampling.top_k or all_tokens, all_tokens, "top_k"),
         ("min_p", takes.min_p, sampling.min_p, 0.0, "min_p"),
         ("repetition_penalty", takes.repetition_penalty, sampling.repetition_penalty, 1.0, penalty),
         ("frequency_penalty", takes.penalties, sampling.frequency_penalty, 0.0, "frequency_penalty"),
         ("presence_penalty", takes.penalties, sampling.presence_penalty, 0.0, "presence_penalty"),
     ):
         if value != neutral and not there:
-            raise _cannot(name)
+            raise _not_taken(name)
         if value != neutral or (there and takes.defaults):
             body[sent] = value
     if sampling.logit_bias:
         if not takes.logit_bias:
-            raise _cannot("logit_bias")
+            raise _not_taken("logit_bias")
         body["logit_bias"] = {
             str(token): max(-_MOST_BIAS, min(bias, _MOST_BIAS)) for token, bias in sampling.logit_bias.items()
         }
@@ -330,25 +332,25 @@ def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConf
         body["seed"] = fold_seed(sampling.seed)
     if asked.n > 1:
         if not takes.n:
-            raise _cannot("n")
+            raise _not_taken("n")
         body["n"] = asked.n
 
 
 def fold_seed(seed: int) -> int:
-    """Not every server reads more than 31 bits, so larger seeds become other ones, always the same."""
+    """Fold a seed into 31 bits, because some servers read no more. Equal seeds stay equal."""
     return seed if seed < 2**31 else seed % (2**31 - 1)
 
 
 def _add_logprobs(
     body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
 ) -> None:
-    wished = asked.sampling.logprobs
-    if wished is None:
+    logprobs = asked.sampling.logprobs
+    if logprobs is None:
         return
     if not takes.logprobs:
-        raise _cannot("logprobs")
-    # llama.cpp takes 0 for none at all; what is too much is left out of the answer.
-    most = max(wished, 1) if config.kind == "llama.cpp" else wished
+        raise _not_taken("logprobs")
+    # llama.cpp takes 0 for no log-probabilities at all; the surplus token is dropped from the answer.
+    most = max(logprobs, 1) if config.kind == "llama.cpp" else logprobs
     if chat:
         body |= {"logprobs": True, "top_logprobs": most}
     else:
@@ -372,43 +374,43 @@ def _add_lengths(
         body["max_completion_tokens" if chat and takes.max_completion_tokens else "max_tokens"] = most
     if asked.min_tokens:
         if not takes.min_tokens:
-            raise _cannot("min_tokens")
+            raise _not_taken("min_tokens")
         body["min_tokens"] = asked.min_tokens if most is None else min(asked.min_tokens, most)
     if asked.stop:
         if len(asked.stop) > (takes.stops or 0):
-            raise _refused("stop", f"the server behind this model takes {takes.stops} of them at most")
+            raise _unsupported("stop", f"the upstream of this model takes at most {takes.stops} strings")
         body["stop"] = list(asked.stop)
     if asked.stop_ids:
         if not takes.stop_token_ids:
-            raise _cannot("stop_token_ids")
+            raise _not_taken("stop_token_ids")
         body["stop_token_ids"] = sorted(asked.stop_ids)
     if asked.ignore_eos:
         if not takes.ignore_eos:
-            raise _cannot("ignore_eos")
+            raise _not_taken("ignore_eos")
         body["ignore_eos"] = True
 
 
-# What belongs to the caller
+# Caching, priority and user
 
 
-def _add_ours(
+def _add_caller_settings(
     body: dict[str, Any], exchange: Exchange, config: UpstreamConfig, takes: UpstreamFeatures, secret: str
 ) -> None:
     asked, tenant = exchange.asked, exchange.caller.tenant
     if asked.cache != "on" and not takes.bypass:
-        raise _cannot("cache")
+        raise _not_taken("cache")
     if takes.salt:
-        # Where nobody else has the salt, nothing is found and nothing can be found by others.
+        # A random salt matches no cache entry, and no other request can match what it leaves.
         body["cache_salt"] = _salt(tenant, secret) if asked.cache == "on" else secrets.token_urlsafe(32)
     elif asked.cache != "on":
         body |= {"cache_prompt": False} if config.kind == "llama.cpp" else {"cache": "off"}
     if asked.priority and takes.priority:
-        # vLLM and SGLang begin with the smallest, unless they are told otherwise.
+        # By default, vLLM and SGLang run the smallest value first.
         body["priority"] = asked.priority if config.kind == "headrace" else -asked.priority
     if asked.user is not None and takes.user:
         body["user"] = asked.user
 
 
 def _salt(tenant: str, secret: str) -> str:
-    """The same for all requests of a tenant, whichever server they come through, and nobody else's."""
+    """Derive a tenant's cache salt: the same on every gateway, and different for every other tenant."""
     return hmac.new(secret.encode(), tenant.encode(errors="replace"), hashlib.sha256).hexdigest()

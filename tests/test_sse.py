@@ -1,4 +1,4 @@
-"""Events from bytes: however they are cut, whatever ends their lines, and whatever stands between them."""
+"""The parser of server-sent events: any cut, any line end, comments, error events and the size limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.serving.upstreams.sse import ErrorEvent, EventReader, EventTooLongError
+from headrace.sse import ErrorEvent, EventReader, EventTooLongError
 
 
 def read(*parts: bytes, most: int = 1024) -> list[bytes]:
