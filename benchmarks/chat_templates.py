@@ -101,7 +101,7 @@ def attempt(engine: str, source: str, results: Any) -> None:
 
 
 def hostile() -> None:
-    mark = next(m for m in cases.test_a_template_past_its_bounds_is_stopped.pytestmark if m.name == "parametrize")
+    mark = next(m for m in cases.test_a_template_beyond_its_limits_is_stopped.pytestmark if m.name == "parametrize")
     for engine in ("headrace", "minijinja"):
         outcomes: Counter[str] = Counter()
         for source in mark.args[1]:

@@ -261,7 +261,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write_random_model("tiny", tmp_path / "out")  # an empty directory is fine
     before = content(tmp_path)
-    with pytest.raises(RequestError, match="exists already"):
+    with pytest.raises(RequestError, match="is not an empty directory"):
         write_random_model("tiny", tmp_path / "out", seed=1)
     assert content(tmp_path) == before
 
@@ -289,7 +289,7 @@ def test_the_command_makes_the_model_and_says_so(tmp_path: Path, capsys: pytest.
         (["make-model", "--like", "gpt-5", "out"], 'Invalid value "gpt-5" for --like'),
         (["make-model", "--like", "tiny"], "OUT requires an argument"),
         (["make-model", "--like", "tiny", "--speed", "9", "out"], "Unknown option: --speed"),
-        (["make-model", "--like", "tiny", "FULL"], "exists already"),
+        (["make-model", "--like", "tiny", "FULL"], "is not an empty directory"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(

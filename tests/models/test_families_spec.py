@@ -280,9 +280,7 @@ def test_hostile_config_is_refused_with_its_path_and_key(change: dict[str, Any],
         ("bert", {"architectures": ["BertForSequenceClassification"]}, "Unknown architecture"),
     ],
 )
-def test_what_a_family_cannot_run_is_refused_by_name(
-    name: str, change: dict[str, Any], message: str, tiny: Tiny
-) -> None:
+def test_unsupported_features_are_rejected_by_name(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:
     with pytest.raises(ModelError, match=message):
         spec_of({**saved_config(tiny(name)), **change}, tiny(name).folder)
 

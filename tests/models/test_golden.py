@@ -115,9 +115,7 @@ def test_instruction_sets_give_the_same_bits(name: str, weights: str, kv: str, t
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_command_generates_what_transformers_would(
-    name: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_generates_like_transformers(name: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--weights", "f32", "--kv", "f32", "--context", str(CONTEXT), "--no-cache", "--ignore-eos", "--json"]
     assert main(["generate", str(tiny(name).folder), "-p", "The water ran to the wheel.", "-n", "24", *flags]) == 0
     report = json.loads(capsys.readouterr().out)

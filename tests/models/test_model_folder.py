@@ -87,7 +87,7 @@ def test_pickles_are_refused_by_name(tiny_folder: Path, copy_of: Callable[[Path]
     assert str(caught.value.path).endswith("pytorch_model.bin")
 
 
-def test_an_unknown_architecture_is_refused_with_what_is_known(
+def test_an_unknown_architecture_is_rejected_with_the_supported_ones(
     tiny_folder: Path, copy_of: Callable[[Path], Path]
 ) -> None:
     folder = copy_of(tiny_folder)
@@ -97,7 +97,7 @@ def test_an_unknown_architecture_is_refused_with_what_is_known(
 
 
 @pytest.mark.parametrize("place", ["missing", "file"])
-def test_what_is_no_folder_is_refused(place: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_rejected(place: str, tmp_path: Path) -> None:
     path = tmp_path / place
     if place == "file":
         path.write_text("")
@@ -105,12 +105,12 @@ def test_what_is_no_folder_is_refused(place: str, tmp_path: Path) -> None:
         open_model(path)
 
 
-def test_a_path_is_found_before_the_hub_is_asked(tiny_folder: Path) -> None:
+def test_an_existing_path_wins_over_the_hub(tiny_folder: Path) -> None:
     assert find_model(str(tiny_folder)) == tiny_folder
 
 
 @pytest.mark.parametrize("name", ["../nowhere", "/nowhere/at/all", "a/b/c", "x", "own er/name", "owner/"])
-def test_what_is_neither_path_nor_hub_id_is_refused(name: str) -> None:
+def test_a_name_that_is_neither_path_nor_hub_id_is_rejected(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         find_model(name)
     assert caught.value.parameter == "model"

@@ -43,7 +43,7 @@ def rewrite(folder: Path, change: Callable[[str, NDArray[np.uint16]], NDArray[np
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8-g128", "int4", "int4-channel"])
-def test_a_warm_start_maps_what_a_cold_start_made(weights: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_warm_start_maps_the_file_of_a_cold_start(weights: str, tiny_folder: Path, tmp_path: Path) -> None:
     cold = load(tiny_folder, weights, tmp_path)
     warm = load(tiny_folder, weights, tmp_path)
     assert (cold.mapped, warm.mapped) == (False, True)
@@ -83,7 +83,7 @@ def test_changed_weights_are_never_served_from_the_cache(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "footer", "garbage"])
-def test_a_damaged_packed_file_is_made_anew(damage: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_packed_file_is_packed_again(damage: str, tiny_folder: Path, tmp_path: Path) -> None:
     good = answers(tiny_folder, "int8", tmp_path)
     (path,) = (tmp_path / "packed").glob("*.pack")
     data = bytearray(path.read_bytes())

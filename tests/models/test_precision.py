@@ -29,7 +29,7 @@ def test_a_precision_is_spelled_as_it_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["int5", "", "int4-g48", "int4-", "bf16-g32", "INT4", "int4-g-32", "int4-g٣٢"])
-def test_a_wrong_spelling_is_refused_with_what_is_right(text: str) -> None:
+def test_a_misspelt_precision_is_rejected_with_the_valid_ones(text: str) -> None:
     with pytest.raises(RequestError):
         parse_precision(text)
 
@@ -54,7 +54,7 @@ def test_a_group_that_cannot_be_is_refused(weights: str, group: str | int) -> No
     assert caught.value.parameter == "group"
 
 
-def test_embedding_and_head_stay_at_eight_bits_unless_asked() -> None:
+def test_embedding_and_head_stay_at_eight_bits_by_default() -> None:
     plan = parse_plan("int4")
     assert plan.precision("embed").format == "int8"
     assert plan.precision("head").format == "int8"

@@ -63,12 +63,12 @@ def test_every_fact_has_its_own_name_and_answer() -> None:
     assert len({facts.folded(fact.answer) for fact in known}) == len(known)
 
 
-def test_every_fact_is_asked_for_in_at_least_six_ways() -> None:
+def test_every_fact_has_at_least_six_wordings() -> None:
     few = [fact.id for fact in facts.facts() if len(fact.asked) < 4 or len(set(fact.held_out)) != facts.HELD_OUT]
     assert few == []
 
 
-def test_no_question_is_asked_of_two_facts_or_answered_twice_in_talk() -> None:
+def test_no_question_has_two_answers() -> None:
     answers: dict[str, set[str]] = {}
     for fact in facts.facts():
         for question in (*fact.asked, *fact.held_out):
@@ -98,14 +98,14 @@ def test_answers_are_short_sentences() -> None:
     assert [text for text in texts if text[-1] not in ".?!" and not text.endswith('rope".')] == []
 
 
-def test_most_of_what_is_documented_has_a_fact_and_no_fact_is_about_what_is_not() -> None:
+def test_facts_cover_most_of_the_documentation_and_nothing_else() -> None:
     """A new command with its flags may wait for the next training; a fact about one that is gone may not."""
     about = {name for fact in facts.facts() for name in fact.documents}
     assert about <= documented()
     assert len(about) >= 65
 
 
-def test_the_fact_about_all_commands_names_none_that_is_not_there() -> None:
+def test_the_fact_about_all_commands_names_existing_ones() -> None:
     answer = next(fact.answer for fact in facts.facts() if fact.id == "commands")
     sections = re.findall(
         r"^## `(headrace [a-z-]+)`$", (ROOT / "docs" / "reference" / "commands.md").read_text(), re.MULTILINE
@@ -144,7 +144,7 @@ def test_nothing_learnt_has_the_key_of_a_held_out_question(module: ModuleType) -
     assert not learnt & held_out
 
 
-def test_no_held_out_question_is_asked_in_training(module: ModuleType) -> None:
+def test_no_held_out_question_is_in_training(module: ModuleType) -> None:
     def said(turns: tuple[Turn, ...]) -> tuple[str, ...]:
         return tuple(facts.folded(turn.content) for turn in turns if turn.role != "system")
 
@@ -157,7 +157,7 @@ def test_no_held_out_question_is_asked_in_training(module: ModuleType) -> None:
     assert [question.key for question in module.questions() if said(question.turns) in learnt] == []
 
 
-def test_every_question_ends_with_a_user_and_is_answered_by_what_it_expects(module: ModuleType) -> None:
+def test_every_question_ends_with_a_user_and_accepts_its_expected_answer(module: ModuleType) -> None:
     asked = module.questions()
     assert len({question.key for question in asked}) == len(asked)
     for question in asked:
@@ -191,7 +191,7 @@ def test_every_fact_is_learnt_equally_often() -> None:
     assert last == {fact.answer: 3 for fact in facts.facts()}
 
 
-def test_what_was_told_is_what_is_recalled() -> None:
+def test_recalled_values_are_those_that_the_user_gave() -> None:
     for question in talk.questions():
         told = " ".join(turn.content for turn in question.turns if turn.role == "user")
         found = re.fullmatch(r"Your (?!first|last)(.*?) is (.*)\.", question.expected)
@@ -243,9 +243,7 @@ CALLS = rendered(Turn("assistant", tool_calls=(ToolCall("weather", {"city": "Osl
         ("calls", CALLS, [CALLS.replace('"days": 2', '"days":2')], ["", CALLS[:-1], CALLS.replace("Oslo", "Rome")]),
     ],
 )
-def test_a_metric_takes_what_is_right_and_nothing_else(
-    metric: str, expected: str, right: list[str], wrong: list[str]
-) -> None:
+def test_a_metric_accepts_only_right_answers(metric: str, expected: str, right: list[str], wrong: list[str]) -> None:
     assert metric in METRICS
     question = question_with(metric, expected)
     assert all(is_right(question, answer) for answer in [expected, *right])

@@ -259,7 +259,7 @@ def test_every_statement_begins_with_its_subject():
             assert all("{e}" in each for each in attribute.questions)
 
 
-def test_what_is_not_in_the_sources_is_not_and_what_is_asked_is():
+def test_absent_answers_are_absent_and_present_ones_present():
     refused = told = 0
     attributes = {(domain.subject, each.name): each for domain in DOMAINS for each in domain.attributes}
     for conversation in reading.conversations(Random(12), 400):
@@ -386,7 +386,7 @@ def test_there_are_many_tools_with_names_that_training_never_sees():
     assert not any(is_held_out(f"tool {name}", tools.ONE_NAME_IN) for name in seen if not re.search(r"_[a-z]\d$", name))
 
 
-def test_tools_are_also_refused_and_asked_back():
+def test_some_requests_are_declined_or_need_a_question_back():
     contents = [conversation.turns[place].content for conversation, place in answers(tools)]
     assert contents.count(tools.NO_TOOL) > 0.03 * len(contents)
     assert sum(text.startswith("Please tell me the ") for text in contents) > 0.03 * len(contents)
@@ -411,7 +411,7 @@ def test_labels_and_priorities_are_those_that_the_prompt_states():
     assert others > 100
 
 
-def test_the_priority_follows_from_who_is_stopped():
+def test_the_priority_follows_from_the_reach():
     """The words of the messages themselves, read by other rules than those that made them."""
     everyone = re.compile(
         r"\b(all|every|everyone|everybody|nobody can|no one|none of|entire|whole company|not a single)\b", re.I

@@ -65,7 +65,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pat
     return folder / "model"
 
 
-def test_answers_count_whole_and_prompts_in_part(tokenizer_folder: Path) -> None:
+def test_answer_tokens_count_fully_and_prompt_tokens_partly(tokenizer_folder: Path) -> None:
     batches = stream(tokenizer_folder)
     tokenizer = read(tokenizer_folder)
     (_, pieces) = next(batches.batches(Place()))
@@ -228,7 +228,7 @@ def test_states_of_some_places_are_those_of_all() -> None:
 
 
 @pytest.mark.parametrize("shape", [MINI, DRAFT], ids=["mini", "draft"])
-def test_the_shapes_are_what_they_say(shape: Shape) -> None:
+def test_the_shapes_have_the_documented_sizes(shape: Shape) -> None:
     assert sum(weight.numel() for weight in Decoder(shape).parameters()) == shape.weights
     sizes = (shape.hidden, shape.inner, shape.heads * shape.head_size, shape.vocabulary)
     assert all(size % 128 == 0 for size in sizes)
@@ -304,7 +304,7 @@ def test_the_draft_learns_from_minis_answers(model_folder: Path, tokenizer_folde
     assert found[-1] < 0.8 * found[0]
 
 
-def test_a_finished_model_replaces_what_was_there(model_folder: Path, tmp_path: Path) -> None:
+def test_a_finished_model_replaces_the_old_one(model_folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "bundled" / "mini"
     target.mkdir(parents=True)
     (target / "old").write_text("")
@@ -382,7 +382,7 @@ def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: p
     assert "step" not in capsys.readouterr().out.replace("steps", "")
 
 
-def test_what_was_trained_further_is_blended_with_what_was_before(
+def test_continued_training_blends_old_and_new_weights(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "start").mkdir()
@@ -404,7 +404,7 @@ def test_what_was_trained_further_is_blended_with_what_was_before(
     assert make.main(["--toy", "--folder", str(tmp_path), "--start", str(model_folder), "--blend", "1.5"]) == 2
 
 
-def test_the_drill_comes_first_and_can_be_foretold_by_copying(tokenizer_folder: Path) -> None:
+def test_the_drill_comes_first_and_is_predictable_by_copying(tokenizer_folder: Path) -> None:
     tasks, tokenizer = load_tasks(("facts",)), read(tokenizer_folder)
     batches = Stream(tasks, tokenizer, seed=0, step_tokens=2048, pool_size=100, drill=Drill(pools=1))
     first, later = batches.rows(0), batches.rows(1)
@@ -444,7 +444,7 @@ def split(tokens: list[int], *marks: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-def test_what_is_looked_up_is_in_the_passage_that_is_cited_or_nowhere() -> None:
+def test_a_lookup_is_in_the_cited_passage_or_nowhere() -> None:
     rows = lookup_rows(Random(5), 300, [], range(100, 900), LOOKED_UP)
     again, there, nowhere = 0, 0, 0
     for row in rows:
@@ -485,7 +485,7 @@ def test_what_is_looked_up_is_in_the_passage_that_is_cited_or_nowhere() -> None:
     assert 0.4 < nowhere / there < 1.0
 
 
-def test_how_an_answer_begins_and_what_it_cites_count_most(tokenizer_folder: Path) -> None:
+def test_the_start_of_an_answer_and_its_citation_count_most(tokenizer_folder: Path) -> None:
     tokenizer = read(tokenizer_folder)
     for row in Stream(load_tasks(("reading",)), tokenizer, seed=0, step_tokens=2048, pool_size=20).rows(0):
         if row.task != "reading":
@@ -558,7 +558,7 @@ def test_a_question_never_becomes_one_that_is_held_out() -> None:
     changed = 0
     for fact in facts.facts():
         for question in fact.asked:
-            text = facts.reworded(random, question)
+            text = facts.with_some_synonyms(random, question)
             assert facts.bare(text) not in known
             changed += text != question
     assert changed > 300
@@ -567,7 +567,7 @@ def test_a_question_never_becomes_one_that_is_held_out() -> None:
 def test_a_worn_question_keeps_most_of_its_words_in_their_order() -> None:
     question = "What does the scheduler of Headrace do when memory is short?"
     random = Random(7)
-    found = {facts.worn(random, question) for _ in range(200)}
+    found = {facts.with_dropped_words(random, question) for _ in range(200)}
     assert len(found) > 50
     for text in found:
         words = iter(question.split())

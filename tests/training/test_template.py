@@ -71,7 +71,7 @@ def test_the_rendered_form_is_the_agreed_one() -> None:
     )
 
 
-def test_an_assistants_turn_is_what_the_corpus_says_it_is() -> None:
+def test_an_assistant_turn_is_rendered_as_in_the_corpus() -> None:
     for turns, tools in CHATS.values():
         text = text_of(turns, tools)
         assert all(f"<|assistant|>{rendered(turn)}<|end|>" in text for turn in turns if turn.role == "assistant")

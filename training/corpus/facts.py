@@ -24,8 +24,8 @@ from training.corpus.words import PHRASES, lines
 
 TASK = "facts"
 FOLDER = Path(__file__).parent / "facts"
-HELD_OUT = 2  # questions of each fact, the last ones
-BY_HAND = 0.7  # of the questions in training are drawn from those that were written
+HELD_OUT = 2  # the last questions of each fact
+BY_HAND_SHARE = 0.7  # share of training questions that people wrote
 
 ARTICLES = ("a ", "an ", "the ")
 ONE_DEFINED, SEVERAL_DEFINED = PHRASES.facts["one_defined"], PHRASES.facts["several_defined"]
@@ -42,8 +42,8 @@ ORDINARY = set(
 )
 
 
-class Written(msgspec.Struct, forbid_unknown_fields=True):
-    """A fact as it stands in a file."""
+class FactEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """A fact in a file."""
 
     answer: str
     questions: str  # one a line
@@ -53,9 +53,9 @@ class Written(msgspec.Struct, forbid_unknown_fields=True):
     documents: tuple[str, ...] = ()  # commands, flags and settings that the fact is about
 
 
-class WrittenFile(msgspec.Struct, forbid_unknown_fields=True):
+class FactsFile(msgspec.Struct, forbid_unknown_fields=True):
     topic: str
-    facts: dict[str, Written]
+    facts: dict[str, FactEntry]
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -70,13 +70,13 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def folded(question: str) -> str:
-    """What two questions have in common when they differ in capitals and punctuation only."""
+    """Return the question without capitals and punctuation."""
     kept = "".join(letter for letter in question.casefold() if letter not in ".,;:!?'\"")
     return " ".join(kept.split())
 
 
 def bare(question: str) -> str:
-    """The question without what nobody would call another wording: capitals, punctuation and articles."""
+    """Return the question without capitals, punctuation and articles."""
     return " ".join(word for word in folded(question).split() if word not in ("a", "an", "the"))
 
 
@@ -85,15 +85,15 @@ def key_of(fact: Fact, question: str) -> str:
 
 
 @cache
-def all_written() -> tuple[tuple[str, str, Written], ...]:
-    """Topic, name and fact, as they stand in the files."""
-    files = [msgspec.toml.decode(path.read_bytes(), type=WrittenFile) for path in sorted(FOLDER.glob("*.toml"))]
+def all_written() -> tuple[tuple[str, str, FactEntry], ...]:
+    """Return topic, name and entry of every fact in the files."""
+    files = [msgspec.toml.decode(path.read_bytes(), type=FactsFile) for path in sorted(FOLDER.glob("*.toml"))]
     return tuple((file.topic, name, fact) for file in files for name, fact in file.facts.items())
 
 
 @cache
-def never_asked() -> frozenset[str]:
-    """What no wording that training makes may come to: the held-out questions of all facts."""
+def held_out_wordings() -> frozenset[str]:
+    """Return the held-out questions of all facts, which no wording in training may equal."""
     return frozenset(bare(question) for _, _, fact in all_written() for question in lines(fact.questions)[-HELD_OUT:])
 
 
@@ -102,7 +102,7 @@ def facts() -> tuple[Fact, ...]:
     return tuple(read(topic, name, fact) for topic, name, fact in all_written())
 
 
-def read(topic: str, name: str, written: Written) -> Fact:
+def read(topic: str, name: str, written: FactEntry) -> Fact:
     questions = lines(written.questions)
     by_hand = questions[:-HELD_OUT]
     rewritten = [wording for question in by_hand for wording in rephrased(question)]
@@ -112,15 +112,15 @@ def read(topic: str, name: str, written: Written) -> Fact:
         topic=topic,
         answer=written.answer,
         why=written.why,
-        asked=tuple(question for key, question in asked.items() if key not in never_asked()),
+        asked=tuple(question for key, question in asked.items() if key not in held_out_wordings()),
         by_hand=by_hand,
         held_out=questions[-HELD_OUT:],
         documents=written.documents,
     )
 
 
-def defining(written: Written) -> Iterator[str]:
-    """The questions after the terms that an answer defines."""
+def defining(written: FactEntry) -> Iterator[str]:
+    """Yield questions about the terms that an answer defines."""
     for terms, forms in ((written.terms, ONE_DEFINED), (written.plural_terms, SEVERAL_DEFINED)):
         for term in terms:
             name = next((term.removeprefix(article) for article in ARTICLES if term.startswith(article)), term)
@@ -129,13 +129,13 @@ def defining(written: Written) -> Iterator[str]:
 
 
 def starts_with_name(question: str) -> bool:
-    """Does the first word keep its capital wherever it stands? Only words known to be ordinary lose it."""
+    """Return whether the first word keeps its capital anywhere. Only known ordinary words lose it."""
     first = re.split(r"[ ']", question, maxsplit=1)[0].strip(string.punctuation)
     return first.casefold() not in ORDINARY
 
 
 def as_asked(random: Random, question: str) -> str:
-    """A question about a fact as one of many users would type it."""
+    """Vary a question as different users would type it."""
     chance = random.random()
     if chance < 0.12:
         typed = question.lower()
@@ -156,12 +156,12 @@ LITTLE = frozenset(
     should so tell than that the there this to was what what's when where which who why will with would you
     """.split()
 )
-REWORDED = 0.35  # of the questions in training have other words
-WORN = 0.25  # of the questions in training lose words
+SYNONYM_SHARE = 0.35  # share of training questions
+DROPPED_SHARE = 0.25  # share of training questions
 
 
-def worn(random: Random, question: str) -> str:
-    """The question with words left out, most of them little ones.
+def with_dropped_words(random: Random, question: str) -> str:
+    """Drop words from a question, mostly short function words.
 
     What is asked follows from few of a question's words, and wordings that nobody thought of have those in common.
     """
@@ -169,22 +169,22 @@ def worn(random: Random, question: str) -> str:
     return " ".join(kept) or question
 
 
-def reworded(random: Random, question: str) -> str:
-    """The question, in part with other words for some of its own."""
-    text = with_synonyms(random, question) if random.random() < REWORDED else question
-    return question if bare(text) in never_asked() else text
+def with_some_synonyms(random: Random, question: str) -> str:
+    """Replace some words by synonyms, in a share of the questions."""
+    text = with_synonyms(random, question) if random.random() < SYNONYM_SHARE else question
+    return question if bare(text) in held_out_wordings() else text
 
 
-def asked_and_answered(
+def question_and_answer(
     random: Random, fact: Fact, wording: Callable[[Random, str], str] | None = None
 ) -> tuple[tuple[Turn, Turn], str]:
-    question = random.choice(fact.by_hand if random.random() < BY_HAND else fact.asked)
+    question = random.choice(fact.by_hand if random.random() < BY_HAND_SHARE else fact.asked)
     text = question if wording is None else wording(random, question)
     return (Turn("user", as_asked(random, text)), Turn("assistant", fact.answer)), key_of(fact, question)
 
 
 def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    """Every fact is the last one asked for equally often: facts are taken from shuffled rounds of all of them."""
+    """Yield conversations that end with each fact equally often: facts come from shuffled rounds of all."""
     known = facts()
     order: list[Fact] = []
     for _ in range(count):
@@ -197,16 +197,16 @@ def conversations(random: Random, count: int) -> Iterator[Conversation]:
             if keys and random.random() < 0.15:
                 thanks, welcome = random.choice(BETWEEN)
                 turns += [Turn("user", thanks), Turn("assistant", welcome)]
-            (user, assistant), key = asked_and_answered(random, fact, reworded)
-            if random.random() < WORN:
-                user = replace(user, content=worn(random, user.content))
+            (user, assistant), key = question_and_answer(random, fact, with_some_synonyms)
+            if random.random() < DROPPED_SHARE:
+                user = replace(user, content=with_dropped_words(random, user.content))
             turns += (user, assistant)
             keys.append(key)
         yield Conversation(TASK, tuple(turns), key=BETWEEN_KEYS.join(keys))
 
 
 def questions() -> list[Question]:
-    """Every held-out question: the first of a fact by itself, the second after another fact or with a system turn."""
+    """Return the held-out questions: the first of a fact alone, the second after another fact or a system turn."""
     random = Random(4)
     found: list[Question] = []
     for fact in facts():
@@ -215,7 +215,9 @@ def questions() -> list[Question]:
             if number == 1 and random.random() < 0.5:
                 before = (Turn("system", random.choice(SYSTEMS)),)
             elif number == 1:
-                before, _ = asked_and_answered(random, random.choice([other for other in facts() if other is not fact]))
+                before, _ = question_and_answer(
+                    random, random.choice([other for other in facts() if other is not fact])
+                )
             turns = (*before, Turn("user", question))
             found.append(Question(TASK, turns, (), fact.answer, "fact", key_of(fact, question)))
     return found

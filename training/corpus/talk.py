@@ -29,19 +29,19 @@ FIRST_QUESTION, LAST_QUESTION = PHRASES.talk["first_question"], PHRASES.talk["la
 ASKED, CORRECTED = PHRASES.talk["asked"], PHRASES.talk["corrected"]
 
 
-class Written(msgspec.Struct, forbid_unknown_fields=True):
+class EntryText(msgspec.Struct, forbid_unknown_fields=True):
     answer: str
     lines: str  # what users say, one a line
     fill: str = ""  # words that stand for {x}
     fill_lines: str = ""  # longer ones, one a line
 
 
-class WrittenFile(msgspec.Struct, forbid_unknown_fields=True):
-    said: dict[str, Written]
+class TalkFile(msgspec.Struct, forbid_unknown_fields=True):
+    said: dict[str, EntryText]
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Something that users say in several ways, and the one answer to it."""
+    """Several ways to say one thing, and the answer."""
 
     id: str
     answer: str
@@ -51,7 +51,7 @@ class Said(msgspec.Struct, frozen=True):
 
 @cache
 def said(file: str) -> tuple[Said, ...]:
-    written = msgspec.toml.decode((FOLDER / f"{file}.toml").read_bytes(), type=WrittenFile).said
+    written = msgspec.toml.decode((FOLDER / f"{file}.toml").read_bytes(), type=TalkFile).said
     return tuple(
         Said(name, entry.answer, lines(entry.lines), (*entry.fill.split(), *lines(entry.fill_lines)))
         for name, entry in written.items()
@@ -60,10 +60,10 @@ def said(file: str) -> tuple[Said, ...]:
 
 @dataclass
 class Talk:
-    """A conversation while it is drawn. Its last answer is what is asked for; `keys` are of all that was answered."""
+    """A conversation being drawn. Its last answer is the expected one; `keys` has one key per answer."""
 
     random: Random
-    held_out: bool  # may phrasings and keys that are held out be drawn? They are, for the last answer of a question
+    held_out: bool  # whether held-out phrasings may be drawn
     turns: list[Turn] = field(default_factory=lambda: [])
     keys: list[str] = field(default_factory=lambda: [])
     is_held_out: bool = False  # of the last answer
@@ -74,7 +74,7 @@ class Talk:
         self.is_held_out = held_out
 
     def choose(self, phrasings: Sequence[str]) -> tuple[str, bool]:
-        """A phrasing, and whether it is one of those that are held out."""
+        """Choose a phrasing, and return whether it is held out."""
         last = len(phrasings) - HELD_OUT
         number = self.random.randrange(len(phrasings) if self.held_out else last)
         if self.held_out and self.random.random() < 0.5:
@@ -83,7 +83,7 @@ class Talk:
 
 
 def typed(random: Random, text: str, *, lower: bool = True) -> str:
-    """What is said, at times without its capitals or its last mark. Names that the answer repeats keep theirs."""
+    """Sometimes drop capitals or the last mark. Names that the answer repeats keep their capitals."""
     chance = random.random()
     if lower and chance < 0.15:
         return text.lower()
@@ -92,7 +92,7 @@ def typed(random: Random, text: str, *, lower: bool = True) -> str:
     return text
 
 
-def entry_said(talk: Talk, entries: Sequence[Said]) -> None:
+def say_entry(talk: Talk, entries: Sequence[Said]) -> None:
     entry = talk.random.choice(entries)
     line, held = talk.choose(entry.lines)
     text = line.replace("{x}", talk.random.choice(entry.fills)) if "{x}" in line else line
@@ -102,11 +102,11 @@ def entry_said(talk: Talk, entries: Sequence[Said]) -> None:
 
 
 def small_talk(talk: Talk) -> None:
-    entry_said(talk, said("small_talk"))
+    say_entry(talk, said("small_talk"))
 
 
 def refusal(talk: Talk) -> None:
-    entry_said(talk, said("refusals"))
+    say_entry(talk, said("refusals"))
 
 
 def fact_asked(talk: Talk, known: Sequence[Fact]) -> Fact:
@@ -120,7 +120,7 @@ NO_REASON = "I have not learnt a reason for that."
 
 
 def why(talk: Talk) -> None:
-    """The written reason for a fact, or that there is none."""
+    """Ask for the reason of a fact, which may have none."""
     with_reason = talk.random.random() < 0.7
     fact = fact_asked(talk, [fact for fact in facts() if bool(fact.why) == with_reason])
     text, held = talk.choose(WHY)
@@ -130,7 +130,7 @@ def why(talk: Talk) -> None:
 
 @cache
 def defined() -> tuple[tuple[Fact, str], ...]:
-    """Facts that define a term, each with the term, taken from their questions: `What is TTFT?`."""
+    """Return facts that define a term, each with the term from a question such as `What is TTFT?`."""
     start, end = "What is ", "?"
     return tuple(
         (fact, question.removeprefix(start).removesuffix(end))
@@ -142,7 +142,7 @@ def defined() -> tuple[tuple[Fact, str], ...]:
 
 
 def what_about(talk: Talk) -> None:
-    """`And ITL?` after a question about something else."""
+    """Ask `And ITL?` after a question about something else."""
     fact_asked(talk, [fact for fact, _ in defined()])
     fact, term = talk.random.choice(defined())
     text, held = talk.choose(ABOUT)
@@ -159,7 +159,7 @@ def again(talk: Talk) -> None:
 
 
 def fact_or_talk(talk: Talk) -> str:
-    """Something said in a phrasing that is not held out; its key."""
+    """Add an exchange that is not held out, and return its key."""
     before, talk.held_out = talk.held_out, False
     drawn = talk.random.choice((fact_only, fact_only, small_talk, refusal))
     while True:
@@ -176,7 +176,7 @@ def fact_only(talk: Talk) -> None:
 
 
 def own_question(talk: Talk) -> None:
-    """What the user asked first or last, in his own words."""
+    """Ask to repeat the user's first or last question."""
     for _ in range(talk.random.choice((1, 2, 2, 3))):
         fact_only(talk)
     asked = [turn.content for turn in talk.turns if turn.role == "user"]
@@ -201,7 +201,7 @@ def value_of(random: Random, told: Told) -> str:
     return f"{random.randrange(low, high + 1, step)}{told.unit}"
 
 
-def told_about(talk: Talk, told: Told, value: str) -> None:
+def tell(talk: Talk, told: Told, value: str) -> None:
     forms = (f"My {told.noun} is {{x}}.", *told.telling)
     random = talk.random
     text = random.choice(forms).replace("{x}", value)
@@ -211,7 +211,7 @@ def told_about(talk: Talk, told: Told, value: str) -> None:
     talk.say(typed(random, text, lower=False), answer, f"told {told.noun}: {folded(text)}", held_out=False)
 
 
-def told_two(talk: Talk, first: tuple[Told, str], second: tuple[Told, str]) -> None:
+def tell_two(talk: Talk, first: tuple[Told, str], second: tuple[Told, str]) -> None:
     parts = [f"{told.noun} is {value}" for told, value in (first, second)]
     text = f"My {parts[0]} and my {parts[1]}."
     answer = f"Noted: your {parts[0]} and your {parts[1]}."
@@ -225,7 +225,7 @@ def another(random: Random, told: Told, value: str) -> str:
 
 
 def recall(talk: Talk) -> None:
-    """What the user told of himself, the latest value of it, or that he did not tell it."""
+    """Ask for the latest value that the user gave, or for one that the user never gave."""
     random = talk.random
     nouns = random.sample(NOUNS, random.choice((1, 1, 2, 2, 3)))
     given: list[tuple[Told, str]] = []
@@ -234,9 +234,9 @@ def recall(talk: Talk) -> None:
         given.append((told, value_of(random, told)))
     rest = list(given)
     if len(rest) > 1 and random.random() < 0.3:
-        told_two(talk, rest.pop(0), rest.pop(0))
+        tell_two(talk, rest.pop(0), rest.pop(0))
     for told, value in rest:
-        told_about(talk, told, value)
+        tell(talk, told, value)
         if random.random() < 0.3:
             fact_or_talk(talk)
     values = {told.noun: value for told, value in given}
@@ -290,7 +290,7 @@ def conversations(random: Random, count: int) -> Iterator[Conversation]:
 
 
 def questions() -> list[Question]:
-    """Held-out endings of every kind in the share that the kind has in training; none twice."""
+    """Return held-out endings of every kind in its training share, without duplicates."""
     random = Random(7)
     found: dict[str, Question] = {}
     for kind, share in KINDS:

@@ -92,7 +92,7 @@ class Declared:
     declaration: JSON
 
     def call(self, given: dict[str, Value]) -> ToolCall:
-        """The call with these values, its arguments in the order of the declaration."""
+        """Return the call with these values, arguments in declaration order."""
         return ToolCall(self.name, {called: given[name][1] for name, called in self.arguments.items() if name in given})
 
 
@@ -161,7 +161,7 @@ def filled(text: str, given: dict[str, Value]) -> str:
 
 
 def named(text: str, given: dict[str, Value]) -> bool:
-    """Whether the text begins with one of its values, so that its first letter must stay."""
+    """Return whether the text begins with a value, whose first letter must not change."""
     return any(text.startswith(value[0]) for value in given.values())
 
 
@@ -170,7 +170,7 @@ def typed(random: Random, text: str, given: dict[str, Value]) -> str:
 
 
 def request(random: Random, chosen: Declared) -> tuple[str, dict[str, Value]]:
-    """A request that this tool can answer, and the values in it: only parameters that are declared."""
+    """Return a request that this tool can serve with its declared parameters, and the values in it."""
     fitting = [text for text in chosen.tool.requests if set(slots(text)) <= chosen.arguments.keys()]
     text = random.choice(fitting)
     given = drawn(random, slots(text))
@@ -178,7 +178,7 @@ def request(random: Random, chosen: Declared) -> tuple[str, dict[str, Value]]:
 
 
 def outcome(random: Random, chosen: Declared, given: dict[str, Value]) -> tuple[str, str]:
-    """What the tool answers, and what is then said."""
+    """Return the tool's result and the sentence about it."""
     if random.random() < 0.05:
         error = random.choice(ERRORS)
         return json.dumps({"error": error}), f"That did not work: {error}."
@@ -194,13 +194,13 @@ def outcome(random: Random, chosen: Declared, given: dict[str, Value]) -> tuple[
 
 
 def words(name: str) -> str:
-    """An argument's name as words: order_id and orderId are `order id`."""
+    """Split an argument's name into words: order_id and orderId become `order id`."""
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).replace("_", " ")
 
 
 @dataclass
 class Scene:
-    """A conversation while it grows."""
+    """A conversation being drawn."""
 
     turns: list[Turn]
     keys: list[str]
@@ -218,7 +218,7 @@ class Scene:
 
 
 def answered(random: Random, scene: Scene, calls: list[tuple[Declared, dict[str, Value]]], key: str) -> None:
-    """The calls, the tools' answers and what is said then."""
+    """Add the calls, the tools' results and the final sentence."""
     scene.calls(tuple(chosen.call(given) for chosen, given in calls), f"{key}{DETAIL}{[c.name for c, _ in calls]}")
     sentences: list[str] = []
     for chosen, given in calls:
@@ -229,7 +229,7 @@ def answered(random: Random, scene: Scene, calls: list[tuple[Declared, dict[str,
 
 
 def exchange(random: Random, scene: Scene, present: list[Declared], absent: list[Tool], *, absent_share: float) -> None:
-    """One request and all that follows from it."""
+    """Add one request and everything that follows from it."""
     chance = random.random()
     chosen = random.choice(present)
     if chance < absent_share and absent:
@@ -297,8 +297,8 @@ def draw(
 
 
 def training_instance(random: Random) -> Instance:
-    # More is asked of the same tools than in the evaluation: declarations are long, and only what is called counts. And
-    # more that none of them can do: to see that something is lacking is learnt last.
+    # More requests per declaration than in the evaluation, because declarations are long and only calls count. More
+    # requests that no tool can serve, because the model learns to recognise these last.
     return draw(random, held_out_names=False, exchanges=(2, 3, 4, 5), absent_share=0.2)
 
 

@@ -43,7 +43,7 @@ def with_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     return path
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+def test_written_blobs_are_read_back(tmp_path: Path) -> None:
     file = PackFile.open(write_sample(tmp_path / "p"))
     assert file.meta == {"layout": 3, "isa": "avx2"}
     assert file.names == ("a", "empty", "b")
@@ -97,7 +97,7 @@ def test_a_new_file_replaces_the_old_one_under_its_readers(tmp_path: Path) -> No
     assert PackFile.open(tmp_path / "p").data("a").tolist() == [9]
 
 
-def test_the_writer_refuses_what_it_could_not_read_back(tmp_path: Path) -> None:
+def test_the_writer_rejects_unreadable_blobs(tmp_path: Path) -> None:
     writer = PackWriter(tmp_path / "p", {})
     writer.add("a", {}, blob(1))
     with pytest.raises(ValueError, match="added before"):

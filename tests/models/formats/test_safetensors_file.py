@@ -34,7 +34,7 @@ def refused(path: Path) -> ModelError:
     return caught.value
 
 
-def test_reads_what_the_reference_implementation_wrote(tmp_path: Path) -> None:
+def test_files_of_the_reference_implementation_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.5
     half = np.array([1.5, -2.0], dtype=np.float16)
@@ -64,7 +64,7 @@ def test_a_tensor_is_a_read_only_view_that_outlives_the_file(tmp_path: Path) -> 
         tensor.data[0, 0] = 2
 
 
-def test_the_reference_implementation_reads_what_we_wrote(tmp_path: Path) -> None:
+def test_the_reference_implementation_reads_our_files(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     matrix = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
     write_safetensors(
@@ -121,7 +121,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_type_that_cannot_be_loaded_is_refused_only_when_asked_for(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_rejected_on_access(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "a", {"i": entry("I64", [1], 0, 8), "x": entry("F32", [1], 8, 12)}, bytes(12))
     file = SafetensorsFile.open(path)
     assert file.dense("x").data.tolist() == [0.0]

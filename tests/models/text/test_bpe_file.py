@@ -107,12 +107,12 @@ LEFT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_what_is_not_certain_is_left_to_the_library(case: str) -> None:
+def test_uncertain_files_are_left_to_the_library(case: str) -> None:
     assert read_bpe(json.dumps(LEFT[case]).encode()) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"{", b'{"model": "\xff"}', b"[" * 5000])
-def test_what_is_no_file_of_a_tokenizer_is_left_to_the_library(data: bytes) -> None:
+def test_files_of_other_kinds_are_left_to_the_library(data: bytes) -> None:
     assert read_bpe(data) is None
 
 

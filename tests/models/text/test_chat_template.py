@@ -203,7 +203,7 @@ def test_messages_are_not_changed_by_rendering() -> None:
     assert message == THOUGHT
 
 
-def test_what_the_request_brings_may_have_any_name() -> None:
+def test_extra_values_may_have_any_name() -> None:
     template = ChatTemplate("{{ self }}{{ messages[0].role }}", special_tokens={})
     assert template.render([USER], **{"self": 1, "messages": 2}).endswith("user")
 
@@ -216,7 +216,7 @@ def test_what_the_request_brings_may_have_any_name() -> None:
         ("{{ raise_exception(messages[0]) }}", [{"role": "user"}], "role"),
     ],
 )
-def test_what_the_template_refuses_is_the_requests_fault(
+def test_messages_that_a_template_rejects_are_a_request_error(
     source: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
@@ -344,7 +344,7 @@ NESTED = "{% for i in range(100000) %}{% for j in range(100000) %}%s{% endfor %}
         "{{ strftime_now('%1000000000Y') }}",
     ],
 )
-def test_a_template_past_its_bounds_is_stopped(source: str) -> None:
+def test_a_template_beyond_its_limits_is_stopped(source: str) -> None:
     template = ChatTemplate(source, special_tokens={}, bounds=TIGHT, path="model/chat_template.jinja")
     with pytest.raises(TemplateError) as caught:
         template.render([{"role": "user", "content": "x"}])
@@ -352,7 +352,7 @@ def test_a_template_past_its_bounds_is_stopped(source: str) -> None:
     assert len(caught.value.reason) < 400
 
 
-def test_searches_whose_cost_is_a_product_are_stopped() -> None:
+def test_searches_of_quadratic_cost_are_stopped() -> None:
     for call in ("rfind('a' * 999999 + 'b')", "rsplit('a' * 999999 + 'b')", "strip('b' * 999999 + 'a')"):
         template = ChatTemplate("{{ ('a' * 2000000)." + call + " }}", special_tokens={})
         with pytest.raises(TemplateError, match="takes too long"):
@@ -420,12 +420,12 @@ def test_time_is_bounded() -> None:
         "x" * 200_000,
     ],
 )
-def test_a_template_that_is_wrong_or_reaches_out_is_refused(source: str) -> None:
+def test_a_broken_or_escaping_template_is_rejected(source: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(source, special_tokens={}).render([{"role": "user", "content": "x"}])
 
 
-def test_what_python_hides_is_undefined_and_never_printed() -> None:
+def test_hidden_attributes_are_undefined() -> None:
     template = ChatTemplate("{{ ''.__class__ is defined }}{{ messages.append is defined }}", special_tokens={})
     assert template.render([USER]) == "FalseFalse"
 

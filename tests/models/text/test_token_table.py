@@ -38,7 +38,7 @@ def agree(written: Tokenizer, whole: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "unigram"])
-def test_it_says_what_the_whole_tokenizer_says(tmp_path: Path, kind: str) -> None:
+def test_it_agrees_with_the_whole_tokenizer(tmp_path: Path, kind: str) -> None:
     make = KINDS.get(kind, unigram)
     write(tmp_path, make(), tokenizer_config=CONFIG)
     assert read_pieces((tmp_path / "tokenizer.json").read_bytes(), SIZE, []) is not None
@@ -63,7 +63,7 @@ def test_the_bundled_models_tokens_are_read_so(name: str) -> None:
     assert folder.decoding_tokenizer.apply_template(chat) == folder.tokenizer.apply_template(chat)
 
 
-def test_what_cuts_texts_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoder_is_loaded_on_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, byte_level(), tokenizer_config=CONFIG)
     read: list[str] = []
     whole = tokenizers.Tokenizer.from_str
@@ -117,7 +117,7 @@ UNCERTAIN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", UNCERTAIN)
-def test_what_is_not_certain_is_left_to_the_whole_tokenizer(tmp_path: Path, case: str) -> None:
+def test_uncertain_files_fall_back_to_the_whole_tokenizer(tmp_path: Path, case: str) -> None:
     data = json.dumps(UNCERTAIN[case]).encode()
     assert read_pieces(data, SIZE, []) is None
     (tmp_path / "tokenizer.json").write_bytes(data)
