@@ -1,4 +1,4 @@
-"""Product surfaces: what each promises (first token, pace, patience), and what an operator may change of it."""
+"""Product surfaces: latency objectives, fair-share weight and patience of each, and what an operator may change."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MOST_WEIGHT: Final = 1000.0
 
 
 class Surface(msgspec.Struct, frozen=True, kw_only=True):
-    """What one product surface promises and may take."""
+    """Objectives and limits of one product surface. Times are in seconds."""
 
-    ttft: float = math.inf  # objective: seconds from arrival to the first token
-    itl: float = math.inf  # objective: seconds between two tokens
-    # A step with long prompts in it lasts at most this many times as long as without them while a stream of this
-    # surface waits for its next token. Short prompts may use the whole objective.
+    ttft: float = math.inf  # objective: from arrival to the first token
+    itl: float = math.inf  # objective: between two tokens
+    # While a stream of this surface waits for its next token, long prompts may make a step at most this many times
+    # longer. Short prompts may use the whole objective.
     stretch: float = math.inf
-    weight: float = 1.0  # of its tokens in the fair share: twice the weight, half the charge
-    # Seconds, or 32 times what the prompt takes by itself where that is more: where a longer wait is foreseen, a
-    # request is refused rather than queued.
+    weight: float = 1.0  # in the fair share: twice the weight halves the charge per token
+    # A request that would wait longer than this, or than 32 times its own prompt's computation if that is more, is
+    # rejected rather than queued.
     patience: float = math.inf
-    background: bool = False  # takes only what the others leave
+    background: bool = False  # runs only in the capacity that the others leave
 
 
 SURFACES: Final[Mapping[str, Surface]] = MappingProxyType(
     {
         "chat": Surface(ttft=1.0, itl=0.1, stretch=1.7, patience=10.0),
         "voice": Surface(ttft=0.4, itl=0.06, stretch=1.5, weight=2.0, patience=3.0),
-        "agent": Surface(ttft=2.0, itl=0.15, patience=30.0),  # nobody watches it write
+        "agent": Surface(ttft=2.0, itl=0.15, patience=30.0),  # no user reads along
         "embedded": Surface(ttft=0.3, itl=0.06, stretch=1.5, weight=2.0, patience=3.0),
         "batch": Surface(background=True),
     }
@@ -47,7 +47,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SurfaceOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is to differ from a surface of SURFACES; see there for the meanings."""
+    """What differs from the surface of the same name in SURFACES."""
 
     ttft: _Seconds | None = None
     itl: _Seconds | None = None
@@ -56,12 +56,12 @@ class SurfaceOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def surfaces_with(changes: Mapping[str, SurfaceOptions]) -> Mapping[str, Surface]:
-    """SURFACES with what differs; RequestError for one that does not exist."""
+    """Return SURFACES with the changes. Raise RequestError for an unknown surface."""
     surfaces = dict(SURFACES)
     for name, options in changes.items():
         if name not in surfaces:
             known = ", ".join(surfaces)
-            raise RequestError(f"there is no surface '{name}': surfaces are {known}", parameter="surfaces")
+            raise RequestError(f"Unknown surface '{name}'. Surfaces: {known}.", parameter="surfaces")
         given = {key: value for key, value in msgspec.structs.asdict(options).items() if value is not None}
         surfaces[name] = replace(surfaces[name], **given)
     return MappingProxyType(surfaces)

@@ -1,7 +1,7 @@
-"""One concrete way to serve a model: its weights, their precision, the KV memory, and the engine's bounds.
+"""A variant: one way to serve a model (weights, precision, KV memory, engine bounds).
 
-Owns Variant, which is data only and crosses to the worker process as JSON. `engine.interface.variant_check` checks one,
-`engine.process.open_engine` opens one.
+Data only; it crosses to the worker process as JSON. `engine.interface.variant_check` validates a variant and
+`engine.process.open_engine` opens it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ DEFAULT_MODEL = "mini"  # bundled
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    model: str  # a folder in the Hugging Face layout, or a hub id
+    model: str  # a folder in Hugging Face layout, a .gguf file, or a hub id
     weights: str = "bf16"
     group: str | int | None = None
     keep: tuple[str, ...] = ()
     kv: str = "bf16"
-    threads: int | None = None  # the machine's cores where it is None
-    context: int | None = None  # most tokens of one sequence
-    kv_tokens: int | None = None  # of all sequences together
-    max_rows: int = 512  # of a step
+    threads: int | None = None  # None: all of the machine's cores
+    context: int | None = None  # tokens of one sequence
+    kv_tokens: int | None = None  # tokens of all sequences together
+    max_rows: int = 512  # tokens of one step
     isa: str | None = None
     cache: bool = True  # keep packed weights in the cache folder
 
@@ -34,19 +34,19 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     prefix_cache: bool = True
     speculation: str = "ngram"  # "ngram", "none", or "model": with draft_model
     draft_model: str | None = None
-    draft_weights: str | None = None  # as the model's where it is None
-    most_drafts: int = 8  # tokens proposed for a sequence in one step
+    draft_weights: str | None = None  # None: as the model's weights
+    most_drafts: int = 8  # draft tokens for one sequence in one step
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # token ids that every tenant may share
-    saved_prefixes: str | None = None  # a folder where pinned prefixes outlive the process
-    surfaces: dict[str, SurfaceOptions] = {}  # what differs from the policy's own
-    checks: bool = False  # look through the books whenever the engine is idle: for tests and debugging
+    saved_prefixes: str | None = None  # a folder where pinned prefixes survive a restart
+    surfaces: dict[str, SurfaceOptions] = {}  # changes to the default surfaces
+    checks: bool = False  # check the block accounting whenever the engine is idle: for tests and debugging
 
     @classmethod
     def of(cls, model: str, **options: Any) -> Variant:
-        """From keyword arguments; RequestError for one that is unknown or of a wrong type."""
+        """Build a variant from keyword arguments. Raise RequestError for an unknown option or a wrong type."""
         for name in options:
             if name not in cls.__struct_fields__:
-                raise RequestError(f"there is no option '{name}'", parameter=name)
+                raise RequestError(f"Unknown option '{name}'.", parameter=name)
         try:
             return msgspec.convert({"model": str(model), **options}, cls)
         except msgspec.ValidationError as error:
@@ -54,7 +54,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     @property
     def name(self) -> str:
-        """Streams continue, byte for byte, only among workers whose names are equal."""
+        """A stream can continue, byte for byte, only on workers with the same name."""
         group = "" if self.group is None else f"-g{self.group}"
         kept = "".join(f"+{rule}" for rule in self.keep)
         isa = "" if self.isa is None else f"/{self.isa}"

@@ -1,1 +1,1 @@
-"""RUN a model: executors, and what feeds them."""
+"""Runs a model: executors, and the scheduling, memory and speculation that feed them."""

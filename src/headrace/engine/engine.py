@@ -1,15 +1,14 @@
-"""The engine: a loop of plan, run, settle over one executor, and what leaves it after every step.
+"""The engine: a plan, run, settle loop over one executor. One thread owns an engine; it knows no sockets or processes.
 
-Owns the sequences' SequenceProgress and the order of work around a step, so that the host's work hides behind the
-device's:
+The host's work hides behind the device's:
 
-    begin    plan, lay the batch out, launch                        between two steps
-    prepare  masks of grammars, rows for the sampler              }
-    deliver  texts and outputs of the step before                 } while the step runs
+    begin    plan, build the batch, launch                          between two steps
+    prepare  grammar masks, rows for the sampler                  }
+    deliver  text and outputs of the previous step                } while the step runs
     finish   collect, choose tokens, verify drafts, settle          between two steps
 
-`step` does one after the other, `overlapped_step` does as above; a worker serves its sockets besides, while it waits.
-Knows no sockets and no processes. One thread owns an engine.
+`step` does these one after the other; `overlapped_step` overlaps them as above. A worker also serves its sockets while
+it waits.
 """
 
 from __future__ import annotations
@@ -43,32 +42,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STOP_IDS: Final = 1024
-_HOST_SHARE: Final = 0.05  # of the newest step in the running mean of the host's time
-MOST_PROMPT_LOGPROBS: Final = 1_000_000  # of one prompt: each takes some ten bytes on the wire
+_HOST_SHARE: Final = 0.05  # weight of the newest step in the running mean of the host's time
+MOST_PROMPT_LOGPROBS: Final = 1_000_000  # per prompt; each takes about ten bytes on the wire
 
 
 class _Step(msgspec.Struct):
-    """A step under way."""
+    """The step under way."""
 
     plan: StepPlan
     ticket: StepTicket
     running: list[SequenceProgress]  # by share
-    masks: Masks | None  # of those that follow a grammar, in order
+    masks: Masks | None  # of the sequences with a grammar, in order
     launched: float
     rows: SampleBatch | None = None
     mask_counts: dict[int, int] = {}  # by share
 
 
 class EngineTiming(msgspec.Struct):
-    """Where the loop's time went, in seconds, since it began."""
+    """Seconds that the loop has spent so far, by activity."""
 
     steps: int = 0
     rows: int = 0
-    tokens: int = 0  # that were generated
-    device: float = 0.0  # from launch to the result
+    tokens: int = 0  # generated
+    device: float = 0.0  # from launch to result
     choosing: float = 0.0  # in the sampler
-    between: float = 0.0  # of the host, from a step's result to the next launch, choosing left out
-    beside: float = 0.0  # of the host, while a step ran
+    between: float = 0.0  # host time from a step's result to the next launch, without choosing
+    beside: float = 0.0  # host time while a step ran
 
 
 class Engine:
@@ -86,7 +85,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         checks: bool = False,
     ) -> None:
-        """`tokenizer`: None for a model that writes no text. `sequences`: that usually run at once."""
+        """`tokenizer` is None for a model that generates no text. `sequences` is how many usually run at once."""
         self.executor = executor
         self.scheduler = scheduler
         self.blocks = blocks
@@ -100,12 +99,12 @@ class Engine:
         self._checks = checks
         capacity = executor.capacity
         self._builder = BatchBuilder(capacity, self._spec.vocab_size, self._spec.hidden_size, sequences)
-        self._progress: dict[int, SequenceProgress] = {}  # by the sequence's id(); the progress keeps the sequence
+        self._progress: dict[int, SequenceProgress] = {}  # by id() of the sequence, which the progress keeps alive
         self._step: _Step | None = None
-        self._decoding: list[SequenceState] = []  # of the last step, those that go on
-        self._events: list[SequenceEvent] = []  # to be delivered
-        self._results_at = 0.0  # when the last step's results were there; 0 after a pause
-        self._host = 0.0  # seconds of a step that the host takes between two: a running mean
+        self._decoding: list[SequenceState] = []  # sequences of the last step that continue
+        self._events: list[SequenceEvent] = []  # not delivered yet
+        self._results_at = 0.0  # when the last step's results arrived; 0 after a pause
+        self._host = 0.0  # running mean of host seconds between two steps
         drafter = None if speculator is None else speculator.drafter
         if isinstance(drafter, DraftModelDrafter):
             drafter.constrain = self._mask_after
@@ -115,10 +114,10 @@ class Engine:
     def submit(
         self, request: GenerationRequest, *, output: tuple[int, ...] = (), grammar: GrammarState | None = None
     ) -> Admission:
-        """Queues a request, or says why not; RequestError where it can never be served.
+        """Queue a request, or return why it is rejected. Raise RequestError if it can never be served.
 
-        `output`: tokens that another engine has made of it and handed out; text, penalties, grammar and draws go on
-        after them. `grammar`: the compiled one, where the caller has it; else it is compiled here, and waited for.
+        `output` holds tokens that another engine generated and delivered: text, penalties, grammar and sampling
+        continue after them. `grammar` is the compiled grammar; without it, this call compiles the grammar and waits.
         """
         self._check(request, output)
         if request.grammar is not None:
@@ -136,15 +135,16 @@ class Engine:
         return admission
 
     def cancel(self, request_id: str) -> None:
-        """The request's sequences end: those of the step under way when it is settled."""
+        """End the request's sequences. Those in the step under way end when it is settled."""
         self._events += self.scheduler.cancel(request_id, self._clock())
 
     @property
     def grammars(self) -> GrammarCompiler:
         if self._grammars is None:
             if self.tokenizer is None:
-                raise RequestError("this model writes no text that could follow a grammar", parameter="grammar")
-            from headrace.engine.grammar.constraints import GrammarCompiler  # which a worker may never need
+                raise RequestError("This model generates no text, so it cannot follow a grammar.", parameter="grammar")
+            # imported on demand: many workers never need it
+            from headrace.engine.grammar.constraints import GrammarCompiler
 
             self._grammars = GrammarCompiler(self.tokenizer)
         return self._grammars
@@ -152,7 +152,7 @@ class Engine:
     def _grammar(
         self, request: GenerationRequest, output: tuple[int, ...], compiled: GrammarState | None
     ) -> GrammarState:
-        """The grammar after the tokens that were made."""
+        """Return the grammar state after the tokens in `output`."""
         assert request.grammar is not None
         state = self.grammars.compile(request.grammar, salt=request.salt) if compiled is None else compiled.clone()
         try:
@@ -175,24 +175,25 @@ class Engine:
         return text
 
     def _check(self, request: GenerationRequest, output: tuple[int, ...]) -> None:
-        """RequestError for what the scheduler does not see: it knows no vocabulary and no text."""
+        """Raise RequestError for errors that the scheduler cannot see, because it knows no vocabulary and no text."""
         vocab = self._spec.vocab_size
         for name, tokens in (("prompt", request.prompt), ("output", output)):
             if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
-                raise RequestError(f"a token is not in the vocabulary of {vocab}", parameter=name)
+                raise RequestError(f"'{name}' has a token outside the vocabulary of {vocab} tokens.", parameter=name)
         if request.kind != "embed" and self._spec.kind != "decoder":
             raise RequestError(
-                f"{self._spec.architecture} is an encoder: it makes embeddings, not text", parameter="model"
+                f"{self._spec.architecture} is an encoder: it makes embeddings, not text.", parameter="model"
             )
         if not 1 <= request.n <= self.scheduler.limits.max_sequences:
             most = self.scheduler.limits.max_sequences
-            raise RequestError(f"n must be from 1 to {most}, not {request.n}", parameter="n")
+            raise RequestError(f"'n' must be 1 to {most}, not {request.n}.", parameter="n")
         if len(request.stop_ids) > MOST_STOP_IDS or any(not 0 <= token < vocab for token in request.stop_ids):
             raise RequestError(
-                f"stop ids must be at most {MOST_STOP_IDS} tokens of the vocabulary", parameter="stop_token_ids"
+                f"'stop_token_ids' must be at most {MOST_STOP_IDS} tokens of the vocabulary.",
+                parameter="stop_token_ids",
             )
         if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= min(MOST_LOGPROBS, vocab):
-            raise RequestError(f"prompt_logprobs must be from 0 to {MOST_LOGPROBS}", parameter="prompt_logprobs")
+            raise RequestError(f"'prompt_logprobs' must be 0 to {MOST_LOGPROBS}.", parameter="prompt_logprobs")
         top = request.sampling.logprobs if request.kind == "score" else request.prompt_logprobs
         if top is not None and top * len(request.prompt) > MOST_PROMPT_LOGPROBS:
             raise RequestError(
@@ -201,19 +202,20 @@ class Engine:
                 parameter="prompt_logprobs",
             )
         if request.stop and self.tokenizer is None:
-            raise RequestError("this model writes no text that could be stopped", parameter="stop")
+            raise RequestError("This model generates no text, so it takes no stop strings.", parameter="stop")
         request.sampling.check(vocab)
 
     # The loop
 
     def step(self) -> list[SequenceOutput]:
-        """One step, and what it brought."""
+        """Run one step and return its outputs."""
         if self.begin() is not None:
             self.finish()
         return self.deliver()
 
     def overlapped_step(self) -> list[SequenceOutput]:
-        """One step, and what the one before brought, made while it ran; after the last one, what is left."""
+        """Run one step and return the outputs of the previous one, built meanwhile. After the last step, return what is
+        left."""
         if self.begin() is None:
             return self.deliver()
         outputs = self.deliver()
@@ -222,7 +224,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is to be delivered."""
+        """Whether nothing runs, waits or is to be delivered."""
         return self._step is None and not self._events and self.scheduler.idle
 
     @property
@@ -232,11 +234,11 @@ class Engine:
 
     @property
     def busy(self) -> float:
-        """Seconds that the step under way has run; 0 where there is none."""
+        """Seconds that the step under way has run; 0 if there is none."""
         return 0.0 if self._step is None else self._clock() - self._step.launched
 
     def begin(self) -> StepTicket | None:
-        """Plans and launches a step; None where there is nothing to compute."""
+        """Plan and launch a step. Return None if there is nothing to compute."""
         assert self._step is None, "a step is under way"
         now = self._clock()
         self._events += self.scheduler.expire(now)
@@ -269,7 +271,7 @@ class Engine:
         return ticket
 
     def _draft(self, speculator: Speculator, decoding: list[SequenceState]) -> None:
-        """Sets what is drafted for the sequences that the coming step goes on with."""
+        """Set the draft tokens of the sequences that continue in the next step."""
         rows = len(decoding)
         pairs = sum([len(sequence.tokens) for sequence in decoding])
         each = pairs // rows
@@ -278,7 +280,7 @@ class Engine:
         def step_seconds(count: int) -> float:
             return self._host + predict(count, pairs + (count - rows) * each)
 
-        # Where not even a draft that is sure to hold would pay for its row, the drafter need not be asked.
+        # If even a certain draft would not pay for its row, skip the drafter.
         if (rows + 1) * step_seconds(rows) <= rows * step_seconds(rows + 1):
             for sequence in decoding:
                 sequence.drafted = []
@@ -287,17 +289,17 @@ class Engine:
         speculator.draft(decoding, rows=rows, room=room, step_seconds=step_seconds, fits=self._fitting)
 
     def _mask_after(self, sequence: SequenceState, drafts: Sequence[int]) -> Mask | None:
-        """What the sequence's grammar lets follow the drafts."""
+        """Return the mask of tokens that the sequence's grammar allows after the drafts."""
         grammar = self._progress[id(sequence)].grammar
         return None if grammar is None else self.grammars.mask_after(grammar, drafts)
 
     def _fitting(self, sequence: SequenceState, drafts: list[int]) -> int:
-        """How many of the drafts the sequence's grammar can follow."""
+        """Return how many of the drafts the sequence's grammar accepts."""
         grammar = self._progress[id(sequence)].grammar
         return len(drafts) if grammar is None else grammar.fitting(drafts)
 
     def prepare(self) -> None:
-        """Lays out the rows for the sampler, whose masks have been computed meanwhile."""
+        """Build the sampler's rows, with the grammar masks that were computed meanwhile."""
         step = self._step
         if step is None or step.plan.hidden or step.rows is not None:
             return
@@ -316,7 +318,7 @@ class Engine:
         self.timing.beside += self._clock() - began
 
     def deliver(self) -> list[SequenceOutput]:
-        """What came of the steps before: tokens, text, endings."""
+        """Return the outputs of the settled steps: tokens, text, endings."""
         events, self._events = self._events, []
         if not events:
             return []
@@ -339,7 +341,7 @@ class Engine:
         return outputs
 
     def finish(self) -> None:
-        """Waits for the step, chooses the tokens, and settles."""
+        """Wait for the step, choose its tokens and settle it."""
         step = self._step
         assert step is not None, "no step is under way"
         self.prepare()
@@ -358,14 +360,14 @@ class Engine:
                 outcomes = self._outcomes(step, tokens, step.rows)
             seconds = done - step.launched
         except (ValueError, RuntimeError, MemoryError, OSError, HeadraceError) as error:
-            # The step is lost; who was in it is told, and everyone else goes on.
+            # Only the sequences of this step fail; all others continue.
             log.exception("a step of %d rows failed", plan.rows)
             done, seconds = self._clock(), 0.0
             why = f"the step failed: {error}"
             outcomes = [Outcome([], FinishReason.FAILED, why) for _ in plan.shares]
         for share, outcome in zip(plan.shares, outcomes, strict=True):
             if outcome.finish is FinishReason.FAILED:
-                share.count = 0  # nobody may find in the cache what was computed wrongly, or not at all
+                share.count = 0  # must not be found in the cache: wrong, or not computed
         self._step = None
         timing = self.timing
         timing.steps += 1
@@ -403,15 +405,15 @@ class Engine:
             at += share.wanted
         return outcomes
 
-    # Prefixes, and what it says of itself
+    # Statistics and shutdown
 
     def check(self) -> None:
-        """Looks through the books, where that was asked for: for idle moments."""
+        """Check the block accounting if the variant asks for it. Call it when the engine is idle."""
         if self._checks:
             self.blocks.check()
 
     def drain(self) -> None:
-        """Nothing more is admitted."""
+        """Admit no more requests."""
         self.scheduler.drain()
 
     def stats(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Pinned prefixes of a running engine: computed when they are pinned, kept, and saved so that they outlive the process.
+"""Pinned prefixes of a running engine: computes, keeps and saves them so that they survive a restart.
 
-Owns PinnedPrefixes: who waits for which prefix, and the file. What a pin holds is the blocks' matter, the file's format
-prefix_file's.
+What a pin holds is up to `memory/block_manager.py`; the file format is in `memory/prefix_file.py`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from headrace.errors import HeadraceError, RequestError
 
 log = logging.getLogger(__name__)
 
-PinCallback = Callable[[str | None], None]  # why it could not be done; None: it is
+PinCallback = Callable[[str | None], None]  # receives None on success, else the reason
 
-_MARK: Final = "pin."  # begins the ids of the requests by which prefixes are computed
+_MARK: Final = "pin."  # prefix of the ids of the requests that compute prefixes
 
 
 class PinnedPrefixes:
     def __init__(self, engine: Engine, folder: Path | None = None, identity: KvIdentity | None = None) -> None:
-        """`folder`: where to save them; None: they live as long as the process."""
+        """`folder` is where prefixes are saved; None keeps them only as long as the process lives."""
         self._engine = engine
         self._identity = identity
         self._path = None
         if folder is not None and identity is not None:
-            # One file for each kind of KV: variants may share the folder.
+            # One file for each kind of KV, because variants may share the folder.
             self._path = (
                 folder / f"{identity.model[:16]}-{re.sub(r'[^a-z0-9]', '', identity.kv)}-{identity.isa}.prefixes"
             )
@@ -42,20 +41,21 @@ class PinnedPrefixes:
         self.restored_tokens = 0
 
     def restore(self) -> None:
-        """Puts back what was saved; a file that does not fit is left alone, with a word in the log."""
+        """Restore the saved prefixes. A file that does not fit is left alone and logged."""
         if self._path is None or self._identity is None or not self._path.exists():
             return
         try:
             loaded = load_pinned(self._path, self._identity, self._engine.blocks, self._engine.executor.write_block)
         except (PrefixFileError, OtherKvError) as error:
-            log.warning("saved prefixes are not used: %s", error)
+            log.warning("saved prefixes are ignored: %s", error)
             return
         self.restored_tokens = loaded.tokens
         for why in loaded.left_out:
-            log.warning("a saved prefix is left out: %s", why)
+            log.warning("a saved prefix was not restored: %s", why)
 
     def pin(self, tokens: Sequence[int], salt: str, told: PinCallback, *, public: bool = False) -> None:
-        """Keeps a prefix, and computes what of it is not there; `told` is called once that is done, or is not."""
+        """Keep a prefix and compute what is missing of it. `told` is called with None when that is done, else with the
+        reason."""
         blocks = self._engine.blocks
         if public:
             blocks.declare_public(tokens)
@@ -65,7 +65,7 @@ class PinnedPrefixes:
             self._done(None, told)
             return
         id = f"{_MARK}{next(self._numbers)}"
-        # An answer of one token: its prompt is computed, and nothing is sampled from it that anybody sees.
+        # Generate one token, which nobody sees, so that the prompt is computed.
         try:
             admission = self._engine.submit(GenerationRequest(id=id, prompt=tuple(tokens), max_tokens=1, salt=salt))
         except HeadraceError:
@@ -78,11 +78,12 @@ class PinnedPrefixes:
 
     def unpin(self, tokens: Sequence[int], salt: str) -> None:
         if not self._engine.blocks.unpin(tokens, salt):
-            raise RequestError("this prefix is not pinned", parameter="pin")
+            raise RequestError("This prefix is not pinned.", parameter="pin")
         self._save()
 
     def takes(self, output: SequenceOutput) -> bool:
-        """Whether an output is of a prefix that is computed to be pinned; nobody else wants it then."""
+        """Return whether an output belongs to a prefix that is being computed for a pin. If so, no client waits for
+        it."""
         told = self._waiting.get(output.request)
         if told is None:
             return False

@@ -1,7 +1,7 @@
-"""What the engine knows of a sequence beside the scheduler: its text, its grammar, its results so far, its times.
+"""A sequence's state outside the scheduler: text, grammar, undelivered results, times. Reads the results of a step.
 
-Owns SequenceProgress and the reading of a step's results: which rows of logits are sampled and which only measured,
-what of it the sequence keeps, and whether that ends it. Knows neither blocks nor the order in which sequences run.
+Decides which rows of logits are sampled and which only measured, what the sequence accepts of them, and whether that
+ends it. Does not know blocks or the order in which sequences run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace.models.spec import ModelSpec
 if TYPE_CHECKING:
     from headrace.engine.grammar.constraints import GrammarState
 
-_NO_CHOICE: Final = "no token can be chosen: all are masked, or the model computed NaN or infinity"
+_NO_CHOICE: Final = "no token can be chosen: all are masked, or the logits are NaN or infinite"
 
 
 class SequenceProgress:
-    """One sequence from its admission to its end."""
+    """One sequence from admission to its end."""
 
     __slots__ = (
         "accepted",
@@ -59,20 +59,20 @@ class SequenceProgress:
         block_row: BlockRow,
         now: float,
     ) -> None:
-        """`text` and `grammar` have been moved over what the sequence has of output already."""
+        """`text` and `grammar` have already been advanced over the sequence's existing output."""
         request = sequence.request
         self.sequence = sequence
         self.text = text
         self.grammar = grammar
         self.block_row = block_row
         self.seed = sequence_seed(request.sampling.seed, sequence.index)
-        # Whether the text decides if the sequence goes on: then it is made before the step is settled, and not after.
+        # The text can end the sequence, so it is detokenised before the step is settled.
         self.careful = bool(request.stop) and text is not None
-        self.blind = request.sampling.logprobs is None  # nobody asks for log-probabilities
-        self.held_text = ""  # made, and not handed out yet
-        self.chosen: list[SampledToken] = []  # with log-probabilities, not handed out yet
-        self.measured: list[SampledToken] = []  # the prompt's tokens, likewise
-        self.pool: NDArray[np.float32] | None = None  # of hidden states: their sum, or the one that counts
+        self.blind = request.sampling.logprobs is None  # no log-probabilities requested
+        self.held_text = ""  # detokenised, not delivered yet
+        self.chosen: list[SampledToken] = []  # with log-probabilities, not delivered yet
+        self.measured: list[SampledToken] = []  # prompt tokens, not delivered yet
+        self.pool: NDArray[np.float32] | None = None  # sum of hidden states, or the one that counts
         self.queued_at = now
         self.started_at = 0.0
         self.first_at = 0.0
@@ -82,7 +82,8 @@ class SequenceProgress:
     # Before the results
 
     def rows(self, share: Share, masks: Sequence[Mask] | None) -> list[SampleRow]:
-        """What is wished of each wanted row of the share: of the prompt's, a measure; of the last ones, a choice."""
+        """Return how to sample each wanted row of the share. Prompt rows are only measured; the last ones choose
+        tokens."""
         sequence = self.sequence
         request = sequence.request
         sampled = self._sampled(share)
@@ -93,26 +94,27 @@ class SequenceProgress:
             end = sequence.computed + share.count
             for position in range(end - share.wanted, end - sampled):
                 known = position + 1 < len(sequence.tokens)
-                given = sequence.tokens[position + 1] if known else 0  # the last row of a scored text foretells nothing
+                given = sequence.tokens[position + 1] if known else 0  # the last row of a scored text predicts nothing
                 rows.append(SampleRow(measure, position + 1, given=given))
         if sampled:
             drafts = sequence.drafted[: sampled - 1]
             chosen = sample_rows(sequence, drafts, masks, seed=self.seed)
-            # SampleBatch past the end of a grammar are in the logits, and are not to be looked at.
+            # Rows past the end of the grammar are in the logits and must be ignored.
             chosen += [SampleRow(SamplingParams(), 0, given=0)] * (sampled - len(chosen))
             rows += chosen
         return rows
 
     def _sampled(self, share: Share) -> int:
-        """How many of the share's wanted rows choose a token: the one after all that is known, and one per draft."""
+        """Return how many wanted rows choose a token: the one after all known tokens, and one per draft."""
         if self.sequence.request.kind != "generate":
             return 0
         return min(share.wanted, max(0, self.sequence.computed + share.count + 1 - len(self.sequence.tokens)))
 
-    # After them
+    # After the results
 
     def outcome(self, share: Share, tokens: list[int], at: int, rows: SampleBatch, masks: int | None) -> Outcome:
-        """What the step made of the sequence. Its rows' tokens begin at `at`; `masks`: how many its grammar had."""
+        """Return the step's outcome for the sequence. `at` is the index of its first row; `masks` is how many its
+        grammar had."""
         sequence = self.sequence
         sampled = self._sampled(share)
         if share.wanted > sampled:
@@ -156,11 +158,11 @@ class SequenceProgress:
         return sampled[:count]
 
     def _follow(self, grammar: GrammarState, accepted: list[int]) -> FinishReason | None:
-        """Moves the grammar over what was accepted, and appends what it leaves no choice about."""
+        """Advance the grammar over the accepted tokens, and append the tokens that it forces."""
         del accepted[grammar.advance(accepted) :]
         request = self.sequence.request
         room = request.max_tokens - self.sequence.output_count - len(accepted)
-        # Where log-probabilities are asked for, tokens without a choice are sampled like all others, to have one.
+        # With log-probabilities, forced tokens are sampled like all others, so that they have one.
         if self.blind and room > 0 and not grammar.finished and accepted[-1] not in request.stop_ids:
             accepted += grammar.forced(room)
         return FinishReason.STOP if grammar.finished else None
@@ -172,7 +174,7 @@ class SequenceProgress:
         self.measured += [rows.chosen(at + place) for place in range(count) if first + place < known]
 
     def pool_states(self, share: Share, states: NDArray[np.float32], spec: ModelSpec) -> Outcome:
-        """Takes up the hidden states of the share's rows; after the last one the vector is whole."""
+        """Add the hidden states of the share's rows to the pooled vector, which is complete after the last share."""
         sequence = self.sequence
         first = sequence.computed + share.count - len(states)
         match spec.pooling or "mean":
@@ -182,16 +184,16 @@ class SequenceProgress:
             case "last":
                 self.pool = states[-1].copy()
             case "mean":
-                # One row after the other, so that the sum does not depend on how the text was cut into steps.
+                # Add one row after the other, so that the sum does not depend on how the text was split into steps.
                 rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
                 self.pool = np.add.reduce(rows, axis=0)
         whole = sequence.computed + share.count >= len(sequence.tokens)
         return Outcome([], FinishReason.STOP if whole else None)
 
-    # What leaves
+    # Output
 
     def output(self, event: SequenceEvent, spec: ModelSpec, now: float) -> SequenceOutput:
-        """What is new, for the caller. Text that nothing hung on is made only here, while the next step runs."""
+        """Return the new output. Text that decides nothing is detokenised only here, while the next step runs."""
         sequence = self.sequence
         text = self.held_text
         self.held_text = ""

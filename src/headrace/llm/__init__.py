@@ -1,9 +1,8 @@
-"""`headrace.LLM` and `headrace.AsyncLLM`: a model for a program, without a server.
+"""`headrace.LLM` and `headrace.AsyncLLM`: use a model from a program, without a server.
 
-LLM owns an engine in this process and the loop that runs requests to their end. AsyncLLM owns worker processes, one or
-several replicas, and the client to them, for as_prompts callers on one event loop; a worker that dies is started again,
-and what it ran goes on as if nothing had happened. Texts, token ids and chats go in, whole results come out; `stream`
-gives them piece by piece.
+LLM owns an engine in this process and runs requests to their end. AsyncLLM owns one or more worker processes and serves
+many callers on one event loop; it restarts a worker that dies, and streams continue where they were. Both take texts,
+token ids and chats and return whole results; `stream` returns outputs as they come.
 """
 
 from __future__ import annotations
@@ -44,26 +43,25 @@ from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.variant import DEFAULT_MODEL, Variant
 
-_AT_ONCE: Final = 512  # requests that are with the engine; the others wait here
-_CONNECT: Final = 60.0  # seconds, for workers that have said that they are ready
+_AT_ONCE: Final = 512  # requests in the engine at once; the others wait here
+_CONNECT: Final = 60.0  # seconds, to connect to workers that reported that they are ready
 
 
 class LLM:
-    """One model, its engine, and this thread. Calls from several threads take turns.
+    """One model and its engine in this process. Calls from several threads take turns.
 
-    Options are those of a Variant: weights, group, keep, kv, threads, context, kv_tokens, speculation, ...
-    Parameters of a as_generation are those of Wishes and of Sampling: max_tokens, stop, n, grammar, temperature, seed,
-    ...
+    Options are those of a Variant: weights, group, keep, kv, threads, context, kv_tokens, speculation, … Parameters of
+    a generation are those of GenerationParams and SamplingParams: max_tokens, stop, n, grammar, temperature, seed, …
     """
 
     def __init__(
         self,
         model: str | Path | ModelFolder = DEFAULT_MODEL,
         *,
-        progress: Callable[[int, int], None] | None = None,  # bytes of weights that are packed, and of all
+        progress: Callable[[int, int], None] | None = None,  # bytes of weights packed so far, bytes in all
         **options: Any,
     ) -> None:
-        """`model`: a folder, the name of a bundled model, or a hub id."""
+        """`model` is a folder, the name of a bundled model, or a hub id."""
         folder = model if isinstance(model, ModelFolder) else open_model(find_model(str(model)))
         self._opened: OpenedVariant = open_variant(
             Variant.of(str(folder.path), **options), folder=folder, progress=progress
@@ -87,11 +85,11 @@ class LLM:
 
     @property
     def opened(self) -> OpenedVariant:
-        """The parts: variant, model folder, executor, engine."""
+        """The variant, model folder, executor and engine."""
         return self._opened
 
     def generate(self, prompts: Prompt | Iterable[Prompt], **params: Any) -> list[Generation]:
-        """Continues each prompt, all of them together; the results are in the prompts' order."""
+        """Continue all prompts together. Results are in the order of the prompts."""
         return self._generations(self._asking.generations(prompts, params_of(**params)))
 
     def chat(
@@ -102,11 +100,11 @@ class LLM:
         template: dict[str, Any] | None = None,
         **params: Any,
     ) -> list[Generation]:
-        """The answer to a chat, or to each of several. `template`: further values for the chat template."""
+        """Answer one chat or several. `template` holds further values for the chat template."""
         return self._generations(self._asking.chats(messages, tools, template or {}, params_of(**params)))
 
     def stream(self, prompt: Prompt, **params: Any) -> Iterator[SequenceOutput]:
-        """The continuation of one prompt, piece by piece: `text` and `tokens` of each, and at last its `ending`."""
+        """Yield the outputs of one prompt as they come: `text`, `tokens`, and at last an `ending`."""
         request = self._asking.generate(self._asking.tokens(prompt), params_of(**params))
         with self._turn:
             self._submit(request)
@@ -122,12 +120,12 @@ class LLM:
                     self._cancel([request.id])
 
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
-        """How likely each pair's second text is after its first."""
+        """Return how likely each pair's second text is after its first."""
         requests = [self._asking.score(before, text) for before, text in pairs]
         return [as_score(answer) for (answer,) in self._run(requests)]
 
     def embed(self, texts: Prompt | Iterable[Prompt]) -> NDArray[np.float32]:
-        """A vector for each text, pooled as the model says; the mean over its tokens where it says nothing."""
+        """Return one vector for each text, pooled as the model specifies (default: the mean over its tokens)."""
         requests = [self._asking.embed(text) for text in as_prompts(texts)]
         width = self._opened.executor.spec.hidden_size
         return stack_vectors((answer for (answer,) in self._run(requests)), width)
@@ -143,7 +141,7 @@ class LLM:
         return [as_generation(*found) for found in zip(requests, self._run(requests), strict=True)]
 
     def _run(self, requests: list[GenerationRequest]) -> list[list[SequenceResult]]:
-        """All requests to their end. Where one is refused, or the caller interrupts, none goes on."""
+        """Run all requests to their end. If one is rejected, or the caller interrupts, all are cancelled."""
         answers = {request.id: [SequenceResult(index) for index in range(request.n)] for request in requests}
         waiting = deque(requests)
         running: dict[str, int] = {}  # sequences that have not ended
@@ -170,7 +168,7 @@ class LLM:
         return [answers[request.id] for request in requests]
 
     def _submit(self, request: GenerationRequest, *, patient: bool = False) -> bool:
-        """False where it is to be tried again once something has ended, and the caller is patient."""
+        """Submit a request. With `patient`, return False if the queue is full; otherwise raise OverloadedError."""
         admission = self._engine.submit(request)
         if not admission.accepted and not patient:
             raise OverloadedError(admission.why, retry_after=admission.retry_after, predicted=admission.predicted)
@@ -184,14 +182,14 @@ class LLM:
 
 
 class AsyncLLM:
-    """One model in worker processes; to be entered, as in
+    """One model in worker processes, as an async context manager:
 
-    async with AsyncLLM("path/to/model", replicas=2) as llm:
-        async with llm.stream("The water ran") as stream:
-            async for output in stream:
-                print(output.text, end="")
+        async with AsyncLLM("path/to/model", replicas=2) as llm:
+            async with llm.stream("The water ran") as stream:
+                async for output in stream:
+                    print(output.text, end="")
 
-    Options and parameters are LLM's. Replicas share the machine's cores unless `threads` says how as_prompts each may
+    Options and parameters are those of LLM. Replicas share the machine's cores unless `threads` says how many each may
     use.
     """
 
@@ -203,12 +201,12 @@ class AsyncLLM:
         watch: SupervisorTimeouts | None = None,
         waits: ClientTimeouts | None = None,
         drain_seconds: float = 30.0,
-        progress: Callable[[int, int], None] | None = None,  # bytes of weights that a worker has packed, and of all
-        early: bool = False,  # the workers begin to load before `start`; then it is to be started or abandoned
+        progress: Callable[[int, int], None] | None = None,  # bytes of weights packed so far, bytes in all
+        early: bool = False,  # workers load before `start`; then call `start` or `abandon`
         **options: Any,
     ) -> None:
         if replicas < 1:
-            raise RequestError(f"replicas must be at least 1, not {replicas}", parameter="replicas")
+            raise RequestError(f"'replicas' must be at least 1, not {replicas}.", parameter="replicas")
         if options.get("threads") is None and replicas > 1:
             options["threads"] = max(1, usable_cores() // replicas)
         folder = open_model(find_model(str(model)))
@@ -234,17 +232,17 @@ class AsyncLLM:
         await self.close()
 
     async def start(self) -> None:
-        """Returns when every replica can take requests."""
+        """Return when every replica can take requests."""
         await self.supervisor.start()
         self.client.start()
         await self.client.ready(_CONNECT)
 
     def abandon(self) -> None:
-        """In the place of `close`, where it was never started."""
+        """Stop the workers of an object that was never started, in place of `close`."""
         self.supervisor.abandon()
 
     async def close(self) -> None:
-        """Cancels what runs, and ends the workers."""
+        """Cancel what runs and stop the workers."""
         await self.client.close()
         await self.supervisor.stop()
 
@@ -253,11 +251,11 @@ class AsyncLLM:
         return self._asking.tokenizer
 
     def stream(self, prompt: Prompt, **params: Any) -> OutputStream:
-        """The continuation of one prompt, piece by piece."""
+        """Return a stream of the outputs of one prompt."""
         return self.client.stream(self._asking.generate(self._asking.tokens(prompt), params_of(**params)))
 
     async def generate(self, prompts: Prompt | Iterable[Prompt], **params: Any) -> list[Generation]:
-        """Several prompts are one job in the background; one alone is as urgent as a stream."""
+        """Continue all prompts. Several prompts run as background work; a single prompt is as urgent as a stream."""
         return await self._generations(self._asking.generations(prompts, params_of(**params)))
 
     async def chat(
@@ -283,6 +281,6 @@ class AsyncLLM:
         return [as_generation(*found) for found in zip(requests, answers, strict=True)]
 
     async def _answers(self, requests: list[GenerationRequest]) -> list[list[SequenceResult]]:
-        # No caller may fill more than a part of the queue.
+        # One call may fill only a part of the queue.
         at_once = max(1, min(_AT_ONCE, self.variant.queued_sequences // 4))
         return await self.client.complete_all(requests, at_once=at_once)

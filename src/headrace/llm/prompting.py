@@ -1,7 +1,6 @@
-"""From prompts and params to the engine's requests, and from its answers to results: what LLM and AsyncLLM share.
+"""Builds the engine's requests for LLM and AsyncLLM from texts, token ids and chats, and turns outputs into results.
 
-Owns Wishes (what a caller may ask of a as_generation), the results, and the making of requests for texts, token ids,
-chats, scores and embeddings. Knows neither loops nor processes.
+Does not run anything.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 DEFAULT_TOKENS: Final = 256
-BULK: Final = "batch"  # the surface of what nobody waits for token by token
+BULK: Final = "batch"  # the surface of work that no user watches
 _SAMPLING: Final = frozenset(SamplingParams.__struct_fields__)
 
 
 class LocalParams(GenerationParams, frozen=True, kw_only=True):
-    """The keyword arguments of a generation, those of the sampling apart."""
+    """The keyword arguments of a generation, those of SamplingParams excepted."""
 
     tenant: str = ""
 
@@ -44,7 +43,7 @@ class Completion(msgspec.Struct, frozen=True):
     usage: SequenceUsage
     logprobs: list[SampledToken] | None = None
     stop: str | None = None  # the stop string that ended it
-    why: str = ""  # it failed
+    why: str = ""  # why it failed
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -56,16 +55,16 @@ class Generation(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The first continuation's."""
+        """The text of the first continuation."""
         return self.completions[0].text
 
 
 class Score(msgspec.Struct, frozen=True):
     """How likely a text is after another."""
 
-    logprob: float  # of the whole text
+    logprob: float  # sum over the text's tokens
     tokens: list[SampledToken]
-    likeliest: bool  # every token is the one that the model would have chosen
+    likeliest: bool  # every token is the model's most likely one
 
 
 def params_of(**given: Any) -> LocalParams:
@@ -92,12 +91,12 @@ def _parameter_in(message: str) -> str | None:
 
 
 class RequestFactory:
-    """Requests for one model. Their ids are unique in this process."""
+    """Builds requests for one model, with ids that are unique in this process."""
 
     _numbers = itertools.count()
 
     def __init__(self, tokenizer: Tokenizer, *, context: int, alone: str = BULK) -> None:
-        """`alone`: the surface of a prompt that is asked for by itself."""
+        """`alone` is the surface of a single prompt."""
         self.tokenizer = tokenizer
         self._context = context
         self._alone = alone
@@ -115,7 +114,7 @@ class RequestFactory:
         template: Mapping[str, Any],
         params: LocalParams,
     ) -> list[GenerationRequest]:
-        """One chat, or several."""
+        """Build requests for one chat or several."""
         given: list[Any] = list(messages)
         chats: list[Sequence[Message]] = [given] if given and isinstance(given[0], Mapping) else given
         texts = [self.tokenizer.apply_template(chat, tools=tools, **template) for chat in chats]
@@ -140,9 +139,9 @@ class RequestFactory:
         )
 
     def score(self, before: Prompt, text: Prompt) -> GenerationRequest:
-        """A request for the likelihood of a text after another."""
+        """Build a request for the likelihood of a text after another."""
         if isinstance(before, str) and isinstance(text, str):
-            # Cut as one text: what comes before may change where the first token of the rest begins.
+            # Tokenise both as one text: the context can change where the first token of the rest begins.
             start = self.tokens(before)
             whole = self.tokens(before + text)
         else:
@@ -150,9 +149,9 @@ class RequestFactory:
             rest = self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text
             whole = (*start, *rest)
         if len(whole) <= len(start):
-            raise RequestError("the text to score has no tokens", parameter="text")
+            raise RequestError("The text to score has no tokens.", parameter="text")
         if not start:
-            raise RequestError("a text is as_score after at least one token", parameter="prompt")
+            raise RequestError("A text is scored after at least one token.", parameter="prompt")
         return GenerationRequest(
             id=self._id(),
             prompt=whole,
@@ -170,7 +169,7 @@ class RequestFactory:
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list: a text, token ids, or a list of either."""
+    """Return one prompt or several as a list. A prompt is a text or token ids."""
     if isinstance(prompts, str):
         return [prompts]
     found: list[Any] = list(prompts)
@@ -204,7 +203,7 @@ def as_score(answer: SequenceResult) -> Score:
 
 
 def stack_vectors(answers: Iterable[SequenceResult], width: int) -> NDArray[np.float32]:
-    """A row for each text."""
+    """Return an array with one row for each text."""
     rows: list[NDArray[np.float32]] = []
     for answer in answers:
         _must_not_fail(answer)
@@ -215,4 +214,4 @@ def stack_vectors(answers: Iterable[SequenceResult], width: int) -> NDArray[np.f
 def _must_not_fail(answer: SequenceResult) -> None:
     ending = answer.ending
     if ending is None or ending.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise HeadraceError(ending.why if ending is not None and ending.why else "the engine gave no result")
+        raise HeadraceError(ending.why if ending is not None and ending.why else "The engine returned no result.")

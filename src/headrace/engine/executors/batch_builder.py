@@ -1,8 +1,4 @@
-"""A step's plan as the arrays that an executor takes, in memory that is kept from step to step.
-
-Owns BatchBuilder: the arrays, each sequence's row of block numbers, and the array for results. Knows nothing of what
-the results are for.
-"""
+"""Builds the arrays that an executor takes from a step's plan, in memory that is reused from step to step."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from headrace.engine.scheduling.step_plan import Share, StepPlan
 
 
 class BlockRow:
-    """One sequence's block numbers as an array. A sequence's list only grows, or is replaced by another list."""
+    """One sequence's block numbers as an array. The sequence's list only grows, or is replaced by another list."""
 
     __slots__ = ("blocks", "filled", "numbers", "stamp")
 
@@ -24,7 +20,7 @@ class BlockRow:
         self.numbers = np.zeros(width, dtype=np.int32)
         self.blocks: list[int] | None = None
         self.filled = 0
-        self.stamp = 0  # of what is in it: no other content of any row ever has the same
+        self.stamp = 0  # identifies the content: no other content of any row has the same stamp
 
     def follow(self, blocks: list[int], stamp: int) -> None:
         if blocks is not self.blocks:
@@ -38,7 +34,7 @@ class BlockRow:
 
 class BatchBuilder:
     def __init__(self, capacity: Capacity, vocab_size: int, hidden_size: int, sequences: int) -> None:
-        """`sequences`: of one step, as a first guess."""
+        """`sequences` is a first guess of the sequences in one step."""
         self._width = -(-capacity.context // capacity.block_tokens)
         self._tokens = np.empty(capacity.max_rows, dtype=np.int32)
         self._wanted = np.empty(capacity.max_rows, dtype=np.int32)
@@ -49,11 +45,11 @@ class BatchBuilder:
         self._states = np.empty((0, hidden_size), dtype=np.float32)
 
     def row(self) -> BlockRow:
-        """A new sequence's."""
+        """Return the block row of a new sequence."""
         return BlockRow(self._width)
 
     def build(self, plan: StepPlan, rows: list[BlockRow]) -> StepBatch:
-        """Valid until the next one is built, and so is the step's result."""
+        """Return the step's batch. It, and the step's result, are valid until the next build."""
         shares = plan.shares
         count = len(shares)
         if count > len(self._tables):
@@ -97,7 +93,7 @@ class BatchBuilder:
         )
 
     def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:
-        """Each sequence's blocks into its row of the tables; most are where the step before has left them."""
+        """Copy each sequence's blocks into its row of the tables. Most are unchanged since the previous step."""
         placed = self._placed
         for place, row in enumerate(rows):
             blocks = shares[place].sequence.blocks
@@ -109,7 +105,7 @@ class BatchBuilder:
             placed[place] = row.stamp
 
     def _make_results(self, rows: int, *, hidden: bool) -> None:
-        # Pages that were never touched cost nothing, so there may as well be room for some more.
+        # Untouched pages cost nothing, so allocate some more.
         rows += rows // 2
         if hidden:
             self._states = np.empty((rows, self._states.shape[1]), dtype=np.float32)
@@ -126,7 +122,7 @@ class BatchBuilder:
 
 
 def share_tokens(sequence: SequenceState, count: int) -> list[int]:
-    """The next `count` tokens that are to be computed: what is pending, then what was drafted."""
+    """Return the next `count` tokens to compute: pending ones, then drafts."""
     found = sequence.tokens[sequence.computed : sequence.computed + count]
     if len(found) < count:
         found += sequence.drafted[: count - len(found)]

@@ -1,6 +1,6 @@
-"""The CPU executor: the core runs each step in one call, on its own threads, with the GIL free.
+"""The CPU executor: the core runs each step in one call on its own threads, without the GIL.
 
-Owns the core's model, its KV memory and the thread that waits for it. Knows nothing of requests or of scheduling.
+Owns the core's model, its KV memory and the thread that waits for it. Does not know requests or scheduling.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from headrace.models.packing import LoadedTensors, load_tensors
 from headrace.models.precision import KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.spec import ModelSpec
 
-DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, where the model allows more
+DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, if the model allows that many
 DEFAULT_MAX_ROWS: Final = 512
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def default_context(spec: ModelSpec) -> int:
-    """Most tokens of one sequence, where nobody says how many."""
+    """Return the default context: tokens of one sequence."""
     return min(spec.context, DEFAULT_CONTEXT)
 
 
 def choose_isa(named: str | None) -> str:
-    """The instruction set to compute with: the named one, else HEADRACE_ISA's, else the best that the machine has."""
+    """Return the instruction set to use: the named one, else HEADRACE_ISA, else the best of this machine."""
     if named is None:
         try:
             return _core.isa_default()
@@ -51,17 +51,18 @@ def choose_isa(named: str | None) -> str:
     known = _core.isa_available()
     if named not in (*known, *_core.isa_emulated()):
         raise RequestError(
-            f"instruction set '{named}' is not to be had here: this machine has {', '.join(known)}", parameter="isa"
+            f"Instruction set '{named}' is not available on this machine. Available: {', '.join(known)}.",
+            parameter="isa",
         )
     return named
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What loading took and made."""
+    """How long loading took, and its sizes in bytes."""
 
     seconds: float
     weight_bytes: int
-    mapped: bool  # packed weights were there and only had to be mapped
+    mapped: bool  # packed weights were in the cache and only had to be mapped
     scratch_bytes: int
 
 
@@ -105,7 +106,8 @@ class CpuExecutor:
         cache: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
-        """`context` is the most tokens of one sequence, `kv_tokens` of all together (four sequences by default)."""
+        """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
+        sequences)."""
         started = time.perf_counter()
         plan = parse_plan(weights, group=group, keep=keep)
         kv_type = parse_kv_type(kv)
@@ -113,11 +115,11 @@ class CpuExecutor:
         cores = usable_cores()
         count = cores if threads is None else threads
         if not 1 <= count <= 512:
-            raise RequestError(f"threads must be 1 to 512, not {count}", parameter="threads")
+            raise RequestError(f"'threads' must be 1 to 512, not {count}.", parameter="threads")
         length = default_context(spec) if context is None else context
         if not 1 <= length <= spec.context:
             raise RequestError(
-                f"context must be 1 to {spec.context} tokens for this model, not {length}", parameter="context"
+                f"'context' must be 1 to {spec.context} tokens for this model, not {length}.", parameter="context"
             )
         if spec.kind == "encoder":
             max_rows = max(max_rows, length)  # an encoder computes a sequence in one piece
@@ -143,7 +145,7 @@ class CpuExecutor:
         return self._kv.bytes_per_block / _core.BLOCK
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds that all steps so far spent in each stage of the core; waits for a step under way."""
+        """Return the seconds that all steps so far spent in each stage of the core. Waits for the step under way."""
         return self._model.stage_seconds()
 
     def launch(self, batch: StepBatch) -> StepTicket:
@@ -162,11 +164,11 @@ class CpuExecutor:
         return self._sampler.choose_laid_out(logits, cast("CoreSampleBatch", rows), peaks)
 
     def close(self) -> None:
-        """Waits for the step under way and ends the waiting thread."""
+        """Wait for the step under way and end the waiting thread."""
         self._thread.close()
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a block's KV in every layer, after the steps that were launched before."""
+        """Copy a block's KV in every layer, after the steps launched before."""
         self._thread.submit(self._kv.copy_block, source, target).result()
 
     @property
@@ -186,7 +188,7 @@ class CpuExecutor:
             self._kv.copy_block(source, target)
         values = batch.out
         if values is None:
-            # Fresh pages cost more than a small step: callers that step in a loop bring their own array.
+            # Fresh pages cost more than a small step, so callers that step in a loop pass their own array.
             width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
             values = np.empty((len(batch.wanted), width), dtype=np.float32)
         self._model.step(
@@ -205,7 +207,7 @@ class CpuExecutor:
 
 
 def describe(spec: ModelSpec) -> dict[str, Any]:
-    """A ModelSpec in the core's words."""
+    """Return a ModelSpec in the core's format."""
     experts = spec.experts
     return {
         "vocab": spec.vocab_size,

@@ -1,8 +1,6 @@
-"""What an executor is: the one place where tokens become logits.
+"""The contract of an executor: a StepBatch goes in by `launch`, which returns at once; `collect` returns a StepResult.
 
-Owns the contract between a step's planner and the hardware: a StepBatch goes in by `launch`, which returns at once, and
-a StepResult comes out by `collect`, so that the host's work for the next step overlaps with the device's. Knows no
-hardware.
+So the host can prepare the next step while the device runs. Does not know hardware.
 """
 
 from __future__ import annotations
@@ -21,36 +19,36 @@ Int32s = NDArray[np.int32]
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What fits: the bounds that a planner must keep."""
+    """The executor's bounds, which a planner must keep."""
 
     blocks: int
     block_tokens: int
     max_rows: int  # new tokens of one step, all sequences together
-    context: int  # most tokens of one sequence
+    context: int  # tokens of one sequence
 
 
 class StepBatch(msgspec.Struct, frozen=True):
-    """One step over several sequences, each with any number of new tokens; a sequence's rows follow one another."""
+    """One step over several sequences, each with any number of new tokens. A sequence's rows are contiguous."""
 
     tokens: Int32s  # [rows]
     offsets: Int32s  # [sequences + 1] where each sequence's rows start
-    computed: Int32s  # [sequences] tokens whose KV is in the blocks already
-    block_tables: Int32s  # [sequences, most blocks of any]
+    computed: Int32s  # [sequences] tokens whose KV is in the blocks
+    block_tables: Int32s  # [sequences, most blocks of any sequence]
     rope_variants: Int32s  # [sequences] ModelSpec.rope_variant, fixed for a sequence's life
-    wanted: Int32s  # rows whose result is wanted, ascending
-    hidden: bool = False  # final hidden states in place of logits
+    wanted: Int32s  # indices of rows whose result is wanted, ascending
+    hidden: bool = False  # return final hidden states instead of logits
     copies: Sequence[tuple[int, int]] = ()  # KV blocks to copy first, in order: from, to
-    out: NDArray[np.float32] | None = None  # where the result goes, [wanted, vocab or hidden]; None: a new array
-    peaks: NDArray[np.float32] | None = None  # where what `choose` is helped by goes, [wanted, peaks_of(vocab)]
+    out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
+    peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
 
 
 class StepResult(msgspec.Struct, frozen=True):
     values: NDArray[np.float32]  # [wanted, vocab], or [wanted, hidden]
-    peaks: NDArray[np.float32] | None = None  # of the logits, where the batch brought room for them
+    peaks: NDArray[np.float32] | None = None  # peaks of the logits, if the batch had an array for them
 
 
 def peaks_of(vocab_size: int) -> int:
-    """How many peaks a row of logits has: the largest of every 32 values."""
+    """Return the number of peaks of a row of logits. A peak is the largest of 32 values."""
     return -(-vocab_size // 32)
 
 
@@ -60,18 +58,18 @@ class StepTicket(Protocol):
     def done(self) -> bool: ...
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Calls `fn` when the step is done, on whatever thread ran it; at once where it is done already."""
+        """Call `fn` when the step is done, on the thread that ran it; at once if it is done already."""
         ...
 
 
 class SampleBatch(Protocol):
-    """What is wished of the rows of a step, laid out for the sampler of one executor."""
+    """How to sample the rows of a step, laid out for one executor's sampler."""
 
     @property
     def count(self) -> int: ...
 
     def chosen(self, row: int) -> SampledToken:
-        """What was chosen for a row, with log-probabilities where they were asked for; NoTokenError where nothing."""
+        """Return a row's token, with log-probabilities if requested. Raise NoTokenError if there is none."""
         ...
 
 
@@ -85,34 +83,35 @@ class Executor(Protocol):
     def launch(self, batch: StepBatch) -> StepTicket: ...
 
     def collect(self, ticket: StepTicket) -> StepResult:
-        """Waits for the step; raises what went wrong in it."""
+        """Wait for the step. Raise its error if it failed."""
         ...
 
     def sample(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """The next token of every row of logits, which it may change."""
+        """Choose the next token of every row of logits. May change the logits."""
         ...
 
     def lay_out(self, rows: Sequence[SampleRow]) -> SampleBatch:
-        """The part of `sample` that needs no logits, to be done while the step runs."""
+        """Do the part of `sample` that needs no logits, while the step runs."""
         ...
 
     def choose(
         self, logits: NDArray[np.float32], rows: SampleBatch, peaks: NDArray[np.float32] | None = None
     ) -> list[int]:
-        """The rest of it: a token for every row, -1 where none can be chosen. `peaks` are the logits', unchanged."""
+        """Do the rest: return a token for every row, -1 if none can be chosen. `peaks` are those of the unchanged
+        logits."""
         ...
 
     def read_block(self, block: int) -> NDArray[np.uint8]:
-        """A copy of a block's KV in all layers, after the steps that were launched before."""
+        """Return a copy of a block's KV in all layers, after the steps launched before."""
         ...
 
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Puts back what `read_block` gave, before the steps that are launched after."""
+        """Restore what `read_block` returned, before the steps launched after."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """Length of what `read_block` gives."""
+        """Length of the array that `read_block` returns."""
         ...
 
     def close(self) -> None: ...

@@ -1,9 +1,5 @@
-"""An executor driven directly, one caller at a time: greedy tokens, logits and embeddings without a scheduler.
-
-Owns RunnerSequence and Runner (which blocks a sequence holds, how prompts are cut into steps). For tests and
-measurements, where what the engine makes is compared with what the executor alone does; callers are served by
-engine.engine.
-"""
+"""Drives an executor directly, without a scheduler: greedy tokens, logits and embeddings, for tests and
+measurements."""
 
 from __future__ import annotations
 
@@ -38,11 +34,11 @@ class Runner:
         self._free = list(range(executor.capacity.blocks))
 
     def open(self, tokens: Sequence[int], *, total: int | None = None) -> RunnerSequence:
-        """A sequence that may grow to `total` tokens."""
+        """Open a sequence that may grow to `total` tokens."""
         capacity = self.executor.capacity
         most = len(tokens) if total is None else total
         if not tokens:
-            raise RequestError("the prompt has no tokens", parameter="prompt")
+            raise RequestError("The prompt has no tokens.", parameter="prompt")
         if most > capacity.context:
             raise RequestError(
                 f"a prompt of {len(tokens)} tokens and what may follow, {most} together, do not fit the context of "
@@ -51,7 +47,9 @@ class Runner:
             )
         needed = -(-most // capacity.block_tokens)
         if needed > len(self._free):
-            raise RequestError(f"{needed} KV blocks are needed and {len(self._free)} are free", parameter="kv_tokens")
+            raise RequestError(
+                f"The sequence needs {needed} KV blocks, and {len(self._free)} blocks are free.", parameter="kv_tokens"
+            )
         blocks = [self._free.pop() for _ in range(needed)]
         return RunnerSequence(list(tokens), self.executor.spec.rope_variant(most), blocks)
 
@@ -62,7 +60,7 @@ class Runner:
     def step(
         self, work: Sequence[tuple[RunnerSequence, int]], wanted: Sequence[int], *, hidden: bool = False
     ) -> Floats:
-        """Computes the next `count` tokens of each sequence; returns the wanted rows' logits or hidden states."""
+        """Compute the next `count` tokens of each sequence. Return the wanted rows' logits or hidden states."""
         tables = np.zeros((len(work), max(len(sequence.blocks) for sequence, _ in work)), dtype=np.int32)
         tokens: list[int] = []
         offsets = [0]
@@ -85,7 +83,7 @@ class Runner:
         return result.values
 
     def plan(self, sequences: Sequence[RunnerSequence]) -> list[tuple[RunnerSequence, int]]:
-        """What is pending, as much of it as one step takes; an encoder's sequence goes whole or waits."""
+        """Return how much of each pending part fits in one step. An encoder's sequence is computed whole or waits."""
         room = self.executor.capacity.max_rows
         work: list[tuple[RunnerSequence, int]] = []
         for sequence in sequences:
@@ -97,7 +95,7 @@ class Runner:
         return work
 
     def prefill(self, sequences: Sequence[RunnerSequence]) -> Floats:
-        """Computes all that is pending; returns each sequence's logits after its last token."""
+        """Compute everything pending. Return each sequence's logits after its last token."""
         last = np.empty((len(sequences), self.executor.spec.vocab_size), dtype=np.float32)
         places = {id(sequence): index for index, sequence in enumerate(sequences)}
         while work := self.plan(sequences):
@@ -110,12 +108,12 @@ class Runner:
 
 
 def logits(executor: Executor, prompts: Sequence[Sequence[int]]) -> list[Floats]:
-    """Logits after every token of every prompt, the prompts computed side by side."""
+    """Return the logits after every token of every prompt, the prompts computed together."""
     return _every_row(executor, prompts, hidden=False)
 
 
 def hidden_states(executor: Executor, prompts: Sequence[Sequence[int]]) -> list[Floats]:
-    """Final hidden states of every token of every prompt."""
+    """Return the final hidden states of every token of every prompt."""
     return _every_row(executor, prompts, hidden=True)
 
 
@@ -133,7 +131,7 @@ def _every_row(executor: Executor, prompts: Sequence[Sequence[int]], *, hidden: 
 
 
 def greedy(executor: Executor, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The `count` likeliest tokens after each prompt, all prompts decoded in step."""
+    """Return the `count` most likely tokens after each prompt, all prompts decoded together."""
     if count < 1:
         return [[] for _ in prompts]
     runner = Runner(executor)
@@ -146,7 +144,7 @@ def greedy(executor: Executor, prompts: Sequence[Sequence[int]], count: int) -> 
 
 
 def embed(executor: Executor, prompts: Sequence[Sequence[int]]) -> Floats:
-    """One vector per prompt, pooled and normalised as the spec says; the mean of all tokens where it says nothing."""
+    """Return one vector per prompt, pooled and normalised as the spec says (default: the mean over all tokens)."""
     spec = executor.spec
     vectors: list[Floats] = []
     for states in hidden_states(executor, prompts):

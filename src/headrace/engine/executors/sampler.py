@@ -1,7 +1,6 @@
-"""The core's sampler: all rows of a step laid out in its arrays, and the choice for all of them in one call.
+"""The core's sampler: lays out all rows of a step in arrays and chooses all tokens in one call.
 
-Owns Sampler and CoreSampleBatch. Laying out needs no logits, so it is done while the step that computes them runs.
-Knows nothing of requests or of where logits come from.
+Laying out needs no logits, so it happens while the step that computes them runs.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import headrace._core as _core
 from headrace.engine.interface.sampling import NoTokenError, SampledToken, SampleRow
 
 _NEVER: Final = float("-inf")
-_CERTAIN: Final = 1e30  # a bias that makes a token the likeliest, whatever the logits, and stays finite
+_CERTAIN: Final = 1e30  # a finite bias that makes a token the most likely, whatever the logits
 
 
 class CoreSampleBatch:
-    """What is wished of each row of a step, in the core's arrays, and, after the choice, what was chosen."""
+    """The sampling parameters of each row of a step in the core's arrays and, after `choose`, the chosen tokens."""
 
     __slots__ = ("_arrays", "_logprobs", "_reported", "_tokens", "_top", "_top_logprobs", "count")
 
     def __init__(self, rows: Sequence[SampleRow], words: int) -> None:
-        """`words`: of 32 bits, in a mask."""
+        """`words` is the number of 32-bit words in a mask."""
         self.count = count = len(rows)
         numbers: list[tuple[float, float, float, float, float, float]] = []
         wanted: list[tuple[int, int]] = []
@@ -55,7 +54,7 @@ class CoreSampleBatch:
                     )
                 )
                 wanted.append((wish.top_k, logprobs))
-                # The tokens seen are only looked at where a penalty asks for them.
+                # Only penalties need the tokens seen so far.
                 if row.seen and wish.penalises:
                     seen += row.seen.keys()
                     seen_counts += row.seen.values()
@@ -100,15 +99,15 @@ class CoreSampleBatch:
     def choose(
         self, core: _core.Sampler, logits: NDArray[np.float32], peaks: NDArray[np.float32] | None = None
     ) -> list[int]:
-        """A token for every row, -1 where there is none. Changes the logits where a row's wishes do."""
+        """Return a token for every row, -1 if there is none. Changes the logits as the sampling parameters require."""
         core.choose(logits, *self._arrays, self._tokens, self._logprobs, self._top, self._top_logprobs, peaks)
         return self._tokens.tolist()
 
     def chosen(self, row: int) -> SampledToken:
-        """A row's token, with the log-probabilities that it asked for; NoTokenError where it has none."""
+        """Return a row's token, with log-probabilities if requested. Raise NoTokenError if it has none."""
         token = int(self._tokens[row])
         if token < 0:
-            raise NoTokenError("no token can be chosen: all are masked, or the model computed NaN or infinity")
+            raise NoTokenError("no token can be chosen: all are masked, or the logits are NaN or infinite")
         count = self._reported[row]
         if count < 0:
             return SampledToken(token)
@@ -129,11 +128,12 @@ class Sampler:
     def choose_laid_out(
         self, logits: NDArray[np.float32], rows: CoreSampleBatch, peaks: NDArray[np.float32] | None = None
     ) -> list[int]:
-        """A token for every row, -1 where none can be chosen. Changes the logits where a row's wishes do."""
+        """Return a token for every row, -1 if none can be chosen. Changes the logits as the sampling parameters
+        require."""
         return rows.choose(self._core, logits, peaks)
 
     def choose(self, logits: NDArray[np.float32], rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """A token for every row. Changes the logits where a row's wishes do."""
+        """Return a token for every row. Changes the logits as the sampling parameters require."""
         laid_out = self.lay_out(rows)
         laid_out.choose(self._core, logits)
         return [laid_out.chosen(row) for row in range(laid_out.count)]

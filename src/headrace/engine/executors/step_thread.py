@@ -1,7 +1,6 @@
-"""A thread that runs calls one after the other, for an executor whose steps block whoever runs them.
+"""A thread that runs calls in order, for an executor whose steps block their caller.
 
-Owns the thread and what it hands out for each call. A step is short, so the handing over must be shorter: this takes a
-few microseconds, where a pool of the standard library takes tens.
+Handing over a call takes a few microseconds; a standard-library pool takes tens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 
 class StepCall(Generic[T]):
-    """A call under way; what it returns, or raises, is to be had from `result`."""
+    """A submitted call. `result` returns its value or raises its error."""
 
     __slots__ = ("_arguments", "_callbacks", "_ended", "_error", "_finished", "_function", "_value")
 
@@ -43,7 +42,7 @@ class StepCall(Generic[T]):
         return self._finished
 
     def result(self) -> T:
-        """Waits for it."""
+        """Wait for the call."""
         with self._ended:
             pass
         if self._error is not None:
@@ -51,13 +50,13 @@ class StepCall(Generic[T]):
         return self._value  # pyright: ignore[reportReturnType] - it has returned, so this is what it returned
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Calls `fn` once it is done, on that thread; at once where it is done already."""
+        """Call `fn` when the call is done, on the step thread; at once if it is done already."""
         self._callbacks.append(fn)
         if self._finished:
             self._tell()
 
     def _tell(self) -> None:
-        # Both threads may come here at once; each callback is taken out by one of them.
+        # Both threads may get here at once; each callback is popped by one of them.
         while self._callbacks:
             try:
                 told = self._callbacks.pop()
@@ -69,7 +68,7 @@ class StepCall(Generic[T]):
 class StepThread:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[StepCall[Any] | None] = SimpleQueue()
-        # A daemon: a program that ends without closing its executor does not wait for ever.
+        # A daemon thread, so that a program that never closes its executor can exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -79,7 +78,7 @@ class StepThread:
         return call
 
     def close(self) -> None:
-        """Returns when all calls have ended."""
+        """Return when all calls have ended."""
         self._calls.put(None)
         self._thread.join()
 

@@ -1,9 +1,8 @@
-"""From a sequence's tokens to the text that its caller sees, a piece at a time.
+"""Turns a sequence's tokens into text as they arrive: incremental detokenisation, stop strings, stop ids, min_tokens.
 
-Owns OutputText: incremental detokenisation, stop strings and stop ids, min_tokens, and where each token's text lies,
-for log-probabilities. What it hands out is a function of the tokens alone, and not of how many came at once: the text
-up to the first stop string that is complete (of those that end together, the longest), and never a part of one: text
-that may yet become a stop string waits. Knows nothing of requests, of sampling or of how text travels.
+Also reports the text of each token, for log-probabilities. The text depends on the tokens alone, not on how many arrive
+at once. It ends before the first complete stop string (the longest, if several end together). Text that may become a
+stop string is held back. Does not know requests, sampling or transport.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from headrace.errors import RequestError
 from headrace.models.text.detokenizer import Detokenizer, HasPieces
 
 MOST_STOPS: Final = 64
-MOST_STOP_CHARACTERS: Final = 1024  # of one stop string
+MOST_STOP_CHARACTERS: Final = 1024  # per stop string
 
 
 class TokenText(NamedTuple):
-    """The text that one token of the output stands for. Joined, they are the text that was handed out."""
+    """The text of one output token. All of them joined are the text that was released."""
 
-    place: int  # of the token in the output
+    place: int  # index of the token in the output
     token: int
-    text: str  # empty where the token is only a part of a character: the token that completes it has it all
-    byte_start: int  # where it begins in the output's UTF-8
-    start: int  # where it begins in the output, in characters
+    text: str  # empty if the token is only part of a character: the token that completes it has all of it
+    byte_start: int  # offset in the output's UTF-8
+    start: int  # offset in the output, in characters
 
 
 class OutputText:
     """The text of one sequence's output.
 
-    `push` takes tokens and returns the text that they make certain. Where `ended` is set, the output ended at the last
-    token that `count` counts, and later tokens are not looked at; `finish` hands out what still waits. Pushing the
-    tokens of a lost output again gives the same text, and the same state.
+    `push` takes tokens and returns the text that they make certain. Once `ended` is set, the output ended at the last
+    token that `count` counts, and later tokens are ignored. `finish` returns the text that was held back. Pushing the
+    tokens of a lost output again gives the same text and the same state.
     """
 
     def __init__(
@@ -51,19 +50,19 @@ class OutputText:
         continues: bool = True,
         pieces: bool = False,
     ) -> None:
-        """`min_tokens` tokens come before one that may end the output; `pieces`: keep them, for `take_pieces`."""
+        """The output cannot end before `min_tokens` tokens. `pieces` records token texts for `take_pieces`."""
         self._stops = stop_strings(tuple(stop))
         self._include = include_stop
         self._stop_ids = stop_ids
         self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
         self._state = 0
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # held back: it may begin a stop string
         self._pieces: deque[TokenText] | None = deque() if pieces else None
         self._released: list[TokenText] = []
-        self._bytes = 0  # of the text so far, with what is held
+        self._bytes = 0  # of the text so far, held text included
         self._characters = 0
-        self.count = 0  # tokens of the output, with the one that ended it
+        self.count = 0  # tokens of the output, the one that ended it included
         self.ended: str | int | None = None  # the stop string or stop id that ended it
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -80,7 +79,7 @@ class OutputText:
         return text
 
     def finish(self) -> str:
-        """The rest, at the output's end; bytes that never became a character become U+FFFD."""
+        """Return the rest at the output's end. Bytes that never became a character become U+FFFD."""
         if isinstance(self.ended, str):
             return ""
         text = self._feed(self._detokenizer.finish(), None)
@@ -91,7 +90,7 @@ class OutputText:
         return text
 
     def take_pieces(self) -> list[TokenText]:
-        """The pieces of the text that was handed out since the last call; of a cut token, what was handed out of it."""
+        """Return the token texts released since the last call; for a cut token, the part that was released."""
         released = self._released
         self._released = []
         return released
@@ -124,7 +123,7 @@ class OutputText:
         if token is not None:
             self._pieces.append(TokenText(self.count - 1, token, added, self._bytes, self._characters))
         elif added and self._pieces:
-            # Bytes that became no character belong to the last token.
+            # Bytes that never became a character belong to the last token.
             last = self._pieces.pop()
             self._pieces.append(last._replace(text=last.text + added))
         elif added and self._released:
@@ -134,7 +133,7 @@ class OutputText:
         self._characters += len(added)
 
     def _release(self, *, everything: bool) -> None:
-        """Pieces whose text was handed out. One without text waits for the character that it is a part of."""
+        """Release token texts whose text was returned. One without text waits for the character that it belongs to."""
         if not self._pieces:
             return
         certain = self._characters - len(self._held)
@@ -148,7 +147,7 @@ class OutputText:
         self._pieces.extendleft(reversed(waiting))
 
     def _cut(self, dropped: int) -> None:
-        """The output ends `dropped` characters before the text that was detokenised."""
+        """End the output `dropped` characters before the end of the detokenised text."""
         self._characters -= dropped
         if self._pieces is None:
             return
@@ -159,7 +158,7 @@ class OutputText:
 
 
 def token_bytes(tokenizer: HasPieces, token: int) -> bytes:
-    """A token's own bytes, whatever is around it; a special token's name."""
+    """Return a token's own bytes, whatever surrounds it; for a special token, its name."""
     pieces = tokenizer.pieces
     if pieces.kind.form == "window":
         return pieces.window([token]).encode()
@@ -172,23 +171,23 @@ def token_bytes(tokenizer: HasPieces, token: int) -> bytes:
 
 
 class StopStrings:
-    """Finds which of several strings is complete first, reading every character once (after Aho and Corasick).
+    """Finds the first complete stop string, reading every character once (Aho-Corasick).
 
-    A state is the longest beginning of any string that the text read so far ends with; `depth` is its length.
+    A state is the longest prefix of any stop string that the text so far ends with; `depth` is its length.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self.depth = [0]
-        self._found = [0]  # length of the longest string that ends in a state
+        self._found = [0]  # length of the longest string that ends in each state
         for string in strings:
             self._add(string)
         self._fail = self._links()
-        # Most text has nothing of a stop string in it; a regular expression passes over it fastest.
+        # Most text contains no part of a stop string; a regular expression skips it fastest.
         self._first = re.compile("[" + "".join(re.escape(character) for character in self._next[0]) + "]")
 
     def scan(self, state: int, text: str, *, search: bool) -> tuple[int, int, int]:
-        """State after the text; where the first complete string ends in it, and its length, 0 if there is none."""
+        """Return the state after the text, where the first complete string ends in it, and its length (0 if none)."""
         follow, fail, found = self._next, self._fail, self._found
         place, end = 0, len(text)
         while place < end:
@@ -219,7 +218,7 @@ class StopStrings:
         self._found[state] = len(string)
 
     def _links(self) -> list[int]:
-        """For each state, the next longest beginning of any string that the same text ends with."""
+        """Return, for each state, the next longest prefix of any string that the same text ends with."""
         fail = [0] * len(self._next)
         queue = deque(self._next[0].values())
         while queue:
@@ -236,12 +235,12 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings | None:
-    """RequestError for stop strings that cannot be served."""
+    """Return a matcher for the strings, or None. Raise RequestError if they exceed the bounds."""
     if len(strings) > MOST_STOPS:
-        raise RequestError(f"at most {MOST_STOPS} stop strings are allowed, not {len(strings)}", parameter="stop")
+        raise RequestError(f"'stop' takes at most {MOST_STOPS} strings, not {len(strings)}.", parameter="stop")
     for string in strings:
         if not 1 <= len(string) <= MOST_STOP_CHARACTERS:
             raise RequestError(
-                f"a stop string must have 1 to {MOST_STOP_CHARACTERS} characters, not {len(string)}", parameter="stop"
+                f"A stop string must have 1 to {MOST_STOP_CHARACTERS} characters, not {len(string)}.", parameter="stop"
             )
     return StopStrings(strings) if strings else None

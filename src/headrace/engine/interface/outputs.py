@@ -1,4 +1,4 @@
-"""What leaves an engine: the output of one sequence after a step, how it ended, and what it took."""
+"""What an engine returns: a sequence's output after a step, how the sequence ended, and its usage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from headrace.engine.interface.sampling import SampledToken
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence took. Times are by the worker's clock, and begin anew where another worker took over."""
+    """Usage of one sequence. Times are on the worker's clock and restart when another worker takes over."""
 
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    drafted: int  # tokens proposed by speculation, and how many of them held
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    drafted: int  # draft tokens, and how many were accepted
     accepted: int
-    queue_s: float  # until it first had a share of a step
+    queue_s: float  # from submission to its first share of a step
     prefill_s: float  # from then to its first token
     decode_s: float  # from then to its end
 
@@ -24,18 +24,18 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True):
 class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason
     usage: SequenceUsage
-    why: str = ""  # a reason fit to show, where it failed or was cut
+    why: str = ""  # a reason to show to users, if it failed or was cut
     stop: str | None = None  # the stop string that ended it
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
-    """What is new of one sequence after a step."""
+    """New output of one sequence after a step."""
 
     request: str
     index: int  # which of the request's n
     tokens: list[int]
     text: str
-    chosen: list[SampledToken] | None = None  # the tokens with their log-probabilities, where they were asked for
-    prompt: list[SampledToken] | None = None  # the prompt's tokens from the first wanted one on, with theirs
-    vector: bytes | None = None  # an embedding, f32, little end first
-    ending: SequenceEnd | None = None  # with a sequence's last output
+    chosen: list[SampledToken] | None = None  # the tokens with log-probabilities, if requested
+    prompt: list[SampledToken] | None = None  # prompt tokens with log-probabilities, from the first requested one
+    vector: bytes | None = None  # an embedding, f32, little-endian
+    ending: SequenceEnd | None = None  # set on a sequence's last output

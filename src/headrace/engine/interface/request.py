@@ -86,18 +86,18 @@ _param_values = attrgetter(*_PARAMS)
 
 
 class SequenceState(msgspec.Struct, eq=False):
-    """One of a request's n. `tokens` and `computed` are moved on by the scheduler when a step is settled."""
+    """One of a request's n sequences. The scheduler advances `tokens` and `computed` when a step is settled."""
 
     request: GenerationRequest
     index: int
     tokens: list[int]  # prompt and output
     computed: int = 0  # tokens whose KV is in the blocks
-    reported: int = 0  # prompt positions whose results were handed out; they are not wanted again after a preemption
+    reported: int = 0  # prompt positions whose results were delivered; a preempted sequence does not repeat them
     blocks: list[int] = []
     rope_variant: int = 0
-    seen: dict[int, int] = {}  # token -> count in the output, where penalties ask
-    drafted: list[int] = []  # proposed continuation, to be verified by the next step
-    cached: int = 0  # prompt tokens that the prefix cache had when the sequence first started
+    seen: dict[int, int] = {}  # token -> count in the output; only with penalties
+    drafted: list[int] = []  # draft tokens, to be verified by the next step
+    cached: int = 0  # prompt tokens found in the prefix cache when the sequence first started
     finish: FinishReason | None = None
 
     @property
@@ -110,18 +110,18 @@ class SequenceState(msgspec.Struct, eq=False):
 
     @property
     def pending(self) -> int:
-        """Tokens that are there and not computed yet, without the drafts; 1 for a sequence that decodes."""
+        """Tokens that are not computed yet, drafts excluded; 1 for a decoding sequence."""
         return len(self.tokens) - self.computed
 
     def append(self, tokens: Collection[int]) -> None:
         self.tokens.extend(tokens)
-        if self.seen:  # a prompt has a token at least, so it is empty only where nothing asks for it
+        if self.seen:  # empty only without penalties, because a prompt has at least one token
             for token in tokens:
                 self.seen[token] = self.seen.get(token, 0) + 1
 
 
 def open_sequence(request: GenerationRequest, index: int = 0, rope_variant: int = 0) -> SequenceState:
-    """A sequence of which nothing is computed; `seen` is kept only where a penalty asks for it."""
+    """Return a sequence of which nothing is computed. `seen` is filled only if a penalty needs it."""
     sampling = request.sampling
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     seen = dict.fromkeys(request.prompt, 0) if penalties != (1.0, 0.0, 0.0) else {}

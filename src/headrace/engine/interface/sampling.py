@@ -1,9 +1,7 @@
-"""How the next token of a sequence is to be chosen: what a caller may wish, its bounds, and what comes out.
+"""Sampling parameters with their bounds, a row of logits as a sampler takes it, and the sampled token.
 
-Owns SamplingParams, a row of logits as a sampler takes it (SampleRow) and the choice (SampledToken). Knows nothing of
-arrays: the core's sampler, with the laying out of rows for it, is engine.sampler. Random numbers are counter-based:
-they follow from the seed and the token's position alone, so a sampled sequence, like a greedy one, does not depend on
-what else runs.
+Random numbers are counter-based: they depend only on the seed and the token's position, so a sampled sequence, like a
+greedy one, does not depend on what else runs. Does not compute: the core's sampler is `executors/sampler.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +22,24 @@ MOST_LOGPROBS: Final = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    temperature: float = 0.0  # 0 takes the likeliest token
+    temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    min_p: float = 0.0  # of the likeliest token's probability
+    min_p: float = 0.0  # relative to the most likely token's probability
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int = 0
-    logprobs: int | None = None  # how many likeliest tokens to report; 0 reports the chosen one alone
+    logprobs: int | None = None  # how many of the most likely tokens to report; 0: only the chosen one
 
     @property
     def penalises(self) -> bool:
-        """Whether the tokens seen so far matter."""
+        """Whether the tokens so far influence the choice."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:
-        """RequestError for a wish that cannot be met."""
+        """Raise RequestError for a value out of bounds."""
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_k", self.top_k, 0, 2**31 - 1)
         _within("top_p", self.top_p, 1e-6, 1.0)
@@ -59,14 +57,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def _within(parameter: str, value: float, least: float, most: float) -> None:
     if math.isnan(value) or not least <= value <= most:
-        raise RequestError(f"{parameter} must be from {least:g} to {most:g}, not {value}", parameter=parameter)
+        raise RequestError(f"'{parameter}' must be {least:g} to {most:g}, not {value}.", parameter=parameter)
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th of a request's n sequences; the first has the request's own."""
+    """Return the seed of the `index`-th of a request's n sequences. The first has the request's own."""
     if index == 0:
         return seed
-    # SplitMix64's finaliser: neighbouring indices get seeds that have nothing in common.
+    # SplitMix64's finaliser, so that neighbouring indices get unrelated seeds.
     mixed = (seed + index * 0x9E3779B97F4A7C15) & _WORD
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -77,21 +75,21 @@ _WORD: Final = 2**64 - 1
 
 
 class SampleRow(msgspec.Struct):
-    """One row of logits and what is wished of it."""
+    """One row of logits and how to sample it."""
 
     sampling: SamplingParams
-    position: int  # of the token to be chosen, in its sequence
+    position: int  # of the token to choose, in its sequence
     seen: Mapping[int, int] = {}  # token of prompt or output -> count in the output
-    mask: NDArray[np.uint32] | None = None  # a bit per token, set where it is allowed
-    forbidden: Collection[int] = ()  # tokens that must not be chosen, beside the mask
-    given: int | None = None  # a token that is known already: it is taken, and only its log-probability is of interest
-    seed: int | None = None  # in place of the sampling's
+    mask: NDArray[np.uint32] | None = None  # one bit per token, set if the token is allowed
+    forbidden: Collection[int] = ()  # tokens excluded in addition to the mask
+    given: int | None = None  # a known token: it is chosen, and only its log-probability is computed
+    seed: int | None = None  # replaces `sampling.seed`
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # likeliest tokens with their log-probabilities
+    top: tuple[tuple[int, float], ...] = ()  # most likely tokens with their log-probabilities
 
 
 class NoTokenError(HeadraceError):

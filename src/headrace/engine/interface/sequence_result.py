@@ -1,4 +1,4 @@
-"""All that came of one sequence, put together from its outputs. Owns SequenceResult."""
+"""The complete result of one sequence, assembled from its outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.engine.interface.sampling import SampledToken
 
 
 class SequenceResult(msgspec.Struct):
-    index: int  # of the request's n
+    index: int  # among the request's n
     tokens: list[int] = []
     text: str = ""
     chosen: list[SampledToken] = []

@@ -1,4 +1,4 @@
-"""The checks of a variant that need no model."""
+"""Checks a variant without opening its model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ SPECULATION: Final = ("none", "ngram", "model")
 
 
 def check_variant(variant: Variant) -> None:
-    """RequestError for what no model and no machine could serve."""
+    """Raise RequestError for options that no model and no machine could serve."""
     parse_plan(variant.weights, group=variant.group, keep=variant.keep)
     parse_kv_type(variant.kv)
     if variant.speculation not in SPECULATION:
         raise RequestError(
-            f"speculation is one of {', '.join(SPECULATION)}, not '{variant.speculation}'", parameter="speculation"
+            f"'speculation' must be one of {', '.join(SPECULATION)}, not '{variant.speculation}'.",
+            parameter="speculation",
         )
     if (variant.speculation == "model") != (variant.draft_model is not None):
-        raise RequestError("a draft model goes with speculation 'model', and with no other", parameter="draft_model")
+        raise RequestError(
+            "'draft_model' requires speculation 'model', and speculation 'model' requires 'draft_model'.",
+            parameter="draft_model",
+        )
     if variant.draft_weights is not None:
         parse_precision(variant.draft_weights, parameter="draft_weights")
     for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts"):
         value = getattr(variant, name)
         if value is not None and value < 1:
-            raise RequestError(f"{name} must be at least 1, not {value}", parameter=name)
+            raise RequestError(f"'{name}' must be at least 1, not {value}.", parameter=name)
     if not 1 <= variant.max_sequences <= 4096:
-        raise RequestError(f"max_sequences must be 1 to 4096, not {variant.max_sequences}", parameter="max_sequences")
+        raise RequestError(
+            f"'max_sequences' must be 1 to 4096, not {variant.max_sequences}.", parameter="max_sequences"
+        )
     surfaces_with(variant.surfaces)

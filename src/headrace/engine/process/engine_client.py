@@ -1,10 +1,10 @@
-"""The async client of an engine's worker processes: requests in, streams of outputs out, whatever happens to a worker.
+"""The asyncio client of a variant's worker processes: takes requests, returns streams of outputs, survives lost
+workers.
 
-Owns the connections to a variant's replicas, the requests that run on them, and their continuation: what a lost worker
-had not finished goes on, from the tokens that have come so far, on another replica or on the worker that takes its
-place. Outputs come over one connection in order and a frame counts as a whole or not at all, so nothing is lost and
-nothing comes twice; and because tokens follow from the tokens before them alone, the continuation is byte for byte what
-would have come. Knows no processes: starting and restarting them is the supervisor's.
+When a worker is lost, its unfinished requests continue on another replica, or on the worker that replaces it, after the
+tokens received so far. A connection delivers frames in order and whole, so no output is lost or duplicated; tokens
+depend only on the tokens before them, so the continuation is byte-identical. Does not start processes: the supervisor
+does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter,
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.errors import HeadraceError, RequestError
 
-MOST_ATTEMPTS: Final = 5  # workers that a request may lose without a new token: after that it may be what kills them
+# workers that a request may lose without a new token; after that, the request itself is suspect
+MOST_ATTEMPTS: Final = 5
 
 
 class OverloadedError(HeadraceError):
-    """No replica admits the request now."""
+    """No replica admits the request at present."""
 
     def __init__(self, reason: str, *, retry_after: float | None = None, predicted: float | None = None) -> None:
         self.retry_after = retry_after
@@ -45,43 +46,43 @@ class OverloadedError(HeadraceError):
 
 
 class WorkerLostError(HeadraceError):
-    """No worker could finish the request in the time that a client waits for one."""
+    """No worker finished the request within the client's patience."""
 
 
 class ClientTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a client waits for what, in seconds."""
+    """Timeouts of a client, in seconds."""
 
-    patience: float = 60.0  # for a worker that can take a request
-    silence: float = 15.0  # of a worker that was asked whether it is there
-    ping: float = 1.0  # between such questions, while something runs
-    longest_step: float = 60.0  # a step that takes longer is stuck
-    reconnect: float = 0.02  # at first; it grows to the next
+    patience: float = 60.0  # to find a worker that can take a request
+    silence: float = 15.0  # without an answer to a ping
+    ping: float = 1.0  # between pings, while something runs
+    longest_step: float = 60.0  # a longer step counts as stuck
+    reconnect: float = 0.02  # first pause; it grows to `reconnect_most`
     reconnect_most: float = 0.5
 
 
 class Submission(msgspec.Struct, eq=False):
-    """A stream, or some of its sequences, as submitted to a worker once."""
+    """A stream, or some of its sequences, as sent to one worker."""
 
     id: str
     stream: OutputStream
-    indices: tuple[int, ...]  # of the request's n, by the index that the worker knows
+    indices: tuple[int, ...]  # among the request's n, by the worker's index
     continues: bool = False
     replica: _Replica | None = None
     load: float = 0.0
     refused_by: set[int] = set()
-    give_up: float = 0.0  # when patience ends, while it waits for a worker
+    give_up: float = 0.0  # when to give up waiting for a worker
 
 
 class _Replica(msgspec.Struct, eq=False):
     number: int
     path: str
-    connection: WorkerConnection | None = None  # greeted, and to be used
+    connection: WorkerConnection | None = None  # set once greeted
     welcome: wire.Welcome | None = None
     draining: bool = False
     jobs: dict[str, Submission] = {}
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
-    asked: int = 0  # pings that were not answered yet
+    asked: int = 0  # unanswered pings
 
     @property
     def usable(self) -> bool:
@@ -89,7 +90,7 @@ class _Replica(msgspec.Struct, eq=False):
 
 
 class EngineClient:
-    """Requests to one variant's replicas, given by the paths of their sockets. All of it belongs to one event loop."""
+    """Sends requests to one variant's replicas, given by the paths of their sockets. Belongs to one event loop."""
 
     def __init__(
         self, paths: Sequence[str | PathLike[str]], *, waits: ClientTimeouts | None = None, most_requests: int = 16_384
@@ -103,13 +104,13 @@ class EngineClient:
         self._waiting: list[Submission] = []
         self._retries: set[asyncio.TimerHandle] = set()
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._changed = asyncio.Event()  # a replica became usable, or was found to be wrong
+        self._changed = asyncio.Event()  # a replica became usable or was rejected
         self._wrong: HeadraceError | None = None
         self._streams: set[OutputStream] = set()
         self._variant: tuple[str, str] | None = None
         self._closing = False
 
-    # Life
+    # Lifecycle
 
     async def __aenter__(self) -> EngineClient:
         self.start()
@@ -119,12 +120,12 @@ class EngineClient:
         await self.close()
 
     def start(self) -> None:
-        """Begins to connect, and to connect again whenever a worker is lost."""
+        """Connect to every replica, and reconnect whenever a worker is lost."""
         for replica in self._replicas:
             replica.task = asyncio.create_task(self._keep(replica))
 
     async def ready(self, timeout: float | None = None) -> wire.Welcome:
-        """ClientTimeouts until a replica can take requests; what it serves."""
+        """Wait until a replica can take requests. Return what it serves."""
 
         async def wait() -> wire.Welcome:
             while True:
@@ -139,10 +140,10 @@ class EngineClient:
         try:
             return await asyncio.wait_for(wait(), self._waits.patience if timeout is None else timeout)
         except TimeoutError:
-            raise WorkerLostError("no worker is there") from None
+            raise WorkerLostError("No worker is connected.") from None
 
     async def close(self) -> None:
-        """Cancels what runs and lets the workers go; they live on."""
+        """Cancel what runs and disconnect. The workers live on."""
         self._closing = True
         for stream in list(self._streams):
             stream.cancel()
@@ -161,7 +162,7 @@ class EngineClient:
     # Requests
 
     def stream(self, request: GenerationRequest) -> OutputStream:
-        """Submits a request. Its `deadline` and `arrival` are on this process's monotonic clock."""
+        """Submit a request. Its `deadline` and `arrival` are on this process's monotonic clock."""
         stream = OutputStream(self, request)
         if len(self._streams) >= self._most:
             stream.end(OverloadedError(f"{self._most} requests run already", retry_after=1.0))
@@ -171,7 +172,7 @@ class EngineClient:
         return stream
 
     async def complete(self, request: GenerationRequest) -> list[SequenceResult]:
-        """A request's answers, whole."""
+        """Return the complete results of a request's sequences."""
         answers = [SequenceResult(index) for index in range(request.n)]
         async with self.stream(request) as stream:
             async for output in stream:
@@ -181,7 +182,7 @@ class EngineClient:
     async def complete_all(
         self, requests: Iterable[GenerationRequest], *, at_once: int = 1024
     ) -> list[list[SequenceResult]]:
-        """The answers of many requests, in their order, with at most `at_once` of them under way."""
+        """Return the results of many requests in their order, with at most `at_once` of them in flight."""
         room = asyncio.Semaphore(at_once)
 
         async def one(request: GenerationRequest) -> list[SequenceResult]:
@@ -191,12 +192,12 @@ class EngineClient:
         return await asyncio.gather(*map(one, requests))
 
     async def stats(self) -> list[dict[str, Any]]:
-        """What each replica that is there says of itself."""
+        """Return the statistics of every connected replica."""
         asked = [self._ask(replica, wire.AskStats) for replica in self._replicas if replica.connection is not None]
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
     async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
-        """Keeps a prefix in every replica's memory (`keep=False`: no longer)."""
+        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`)."""
 
         def message(number: int) -> wire.Pin:
             return wire.Pin(number=number, tokens=tuple(tokens), salt=salt, public=public, keep=keep)
@@ -206,13 +207,13 @@ class EngineClient:
                 raise RequestError(reply.reason, parameter="pin")
 
     def drain(self) -> None:
-        """Asks every worker to finish what it has, take nothing new, and end."""
+        """Ask every worker to finish its requests, take no new ones, and exit."""
         for replica in self._replicas:
             if replica.connection is not None:
                 replica.connection.send(wire.Drain())
 
     def drop(self, stream: OutputStream) -> None:
-        """Forgets a stream and cancels what runs of it; the stream itself calls this."""
+        """Forget a stream and cancel its sequences. Called by the stream."""
         for job in list(stream.jobs):
             if job.replica is not None and job.replica.connection is not None:
                 job.replica.connection.send(wire.Cancel(job.id))
@@ -221,7 +222,7 @@ class EngineClient:
 
     async def _ask(self, replica: _Replica, message: Callable[[int], wire.ClientMessage]) -> Any:
         if replica.connection is None:
-            raise WorkerLostError(f"the worker at {replica.path} is not there")
+            raise WorkerLostError(f"The worker at {replica.path} is not connected.")
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         replica.connection.send(message(number))
@@ -229,12 +230,12 @@ class EngineClient:
         try:
             await asyncio.wait({reply, lost}, timeout=self._waits.patience, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                raise WorkerLostError(f"the worker at {replica.path} did not answer")
+                raise WorkerLostError(f"The worker at {replica.path} did not answer within {self._waits.patience:g} s.")
             return reply.result()
         finally:
             del self._replies[number]
 
-    # Jobs
+    # Submissions
 
     def _job(self, stream: OutputStream, indices: tuple[int, ...], *, continues: bool = False) -> Submission:
         job = Submission(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
@@ -295,13 +296,13 @@ class EngineClient:
         self._retries.add(timer)
 
     def _lose_patience(self) -> None:
-        now = time.monotonic() + 0.001  # a timer may come a little early
+        now = time.monotonic() + 0.001  # timers may fire a little early
         for job in [job for job in self._waiting if job.give_up <= now]:
             if not self._cut(job, now):
-                self._fail(job, WorkerLostError(f"no worker was there for {self._waits.patience:g} s"))
+                self._fail(job, WorkerLostError(f"no worker was available for {self._waits.patience:g} s"))
 
     def _cut(self, job: Submission, now: float) -> bool:
-        """Ends a job that is past its deadline with what there is; False where it is not."""
+        """End a submission that is past its deadline with its output so far. Return False if it is not."""
         stream = job.stream
         deadline = stream.request.deadline
         if deadline is None or now < deadline:
@@ -317,7 +318,7 @@ class EngineClient:
         return True
 
     def _recover(self, replica: _Replica) -> None:
-        """What a lost worker had not finished goes on elsewhere."""
+        """Continue the requests of a lost worker elsewhere."""
         lost, replica.jobs = list(replica.jobs.values()), {}
         for job in lost:
             self._routes.add_load(replica.number, -job.load)
@@ -330,11 +331,11 @@ class EngineClient:
             if stream.closed:
                 continue
             if stream.attempts >= MOST_ATTEMPTS:
-                self._fail(job, WorkerLostError(f"{stream.attempts} workers were lost while they ran this request"))
+                self._fail(job, WorkerLostError(f"{stream.attempts} workers were lost while running this request."))
             elif job.indices == tuple(range(stream.request.n)) and not any(stream.tokens):
                 self._dispatch(self._job(stream, job.indices, continues=True))
             else:
-                # Sequences that have parted from one another go on one by one.
+                # Sequences that have diverged continue one by one.
                 for index in job.indices:
                     if stream.endings[index] is None:
                         self._dispatch(self._job(stream, (index,), continues=True))
@@ -362,12 +363,12 @@ class EngineClient:
                 if reply is not None and not reply.done():
                     reply.set_result(message)
             case wire.Bye(reason):
-                self._wrong = wire.WireError(f"the worker at {replica.path} ended the connection: {reason}")
+                self._wrong = wire.WireError(f"The worker at {replica.path} closed the connection: {reason}")
 
     def _on_output(self, replica: _Replica, output: SequenceOutput) -> None:
         job = replica.jobs.get(output.request)
         if job is None:
-            return  # cancelled meanwhile
+            return  # cancelled in the meantime
         stream = job.stream
         output.index = job.indices[output.index]
         decoding = SEQUENCE_COST * len(job.indices)
@@ -398,7 +399,7 @@ class EngineClient:
         job.refused_by.add(replica.number)
         now = time.monotonic()
         if job.continues and refused.parameter == "deadline":
-            # It was admitted once, and will not be done in time any more.
+            # It was admitted once, but can no longer finish in time.
             self._cut(job, max(now, stream.request.deadline or now))
         elif refused.parameter is not None:
             self._fail(job, RequestError(refused.reason, parameter=refused.parameter))
@@ -407,7 +408,7 @@ class EngineClient:
         elif job.continues and self._cut(job, now):
             pass
         elif job.continues and now < job.give_up:
-            # That the worker that takes over is full for the moment is not its fault.
+            # The request is not to blame if the worker that takes over is full: retry.
             stream.jobs.discard(job)
             self._later(min(refused.retry_after or 0.1, 1.0), lambda: self._try_again(job))
         else:
@@ -423,7 +424,7 @@ class EngineClient:
     # Connections
 
     async def _keep(self, replica: _Replica) -> None:
-        """Connects, watches, and connects again, for ever."""
+        """Connect, watch and reconnect until the client closes."""
         wait = self._waits.reconnect
         while not self._closing:
             try:
@@ -452,15 +453,15 @@ class EngineClient:
                     self._recover(replica)
 
     def _accept(self, replica: _Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
-        """Whether the worker speaks our version and serves what the others do."""
+        """Return whether the worker speaks our protocol version and serves the same variant as the others."""
         serves = (welcome.model, welcome.variant)
         self._variant = self._variant or serves
         if welcome.version != wire.VERSION:
             self._wrong = wire.WireError(
-                f"the worker at {replica.path} speaks version {welcome.version}, this is {wire.VERSION}"
+                f"The worker at {replica.path} speaks version {welcome.version}, this client {wire.VERSION}."
             )
         elif serves != self._variant:
-            self._wrong = HeadraceError(f"the worker at {replica.path} serves {serves}, the others {self._variant}")
+            self._wrong = HeadraceError(f"The worker at {replica.path} serves {serves}, the others {self._variant}.")
         else:
             self._wrong = None
             replica.connection, replica.welcome, replica.draining = connection, welcome, welcome.draining
@@ -471,7 +472,7 @@ class EngineClient:
         return replica.connection is not None
 
     async def _watch(self, replica: _Replica, connection: WorkerConnection) -> None:
-        """Until the worker is gone, or says nothing though it was asked."""
+        """Return when the worker is gone, or does not answer pings."""
         asked_at = time.monotonic()
         replica.asked = 0
         while not connection.closed.done():
@@ -490,7 +491,7 @@ T = TypeVar("T")
 
 
 async def _unless(ended: asyncio.Future[None], wanted: Awaitable[T], seconds: float) -> T | None:
-    """What is wanted, or None where the connection ends or the time is over before."""
+    """Return the awaited value, or None if the connection ends or the time is over first."""
     task = asyncio.ensure_future(wanted)
     await asyncio.wait({ended, task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if task.done():

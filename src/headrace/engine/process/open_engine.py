@@ -1,7 +1,5 @@
-"""From a Variant to an engine that is ready to run: the model loaded, memory laid out, all parts put together.
-
-Owns nothing that lives on; OpenedVariant holds what came of it. Used alike by the worker process and by headrace.LLM.
-"""
+"""Opens a variant: loads the model, sizes its memory and assembles the engine. Used by the worker process and by
+LLM."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from headrace.variant import Variant
 
 log = logging.getLogger(__name__)
 
-ProgressCallback = Callable[[int, int], None]  # bytes of weights done, and of all
+ProgressCallback = Callable[[int, int], None]  # bytes of weights done, bytes in all
 
 
 class OpenedVariant(msgspec.Struct, frozen=True):
@@ -52,8 +50,11 @@ def open_variant(
     progress: ProgressCallback | None = None,
     cuts_texts: bool = True,
 ) -> OpenedVariant:
-    """ModelError or RequestError for what cannot be served. `folder`: the model's, where it is open already.
-    `cuts_texts`: prompts become tokens here, so that the tokenizer is read as a whole."""
+    """Return the opened variant. Raise ModelError or RequestError if it cannot be served.
+
+    `folder` is the model's folder, if it is open already. `cuts_texts` says whether prompts are tokenised here, so that
+    the whole tokenizer is read.
+    """
     check_variant(variant)
     if folder is None:
         folder = open_model(find_model(variant.model))

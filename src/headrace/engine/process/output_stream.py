@@ -1,7 +1,4 @@
-"""One request's outputs as they come, for whoever waits for them or wants to be called.
-
-Owns OutputStream. Where its outputs come from, and what becomes of it when a worker is lost, is the client's.
-"""
+"""The stream of one request's outputs, to iterate over or to be called back by. The client fills it."""
 
 from __future__ import annotations
 
@@ -16,25 +13,25 @@ from headrace.engine.process.replica_choice import prefix_keys
 
 
 class StreamOwner(Protocol):
-    """What a stream comes from."""
+    """The client that a stream belongs to."""
 
     def drop(self, stream: OutputStream) -> None:
-        """Forgets a stream that was left, and cancels what runs of it."""
+        """Forget an abandoned stream and cancel its sequences."""
         ...
 
 
 class OutputStream:
-    """One request's outputs as they come; iterated once. Leaving it before its end cancels the request.
+    """One request's outputs as they come; iterate once. Leaving it before its end cancels the request.
 
-    Who cannot spare a turn of the event loop for each output asks to be called instead: `listen` and `take`.
+    A consumer that cannot afford a turn of the event loop per output uses `listen` and `take` instead.
     """
 
     def __init__(self, source: StreamOwner, request: GenerationRequest) -> None:
         self.request = request
-        self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # that came so far, of each sequence
+        self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # tokens so far, by sequence
         self.endings: list[SequenceEnd | None] = [None] * request.n
         self.jobs: set[Any] = set()  # the client's Jobs, whose module imports this one
-        self.attempts = 0  # workers lost since something last came
+        self.attempts = 0  # workers lost since the last output
         self.keys = prefix_keys(request.prompt, request.salt)
         self.closed = False
         self._source = source
@@ -44,11 +41,11 @@ class OutputStream:
         self._listener: Callable[[], None] | None = None
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Calls it whenever something has come, or the stream has ended. It raises nothing. None: no more."""
+        """Call `listener` whenever an output came or the stream ended; None stops that. The listener must not raise."""
         self._listener = listener
 
     def take(self) -> SequenceOutput | None:
-        """What came next; None where nothing has come yet, or nothing more will. Raises what broke the stream off."""
+        """Return the next output, or None if none has come. Raise the error that broke the stream."""
         if self._ready:
             return self._ready.popleft()
         if self._error is not None:
@@ -79,7 +76,7 @@ class OutputStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends what still runs, by the worker's next step; nothing more comes."""
+        """End what still runs, by the worker's next step. Nothing more comes."""
         if not self.closed:
             self._source.drop(self)
             self.end()

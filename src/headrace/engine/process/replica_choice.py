@@ -1,9 +1,7 @@
-"""Which replica a request goes to: the one that would have it done soonest, by what each has cached and has to do.
+"""Chooses the replica that would finish a request soonest, from its cached prefixes and its remaining work.
 
-Owns ReplicaRouter: for each replica a bounded memory of the prefixes that went there, and the tokens that it still has
-to compute. Both are in the same unit, tokens of prefill: a cached prefix is worth exactly as much load as it spares, so
-requests that share a prefix stay together until another replica would be done sooner. Pure logic; a guess that is wrong
-costs time and nothing else.
+Both are counted in tokens of prefill: a cached prefix is worth exactly the work that it saves, so requests with a
+common prefix stay together until another replica would be faster. Pure logic; a wrong guess costs only time.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-PIECE: Final = 64  # tokens that are remembered together; a shorter common prefix is not worth a detour
-SEQUENCE_COST: Final = 64.0  # tokens of prefill that a running sequence weighs, its decoding included
+PIECE: Final = 64  # tokens per piece; a shorter common prefix is not worth a detour
+SEQUENCE_COST: Final = 64.0  # tokens of prefill that a running sequence counts as, decoding included
 
 
 def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
-    """A key for every whole piece of a text, which stands for all the text up to its end."""
+    """Return one key for each whole piece of the tokens. A key identifies everything up to the piece's end."""
     keys: list[int] = []
     key = hash(salt)
     for start in range(0, len(tokens) - PIECE + 1, PIECE):
@@ -27,10 +25,11 @@ def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
 
 
 class ReplicaRouter:
-    """The replicas are numbered from 0."""
+    """Remembers, for replicas numbered from 0, the prefixes that each got and the tokens that it still has to
+    compute."""
 
     def __init__(self, replicas: int, *, most_pieces: int = 65_536) -> None:
-        """`most_pieces`: remembered of each replica; the least recently used go first."""
+        """`most_pieces` bounds what is remembered of each replica; the least recently used pieces go first."""
         self._most = most_pieces
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
         self._loads = [0.0] * replicas
@@ -38,9 +37,9 @@ class ReplicaRouter:
         self._turn = 0
 
     def choose(self, keys: Sequence[int], length: int, usable: Sequence[int]) -> tuple[int, float]:
-        """A replica for a prompt of `length` tokens with those keys, and the load that it means there."""
+        """Return a replica for a prompt of `length` tokens with these keys, and the load that it adds there."""
         costs = {replica: SEQUENCE_COST + length - PIECE * self._matched(replica, keys) for replica in usable}
-        # Among equals they take turns.
+        # Equal replicas take turns.
         chosen = min(usable, key=lambda replica: (self._loads[replica] + costs[replica], self._turns[replica]))
         self._turn += 1
         self._turns[chosen] = self._turn
@@ -53,16 +52,16 @@ class ReplicaRouter:
         return self._loads[replica]
 
     def learn(self, replica: int, keys: Sequence[int]) -> None:
-        """The replica has these pieces now, or will have before a request that follows."""
+        """Record that the replica has these pieces, or will have them before a later request."""
         known = self._known[replica]
-        for key in reversed(keys):  # the beginning of a text is the last to be forgotten
+        for key in reversed(keys):  # so that the beginning of a text is forgotten last
             known[key] = None
             known.move_to_end(key)
         while len(known) > self._most:
             known.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """The replica's process is a new one, with nothing cached."""
+        """Forget a replica's pieces, because its process is new."""
         self._known[replica].clear()
 
     def _matched(self, replica: int, keys: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""Keeps worker processes alive: starts them, notices when one is dead or stuck, and starts it again.
+"""Keeps worker processes running: starts them, detects dead or stuck ones and restarts them with a backoff.
 
-Owns which processes there are, the private folder of their sockets, and the pauses between restarts. Knows nothing of
-requests: those that a lost worker ran are continued by the clients, which find its successor under the same path.
+Owns the processes and the private folder of their sockets. Does not know requests: clients continue those of a lost
+worker on its successor, under the same path.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class StartError(HeadraceError):
 
 
 class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How closely workers are watched, in seconds."""
+    """Timeouts of a supervisor, in seconds."""
 
     start: float = 900.0  # to load; packing a large model for the first time takes minutes
-    ping: float = 1.0  # between two questions whether a worker is there
-    silence: float = 15.0  # after which one that does not answer is stuck
-    longest_step: float = 60.0  # after which a step is stuck
+    ping: float = 1.0  # between pings
+    silence: float = 15.0  # without an answer before a worker counts as stuck
+    longest_step: float = 60.0  # a longer step counts as stuck
     pause: float = (
-        0.25  # before the second restart in a row; the first is at once, each further one waits twice as long
+        0.25  # before the second restart in a row; the first is immediate, each further one waits twice as long
     )
     pause_most: float = 30.0
-    healthy: float = 60.0  # after which a worker's restarts are forgotten
-    kill: float = 5.0  # for a worker to end by itself once it should
+    healthy: float = 60.0  # of uptime after which a worker's restarts are forgotten
+    kill: float = 5.0  # for a worker to exit by itself before it is killed
 
 
 class _Worker(msgspec.Struct, eq=False):
     config: WorkerConfig
     socket: Path
     process: WorkerProcess | None = None
-    begun: bool = False  # the process has not been waited for yet
+    begun: bool = False  # started early, and not awaited yet
     started: asyncio.Future[StartReport] | None = None
     task: asyncio.Task[None] | None = None
     restarts: int = 0
 
 
 class Supervisor:
-    """One worker process for each configuration. All of it belongs to one event loop."""
+    """Runs one worker process for each configuration. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Supervisor:
         watch: SupervisorTimeouts | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`progress` hears, while a worker starts, how many bytes of its weights are packed, and of how many."""
+        """`progress` receives the bytes of weights packed so far, and in all, while a worker starts."""
         self._progress = progress
         self._watch = watch or SupervisorTimeouts()
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: sockets are for this user alone
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: only this user may connect
         self._workers = [
             _Worker(config, self._folder / f"worker-{number}.socket") for number, config in enumerate(configs)
         ]
@@ -77,7 +77,7 @@ class Supervisor:
 
     @property
     def paths(self) -> list[Path]:
-        """The workers' sockets, the same over all restarts."""
+        """The workers' sockets. They stay the same over restarts."""
         return [worker.socket for worker in self._workers]
 
     @property
@@ -96,20 +96,20 @@ class Supervisor:
         await self.stop()
 
     def begin(self) -> None:
-        """The processes load while their supervisor does other things. It is to be started or abandoned then."""
+        """Start the processes in the background, before there is an event loop. Call `start` or `abandon` next."""
         for worker in self._workers:
-            with contextlib.suppress(OSError):  # `start` tries again, and tells
+            with contextlib.suppress(OSError):  # `start` tries again and reports the error
                 worker.process, worker.begun = self._launch(worker), True
 
     def abandon(self) -> None:
-        """Undoes `begin`, where nothing was started."""
+        """Stop the processes that `begin` started, in place of `start`."""
         for worker in self._workers:
             if worker.process is not None:
                 worker.process.abandon()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def start(self) -> list[StartReport]:
-        """Starts all workers; returns when each can take requests. An error of the first start is raised."""
+        """Start all workers and return when each can take requests. Raise the error of the first start that fails."""
         loop = asyncio.get_running_loop()
         for worker in self._workers:
             worker.started = loop.create_future()
@@ -121,7 +121,7 @@ class Supervisor:
             raise
 
     async def stop(self, *, drain: bool = True) -> None:
-        """Ends all workers: with `drain` they finish what they have, without it they are gone at once."""
+        """Stop all workers. With `drain` they finish their requests; without it they are killed."""
         self._stopping = True
         await asyncio.gather(*(self._end(worker, drain=drain) for worker in self._workers))
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -142,7 +142,7 @@ class Supervisor:
                 future.cancel()
 
     async def _keep(self, worker: _Worker) -> None:
-        """One worker's life, process after process."""
+        """Run one worker, process after process."""
         failures = 0
         while not self._stopping:
             began = time.monotonic()
@@ -166,12 +166,12 @@ class Supervisor:
                 await asyncio.sleep(min(self._watch.pause * 2 ** min(failures - 2, 16), self._watch.pause_most))
 
     async def _spawn(self, worker: _Worker) -> StartReport:
-        """A new process, when it can take requests. StartError where it cannot."""
+        """Start a process and return its report when it can take requests. Raise StartError if it cannot."""
         if not worker.begun:
             try:
                 worker.process = self._launch(worker)
             except OSError as error:
-                raise StartError(f"there can be no process for the worker: {error.strerror or error}") from None
+                raise StartError(f"Cannot start a worker process: {error.strerror or error}.") from None
         worker.begun = False
         process = worker.process
         assert process is not None
@@ -180,10 +180,10 @@ class Supervisor:
                 report = await self.report_of(await process.output())
         except TimeoutError:
             await self._kill(process)
-            raise StartError(f"the worker did not start within {self._watch.start:g} s") from None
+            raise StartError(f"The worker did not start within {self._watch.start:g} s.") from None
         except (msgspec.MsgspecError, ValueError, ConnectionError):
             await self._kill(process)
-            raise StartError(f"the worker died while it started (exit code {process.returncode})") from None
+            raise StartError(f"The worker died during startup (exit code {process.returncode}).") from None
         except BaseException:
             await self._kill(process)
             raise
@@ -197,7 +197,7 @@ class Supervisor:
         return WorkerProcess(msgspec.json.encode(config) + b"\n")
 
     async def report_of(self, lines: asyncio.StreamReader) -> StartReport:
-        """What a worker says at the end of its start; before it, how far it is."""
+        """Read a worker's progress, and return the report at the end of its start."""
         while True:
             said = msgspec.json.decode(await lines.readline(), type=LoadProgress | StartReport)
             if isinstance(said, StartReport):
@@ -210,7 +210,7 @@ class Supervisor:
         await process.wait()
 
     async def _until_gone(self, worker: _Worker) -> str:
-        """Waits for the process to end, and ends it where it is stuck; says what happened."""
+        """Wait for the process to end, kill it if it is stuck, and return what happened."""
         process = worker.process
         assert process is not None
         ended = asyncio.create_task(process.wait())
@@ -227,7 +227,7 @@ class Supervisor:
             await asyncio.gather(ended, watched, return_exceptions=True)
 
     async def _until_stuck(self, worker: _Worker) -> str:
-        """Asks again and again whether the worker is there; returns when it is not."""
+        """Ping the worker until it stops answering. Return why it counts as stuck."""
         watch = self._watch
         answered = time.monotonic()
         busy = 0.0

@@ -1,8 +1,8 @@
-"""What passes between an engine's process and its clients: messages, and the frames that carry them.
+"""The protocol between a worker and its clients: message types, and frames of a 4-byte little-endian length and
+msgpack.
 
-Owns the messages' shapes, their version, the framing (a length of 4 bytes, little end first, then msgpack) and the
-bounds on both. Knows neither sockets nor engines. One encode_frame of outputs leaves per step and client, however many
-sequences ran. Durations and budgets pass as seconds from now: clocks of two processes are never compared.
+One frame of outputs leaves per step and client, however many sequences ran. Times travel as durations from now, because
+clocks of two processes are never compared. Does not know sockets or engines.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 2  # of the messages; a client and a worker of different versions part at once
-MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; the prompt's log-probabilities of a long text are the largest
-_LENGTH: Final = 4  # bytes before each encode_frame
+VERSION: Final = 2  # of the protocol; peers with different versions disconnect at once
+MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
+_LENGTH: Final = 4  # bytes before each frame
 
 
 class WireError(HeadraceError):
-    """A encode_frame that is too long, is no message, or comes from another version."""
+    """A frame that is too long, is not a message, or has another protocol version."""
 
 
 class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True, frozen=True):
-    """A request. Its `id` is unique among all clients of a worker; its `deadline` and `arrival` are left out, because
-    clocks of two processes are never compared."""
+    """Runs a request. Its `id` is unique among all clients of a worker. Its `deadline` and `arrival` stay unset: the
+    message carries them as durations."""
 
     request: GenerationRequest
     output: tuple[int, ...] = ()  # tokens already generated and delivered by another worker; `max_tokens` counts them
@@ -45,7 +45,7 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """Admit nothing more, finish what runs, end."""
+    """Asks the worker to admit nothing more, finish what runs, and exit."""
 
 
 class AskStats(msgspec.Struct, tag="ask_stats", frozen=True):
@@ -53,13 +53,13 @@ class AskStats(msgspec.Struct, tag="ask_stats", frozen=True):
 
 
 class Pin(msgspec.Struct, tag="pin", frozen=True, kw_only=True):
-    """Compute a prefix if need be, and keep it under pressure and, where the worker saves prefixes, over restarts."""
+    """Asks the worker to compute a prefix, keep it in memory and, if the worker saves prefixes, over restarts."""
 
     number: int
     tokens: tuple[int, ...]
     salt: str = ""
-    public: bool = False  # every tenant may share it
-    keep: bool = True  # False: it is pinned no more
+    public: bool = False  # share it among all tenants
+    keep: bool = True  # False: unpin it
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -72,7 +72,7 @@ ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | Hello
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
-    """A worker's answer to Hello: what it serves."""
+    """The worker's answer to Hello: what it serves."""
 
     version: int
     pid: int
@@ -83,7 +83,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
     context: int
     block_tokens: int
     blocks: int
-    variant: str  # weights and KV type: streams continue only among workers of one variant
+    variant: str  # weights and KV type; streams continue only on workers of one variant
     draining: bool = False
 
 
@@ -92,13 +92,13 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Rejected(msgspec.Struct, tag="refused", frozen=True, kw_only=True, omit_defaults=True):
-    """A request that was not admitted; nothing of it runs."""
+    """The request was not admitted; nothing of it runs."""
 
     id: str
     reason: str
-    parameter: str | None = None  # the request itself is wrong, there
-    retry_after: float | None = None  # seconds; None where another time is no better
-    predicted: float | None = None  # seconds until it would have been done
+    parameter: str | None = None  # the parameter that is wrong; None: a matter of load
+    retry_after: float | None = None  # seconds; None if a retry cannot help
+    predicted: float | None = None  # seconds until it would have finished
     draining: bool = False
 
 
@@ -109,7 +109,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 
 class Draining(msgspec.Struct, tag="draining", frozen=True):
-    """The worker admits nothing more and will end."""
+    """The worker admits nothing more and will exit."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -119,7 +119,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
 
 class Pinned(msgspec.Struct, tag="pinned", frozen=True):
     number: int
-    reason: str | None = None  # why it could not be done
+    reason: str | None = None  # why it failed; None on success
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
@@ -132,28 +132,28 @@ WorkerMessage = Welcome | Outputs | Rejected | Pong | Draining | Stats | Pinned 
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker is told when it starts: one line of JSON on its standard input, which then stays open."""
+    """A worker's configuration: one line of JSON on its standard input, which then stays open."""
 
     variant: Variant
-    socket: str = ""  # path; the supervisor chooses it
-    drain_seconds: float = 30.0  # that running requests have once the worker is to end
+    socket: str = ""  # path, set by the supervisor
+    drain_seconds: float = 30.0  # for running requests to finish during shutdown
     most_clients: int = 64
-    watched: bool = True  # end, when standard input does
+    watched: bool = True  # exit when standard input closes
 
 
 class LoadProgress(msgspec.Struct, tag="loading", frozen=True):
-    """How far a worker is with its weights: lines of JSON on its standard output, before StartReport."""
+    """Progress of packing the weights: lines of JSON on the worker's standard output, before StartReport."""
 
-    done: int  # bytes that are packed
+    done: int  # bytes packed
     total: int
 
 
 class StartReport(msgspec.Struct, tag="started", frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker says of its start: the last line of JSON on its standard output."""
+    """The result of a worker's start: the last line of JSON on its standard output."""
 
-    error: str | None = None  # it did not start; the text is fit to show
+    error: str | None = None  # why it did not start, as shown to users
     load_s: float = 0.0
-    mapped: bool = False  # packed weights were there and only had to be mapped
+    mapped: bool = False  # packed weights were in the cache and only had to be mapped
     weight_bytes: int = 0
     context: int = 0
     blocks: int = 0
@@ -164,12 +164,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: ClientMessage | WorkerMessage, most: int = MOST_FRAME) -> bytearray:
-    """A message as it goes over the socket."""
+    """Return a message as a frame. Raise WireError if it is too long."""
     buffer = bytearray(_LENGTH)
     _encoder.encode_into(message, buffer, _LENGTH)
     length = len(buffer) - _LENGTH
     if length > most:
-        raise WireError(f"a message of {length} bytes is longer than {most}")
+        raise WireError(f"A message of {length} bytes is longer than {most}.")
     buffer[:_LENGTH] = length.to_bytes(_LENGTH, "little")
     return buffer
 
@@ -178,7 +178,7 @@ T = TypeVar("T")
 
 
 class FrameDecoder(Generic[T]):
-    """Cuts the bytes that a socket gives into messages; a encode_frame that came in part waits for the rest."""
+    """Splits the bytes of a socket into messages. A partial frame waits for the rest."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], most: int = MOST_FRAME) -> None:
         self._decoder = decoder
@@ -186,7 +186,7 @@ class FrameDecoder(Generic[T]):
         self._waiting = bytearray()
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[T]:
-        """The messages that `data` completes. To be iterated to its end; WireError ends the connection."""
+        """Yield the messages that `data` completes. Iterate to the end. A WireError ends the connection."""
         waiting = self._waiting
         waiting += data
         at = 0
@@ -195,7 +195,7 @@ class FrameDecoder(Generic[T]):
                 end = at + _LENGTH
                 length = int.from_bytes(waiting[at:end], "little")
                 if length > self._most:
-                    raise WireError(f"a encode_frame of {length} bytes is longer than {self._most}")
+                    raise WireError(f"A frame of {length} bytes is longer than {self._most}.")
                 if len(waiting) - end < length:
                     return
                 at = end + length
@@ -207,7 +207,7 @@ class FrameDecoder(Generic[T]):
         try:
             return self._decoder.decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise WireError(f"not a message: {error}") from None
+            raise WireError(f"A frame is not a message: {error}") from None
 
 
 def from_clients(most: int = MOST_FRAME) -> FrameDecoder[ClientMessage]:

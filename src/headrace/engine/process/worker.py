@@ -1,13 +1,11 @@
-"""The worker process: one engine, and the sockets of its clients, on one thread.
+"""The worker process: one engine and the sockets of its clients, on one thread.
 
-Owns the loop, the listening socket, each client's connection and its bounds, and the end of the process. While a step
-runs on the executor's threads, this one writes out what the step before brought, reads what comes in, and sleeps until
-either is there; with nothing to do it sleeps until somebody writes. Frames, and what they hold, are wire's; what a
-request means is the engine's.
+While a step runs on the executor's threads, this thread sends the previous step's outputs, reads incoming messages and
+sleeps until there is something to do. The protocol is in `wire.py`.
 
-    stdin   one line of JSON, a WorkerConfig; its end means that nobody watches any more: drain and exit
-    stdout  lines of JSON: Loading, now and then, and at last Started
-    SIGTERM drain and exit; twice: exit
+    stdin   one line of JSON, a WorkerConfig; when it closes, the supervisor is gone: drain and exit
+    stdout  lines of JSON: LoadProgress now and then, and finally StartReport
+    SIGTERM drain and exit; twice: exit at once
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_READ: Final = 256 * 1024  # bytes at once
-_MOST_UNREAD: Final = 64 * 1024 * 1024  # 64 MiB that a client may leave unread before it is cut off
-_COMPILING: Final = 0.005  # seconds between two looks at grammars that are being compiled
-_STALLED: Final = 0.02  # seconds between two looks at requests that wait for time to pass
+_READ: Final = 256 * 1024  # bytes per read
+_MOST_UNREAD: Final = 64 * 1024 * 1024  # 64 MiB of unread output, after which a client is disconnected
+_COMPILING: Final = 0.005  # seconds between checks of grammars that are being compiled
+_STALLED: Final = 0.02  # seconds between checks of requests that wait for time to pass
 _BACKLOG: Final = 128
-_PROGRESS_SECONDS: Final = 0.2  # between two reports while the weights are packed
-_MOST_WAITED: Final = 3600.0  # seconds before its submission that a request may have arrived
+_PROGRESS_SECONDS: Final = 0.2  # between progress reports while weights are packed
+_MOST_WAITED: Final = 3600.0  # seconds that a request may have waited before its submission
 
 
 class _Client(msgspec.Struct, eq=False):
@@ -53,9 +51,9 @@ class _Client(msgspec.Struct, eq=False):
     frames: wire.FrameDecoder[wire.ClientMessage]
     unsent: bytearray = msgspec.field(default_factory=bytearray)
     greeted: bool = False
-    leaving: bool = False  # once all is sent
+    leaving: bool = False  # disconnect once everything is sent
     requests: set[str] = set()
-    outputs: list[SequenceOutput] = []  # of the step being delivered
+    outputs: list[SequenceOutput] = []  # outputs of the step being delivered
 
 
 class _Running(msgspec.Struct, eq=False):
@@ -79,7 +77,7 @@ class Worker:
         self._compiling: dict[str, _Compiling] = {}
         self._drain_until: float | None = None
         self._stopped = False
-        self.turns = 0  # of the loop's waiting for something to come
+        self.turns = 0  # times that the loop has polled
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -91,7 +89,7 @@ class Worker:
     # The loop
 
     def run(self) -> None:
-        """Until it was told to end, and has finished what it had."""
+        """Run until told to stop and all requests have finished."""
         engine = self.engine
         while not self._over():
             self._serve(0.0)
@@ -113,12 +111,12 @@ class Worker:
         self._flush()
 
     def wake(self, *_: object) -> None:
-        """Ends the loop's sleep; to be called from any thread."""
-        with contextlib.suppress(OSError):  # full: it is awake already
+        """Wake the loop. Safe to call from any thread."""
+        with contextlib.suppress(OSError):  # a full pipe means that it is awake already
             self._wake_writer.send(b"\0")
 
     def watch_standard_input(self) -> None:
-        """Its end means that whoever started the process is gone."""
+        """Drain when standard input closes, because then the parent process is gone."""
         os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ, self._on_standard_input)
 
@@ -128,7 +126,7 @@ class Worker:
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
 
     def drain(self) -> None:
-        """Admits nothing more; ends when what runs has finished, or its time is over."""
+        """Admit nothing more. The loop ends when all requests have finished, or when the drain time is over."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._config.drain_seconds
             self.engine.drain()
@@ -136,7 +134,7 @@ class Worker:
                 self._send(client, wire.Draining())
 
     def stop(self) -> None:
-        """Ends the loop at its next turn; to be called from any thread."""
+        """End the loop at its next turn. Safe to call from any thread."""
         self._stopped = True
         self.wake()
 
@@ -163,7 +161,7 @@ class Worker:
         return time.monotonic() >= self._drain_until or (self.engine.idle and not self._compiling)
 
     def _pause(self) -> float | None:
-        """How long it may sleep where there is nothing to compute."""
+        """Return how long the loop may sleep when there is nothing to compute."""
         if self._compiling:
             return _COMPILING
         if not self.engine.idle:
@@ -171,7 +169,7 @@ class Worker:
         return None
 
     def _serve(self, timeout: float | None) -> None:
-        """Handles what has come over the sockets; waits for it as long as that."""
+        """Handle socket events, waiting up to `timeout` seconds for them."""
         self.turns += 1
         for key, events in self._selector.select(timeout):
             key.data(key, events)
@@ -179,7 +177,7 @@ class Worker:
             self._admit_compiled()
 
     def _flush(self) -> None:
-        """Gives the clients a moment to read what is written for them."""
+        """Give the clients a moment to read what is written for them."""
         until = time.monotonic() + 1.0
         while any(client.unsent for client in self._clients) and time.monotonic() < until:
             self._serve(0.05)
@@ -211,7 +209,7 @@ class Worker:
         try:
             connection, _address = self._listener.accept()
         except OSError:
-            return  # it went away again, or there are no descriptors left: it will try again
+            return  # the peer left again, or no descriptors are left; it will retry
         connection.setblocking(False)
         client = _Client(connection, wire.from_clients())
         self._clients.add(client)
@@ -246,7 +244,7 @@ class Worker:
     def _on_message(self, client: _Client, message: wire.ClientMessage) -> None:
         if not client.greeted:
             if not isinstance(message, wire.Hello):
-                self._dismiss(client, "the first message must be a greeting")
+                self._dismiss(client, "The first message must be Hello.")
                 return
             client.greeted = True
             self._send(client, self._welcome())
@@ -334,7 +332,7 @@ class Worker:
 
     def _cancel(self, client: _Client, id: str) -> None:
         if id not in client.requests:
-            return  # it has ended meanwhile
+            return  # it ended in the meantime
         if self._compiling.pop(id, None) is not None:
             client.requests.discard(id)
         else:
@@ -357,7 +355,7 @@ class Worker:
     # Outputs
 
     def _deliver(self) -> None:
-        """One frame for each client that something came for."""
+        """Send one frame to each client that has outputs."""
         receivers: list[_Client] = []
         for output in self.engine.deliver():
             running = self._running.get(output.request)
@@ -390,7 +388,7 @@ class Worker:
                 self._give_up(client, outputs[0], str(error))
 
     def _give_up(self, client: _Client, output: SequenceOutput, why: str) -> None:
-        """An output that no frame holds."""
+        """Fail a sequence whose output is too large for a frame."""
         log.warning("an output of request %s is too large: %s", output.request, why)
         ending = output.ending
         if ending is None:
@@ -434,7 +432,7 @@ class Worker:
             self._selector.modify(client.socket, selectors.EVENT_READ, key.data)
 
     def _dismiss(self, client: _Client, reason: str) -> None:
-        """Says why, and ends the connection once that is sent."""
+        """Send the reason, then close the connection."""
         self._send(client, wire.Bye(reason))
         if client in self._clients:
             client.leaving = True
@@ -442,7 +440,7 @@ class Worker:
                 self._part(client)
 
     def _part(self, client: _Client) -> None:
-        """The client is gone: what it asked for ends with it."""
+        """Remove a client and cancel its requests."""
         if client not in self._clients:
             return
         self._clients.discard(client)
@@ -454,7 +452,7 @@ class Worker:
 
 
 class _Handler:
-    """What the selector calls for a client."""
+    """The selector's callback for one client."""
 
     __slots__ = ("_client", "_worker")
 
@@ -479,9 +477,9 @@ def request_of(message: wire.Submit, now: float) -> GenerationRequest:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that only this user can connect to."""
+    """Return a listening socket that only this user can connect to."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a worker that was killed
+    path.unlink(missing_ok=True)  # left behind by a worker that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -494,7 +492,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def read_config() -> wire.WorkerConfig:
-    """The line on standard input, byte by byte: what follows it must stay there."""
+    """Read one line from standard input, byte by byte so that nothing after it is consumed."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -517,10 +515,10 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     worker.watch_signals()
     if config.watched:
         worker.watch_standard_input()
-    # What was loaded stays: the collector need not look at it again and again.
+    # The loaded objects live for ever, so keep the garbage collector from scanning them.
     gc.collect()
     gc.freeze()
-    # The thread that waits for the core asks for the interpreter when a step is done: 5 ms would be long.
+    # The thread that waits for the core needs the interpreter when a step is done; the default of 5 ms is too long.
     sys.setswitchinterval(0.0005)
     loaded, capacity = opened.executor.load_report, opened.executor.capacity
     started = wire.StartReport(
@@ -533,7 +531,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     )
     tell(msgspec.json.encode(started))
     if report is None:
-        os.dup2(2, 1)  # whoever reads the pipe reads no further
+        os.dup2(2, 1)  # the reader of the pipe reads no further
     try:
         worker.run()
     finally:
@@ -542,7 +540,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
 
 
 def _tell(line: bytes) -> None:
-    """A line on standard output, whole."""
+    """Write a whole line to standard output."""
     sys.stdout.flush()
     os.write(1, line + b"\n")
 

@@ -1,7 +1,4 @@
-"""One socket to one worker: messages out, messages in, and the end of it.
-
-Owns WorkerConnection. What the messages mean is the client's.
-"""
+"""A client's connection to one worker: sends and receives messages. Does not interpret them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class WorkerConnection(asyncio.Protocol):
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not derive from asyncio's
 
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
@@ -35,7 +32,7 @@ class WorkerConnection(asyncio.Protocol):
             for message in self._frames.feed(data):
                 self._on_message(message)
         except wire.WireError:
-            self.abort()  # a worker that writes nonsense is as good as dead
+            self.abort()  # treat a worker that sends invalid data as dead
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed.done():

@@ -1,7 +1,4 @@
-"""One worker's process: begun at any time, also before there is an event loop, and watched in one.
-
-Owns the process and its two pipes. What it is told and what it says is the supervisor's.
-"""
+"""One worker process and its pipes. It can be started before there is an event loop and is awaited in one."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ import threading
 from typing import Final
 
 _LINE: Final = 64 * 1024  # bytes of a worker's report
-_AT_ONCE: Final = 16 * 1024  # bytes that a pipe takes without anybody reading it
-_LOOK: Final = 0.05  # seconds between two looks whether it runs, where the system cannot tell
+_AT_ONCE: Final = 16 * 1024  # bytes that a pipe buffers without a reader
+_LOOK: Final = 0.05  # seconds between polls on systems without pidfd
 
 
 class WorkerProcess:
     def __init__(self, config: bytes) -> None:
-        """`config`: the line that it reads first. OSError where there can be no process more."""
+        """`config` is the line that the process reads first. Raise OSError if no process can be started."""
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "headrace.engine.process.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal is the supervisor's to act on: it drains
+            start_new_session=True,  # so that Ctrl-C reaches only the supervisor, which drains
         )
         self._output: asyncio.ReadTransport | None = None
         self._ended: asyncio.Future[int] | None = None
@@ -43,7 +40,7 @@ class WorkerProcess:
         return self._popen.poll()
 
     async def output(self) -> asyncio.StreamReader:
-        """What it says on its standard output; once."""
+        """Return a reader of the process's standard output. Call it once."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_LINE, loop=loop)
         self._output, _ = await loop.connect_read_pipe(
@@ -52,28 +49,28 @@ class WorkerProcess:
         return reader
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the process to end and return its exit code."""
         if self._ended is None:
             self._ended = asyncio.ensure_future(self._end())
         return await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
-        """Does nothing where it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         self._popen.send_signal(number)
 
     def kill(self) -> None:
         self._popen.kill()
 
     def abandon(self) -> None:
-        """Ends it where no event loop ever ran."""
+        """Kill the process if no event loop ever ran."""
         self.kill()
         self._popen.wait()
         self._close()
 
     def _tell(self, config: bytes) -> None:
-        # Standard input stays open: its end tells a worker that nobody watches over it any more.
+        # Standard input stays open. When it closes, the worker knows that its supervisor is gone.
         assert self._popen.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it is gone, which its end tells
+        with contextlib.suppress(OSError, ValueError):  # the process is gone; `wait` reports that
             self._popen.stdin.write(config)
             self._popen.stdin.flush()
 
@@ -87,13 +84,13 @@ class WorkerProcess:
             self._output.close()
         for pipe in (self._popen.stdin, self._popen.stdout if self._output is None else None):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what could not be written to it
+                with contextlib.suppress(OSError):  # unwritten data
                     pipe.close()
 
 
 async def _until_ended(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
-        return  # what has its number now is another
+        return  # its pid may belong to another process by now
     try:
         handle = os.pidfd_open(process.pid)
     except (AttributeError, OSError):

@@ -1,9 +1,8 @@
-"""Prefixes that running sequences are computing, so that a burst of requests with a new prefix computes it once.
+"""Tracks prefixes that are being computed, so that a burst of requests with one new prefix computes it once.
 
-Owns which sequence computes which blocks that nobody can find yet, and who waits for it. A prefix is known by the
-fingerprints of its blocks, each a hash over the one before and the block's tokens, within a salt. A fingerprint only
-decides who waits for whom: what is reused is found by its tokens (`prefix_tree.py`), so two prefixes with one
-fingerprint cost a wait, and never a wrong block.
+A prefix is identified by the fingerprints of its blocks: a hash over the previous fingerprint and the block's tokens,
+within a salt. Fingerprints only decide who waits for whom; reuse compares tokens (`prefix_tree.py`). So a collision
+costs a wait, never a wrong block.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Key = tuple[str, int]
 
 
 def fingerprints(tokens: tuple[int, ...], block_tokens: int, variant: int) -> list[int]:
-    """One per whole block that ends before the last token, which is always computed anew."""
+    """Return one fingerprint per whole block before the last token, which is always computed."""
     chain: list[int] = []
     known = variant
     for start in range(0, len(tokens) - block_tokens, block_tokens):
@@ -31,7 +30,8 @@ class ColdPrefixes:
         self._leaders: dict[Key, SequenceJob] = {}
 
     def leader(self, job: SequenceJob, cached: int) -> tuple[SequenceJob, int] | None:
-        """Who is computing what comes after the `cached` tokens of this job, and up to which of its tokens."""
+        """Return the job that is computing what follows this job's `cached` tokens, and up to which token they
+        agree."""
         chain = self._chain(job)
         first = cached // self._block_tokens
         if first >= len(chain):
@@ -40,7 +40,7 @@ class ColdPrefixes:
         if leader is None or leader is job:
             return None
         others = self._chain(leader)
-        # Equal up to a block means equal before it, so the first that differs can be bisected for.
+        # Chains that are equal at a block are equal before it, so bisect for the first difference.
         low, high = first, min(len(chain), len(others), leader.top // self._block_tokens)
         while low < high:
             middle = (low + high) // 2
@@ -51,7 +51,7 @@ class ColdPrefixes:
         return (leader, low * self._block_tokens) if low > first else None
 
     def lead(self, job: SequenceJob) -> None:
-        """The job begins to compute: who shares what nobody else computes already may wait for it."""
+        """Register a job that begins to compute, so that others with the same prefix can wait for it."""
         chain = self._chain(job)
         job.top = len(chain) * self._block_tokens
         salt = job.request.salt
@@ -64,7 +64,7 @@ class ColdPrefixes:
         heapq.heappush(leader.followers, (tokens, job.number, job))
 
     def advance(self, leader: SequenceJob, before: int) -> list[SequenceJob]:
-        """The leader has computed, and published, more than the `before` tokens: who can go on."""
+        """Return the followers that can continue, now that the leader has published more than `before` tokens."""
         computed = min(leader.sequence.computed, leader.top)
         self._unlist(leader, before, computed)
         woken: list[SequenceJob] = []
@@ -77,7 +77,7 @@ class ColdPrefixes:
         return woken
 
     def end(self, leader: SequenceJob) -> list[SequenceJob]:
-        """The leader computes no more: its followers go on by themselves."""
+        """Return all followers of a leader that computes no more. They continue by themselves."""
         self._unlist(leader, leader.sequence.computed, leader.top)
         leader.top = 0
         woken = [job for _, _, job in sorted(leader.followers) if job.waits_for is leader]

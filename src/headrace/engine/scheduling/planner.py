@@ -1,16 +1,12 @@
-"""What the next step holds: who starts, who makes way, and how many rows each gets.
+"""Decides what the next step holds: which sequences start, which are preempted, and how many rows each gets.
 
-Owns the order in which a step is filled, and the memory and places that sequences need for it. Knows nothing of a
-request's life beyond that: admission, deadlines and endings are the scheduler's.
+Does not handle admission, deadlines or endings: the scheduler does. A step is filled in this order:
 
-A step is filled in this order:
-
-1. a token (and drafts) for every stream of the foreground;
-2. short prompts, which may use the whole inter-token objective, and more once they are late, but for a share that is
-   kept for long ones;
-3. long prompts, in chunks, which may stretch the step only a little where nothing else does;
-4. streams and prompts of tenants that are far over their share, where others have prompts to compute;
-5. background prompts in what is left, and background streams while the step stays short.
+1. a token (and drafts) for every foreground stream; 2. short prompts, which may use the whole inter-token objective,
+and more once they are late, except for a share that is reserved for long ones; 3. long prompts, in chunks, which may
+lengthen the step only a little if nothing else does; 4. streams and prompts of tenants far over their fair share, if
+others have prompts to compute; 5. background prompts in what is left, and background streams while the step stays
+short.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, SHORT, FairQueue, JobState, SequenceJob
 
-_BYPASS = 1.0  # seconds for which others may start before one that finds no memory
+_BYPASS = 1.0  # seconds for which others may start before a job that finds no memory
 _SKIPS = 32  # steps that a background stream may be left out of
-_OVER_SKIPS = 4  # and one of a tenant over its share
-_MOST_PREEMPTED = 4  # sequences, so that one can start
-_MOST_POOLING = 32  # embeddings that wait for a step of their own with their memory in hand
-_MOST_LONG = 3  # long prompts that are computed side by side
+_OVER_SKIPS = 4  # the same for a stream of a tenant over its share
+_MOST_PREEMPTED = 4  # sequences preempted so that one can start
+_MOST_POOLING = 32  # embeddings that hold memory while they wait for a step of their own
+_MOST_LONG = 3  # long prompts computed side by side
 _MOST_OWED = 64  # times `least_rows` that background work may be owed
 
 
@@ -51,23 +47,24 @@ class Planner:
         self.blocks = blocks
         self.queue = queue
         self.running = RunningSet(blocks)
-        self.failed: list[SequenceJob] = []  # those for which there is no memory, now or ever
+        self.failed: list[SequenceJob] = []  # jobs for which there is no memory, now or ever
         self.preempted = 0
-        self.rescues = 0  # of those, for another's first token
+        self.rescues = 0  # of the preempted, for another's first token
         self.followed = 0
         self._limits = limits
         self._policy = policy
         self._model = model
         self._forecast = forecast
         self._cold = ColdPrefixes(blocks.block_tokens)
-        self._blocked: dict[int, tuple[SequenceJob, float]] = {}  # heads that found no place, by class, and since when
+        # queue heads that found no place, by class, and since when
+        self._blocked: dict[int, tuple[SequenceJob, float]] = {}
         self._owed = 0.0  # rows that background work was promised and did not get
         self._last_hidden = False
 
     # Sequences that wait
 
     def look(self, job: SequenceJob) -> None:
-        """How much of a waiting job there is to compute, and with it its class and how urgent it is."""
+        """Measure how much of a waiting job there is to compute, and set its class and urgency."""
         request, surface = job.request, job.surface
         match = job.match = self._find(job)
         cached = match.cached_tokens
@@ -76,14 +73,14 @@ class Planner:
             job.line = SHORT if job.rows <= self._limits.short_rows else LONG
         job.service = self._forecast.service(job.rows, cached)
         job.answer = self._forecast.answer(request.surface, request.max_tokens) if request.kind == "generate" else 0.0
-        # Where it has its first token, another is due soon.
+        # If it has its first token, the next one is due soon.
         job.due = due_time(request, surface, job.service)
         job.late = math.inf if job.sequence.output_count else job.due - 2.0 * job.service
         warm = cached / len(request.prompt)
         job.urgency = urgency(request, surface, self._policy, service=job.service, answer=job.answer, warm=warm)
 
     def wait_seconds(self, job: SequenceJob, now: float) -> tuple[float, float]:
-        """Until a new request would begin to be computed: as it is most likely, and at most, as it looks now."""
+        """Return the seconds until a new request would start: most likely, and at most, as predicted now."""
         if job.background:
             return 0.0, 0.0
         running = self.running
@@ -96,7 +93,7 @@ class Planner:
         return self._forecast.waiting(self.queue, job, now, free=free, short=short, long=long)
 
     def _find(self, job: SequenceJob) -> PrefixMatch:
-        """What the prefix cache has of it; where results of the prompt are wanted, only what comes before them."""
+        """Match the job against the prefix cache. If prompt results are wanted, match only what precedes them."""
         sequence = job.sequence
         tokens = sequence.tokens
         first = max(job.first, sequence.reported)
@@ -116,7 +113,7 @@ class Planner:
     # Sequences that run
 
     def stop(self, job: SequenceJob, now: float) -> None:
-        """Takes it out of wherever it is."""
+        """Remove a job from wherever it is."""
         if job.table is None:
             self.queue.drop(job)
             self.queue.leave(job)
@@ -127,7 +124,7 @@ class Planner:
         job.match = None
 
     def computed(self, job: SequenceJob, count: int, now: float) -> None:
-        """A part of its prompt is computed: others can find it."""
+        """Publish newly computed prompt tokens, so that others can reuse them."""
         sequence = job.sequence
         assert job.table is not None
         self.blocks.publish(job.table, sequence.tokens, sequence.computed)
@@ -136,7 +133,7 @@ class Planner:
             self._wake(self._cold.advance(job, before), now)
 
     def decode(self, job: SequenceJob, siblings: list[SequenceJob], now: float) -> None:
-        """All of its prompt is computed; its siblings, the request's other sequences, go on from there too."""
+        """Start decoding after the prompt. The request's other sequences continue from the same blocks."""
         request = job.request
         for sibling in siblings:
             waits = sibling.state in (JobState.WAITING, JobState.FOLLOWING) and not sibling.sequence.output_count
@@ -151,12 +148,12 @@ class Planner:
         self.running.decode(job)
         self.queue.prefilled(job)
         for other in self.queue.alike(job):
-            # It may be a short one now.
+            # It may be a short prompt now.
             self.queue.drop(other)
             self._wake([other], now)
 
     def _preempt(self, job: SequenceJob, now: float) -> None:
-        """Back into the queue; it is computed again later, but for what can still be found."""
+        """Put a job back into the queue. It recomputes later what the cache no longer has."""
         self.preempted += 1
         self.running.stop(job)
         self._wake(self._cold.end(job), now)
@@ -171,13 +168,13 @@ class Planner:
         self._preempt(victim, now)
 
     def _secure(self, now: float) -> None:
-        """Memory for every stream's next tokens."""
+        """Reserve memory for every stream's next tokens."""
         running = self.running
         for job in running.decoding + running.background + running.prefilling:
             sequence = job.sequence
             drafted = sequence.drafted
             if drafted:
-                # The last token wanted is never a draft's: it comes out of the row before.
+                # The last wanted token is never a draft: it comes from the row before.
                 room = job.request.max_tokens - sequence.output_count - 1
                 if len(drafted) > room:
                     del drafted[room:]
@@ -198,7 +195,7 @@ class Planner:
                     break
 
     def _make_room(self, now: float) -> None:
-        """Preempts streams of tenants above their share for a head that found no place and would be late."""
+        """Preempt streams of tenants above their share for a queue head that found no place and would be late."""
         policy = self._policy
         for line, (job, _) in list(self._blocked.items()):
             if job.state is not JobState.WAITING or job.line != line:
@@ -219,14 +216,14 @@ class Planner:
     # A step
 
     def prepare(self, now: float) -> None:
-        """Memory for what runs; to be called before `fill`."""
+        """Reserve memory for the running sequences. Call it before `fill`."""
         if self._blocked:
             self._make_room(now)
         self._secure(now)
 
     def fill(self, now: float) -> StepBuilder:
-        """The next step; empty where nothing can be computed."""
-        # Embeddings and the rest take turns: a step yields either hidden states or logits.
+        """Return the next step; empty if nothing can be computed."""
+        # Embeddings and generation take turns, because a step yields either hidden states or logits.
         hidden = bool(self.running.pooling) and not self._last_hidden
         step = self._filled(hidden, now)
         if not step.shares and (hidden or self.running.pooling):
@@ -238,7 +235,7 @@ class Planner:
         running, limits, forecast = self.running, self._limits, self._forecast
         step = StepBuilder(limits, self._model, hidden=hidden)
         if hidden:
-            # Between two steps of the streams, what this one takes comes on top.
+            # This step delays the streams by its whole length.
             base = forecast.base if running.decoding else 0.0
             late, short, long = (max(bound - base, 0.0) for bound in self._bounds(base, running.surfaces))
             streams: list[SequenceJob] = []
@@ -261,7 +258,7 @@ class Planner:
             running.decoding = streams + self._along(step, aside, short, _OVER_SKIPS)
         if self.queue.any_over:
             self._fill_prompts(step, prompts, bounds, now, over=True)
-        # Background work is sure of the rows that it is owed, so that it does not stand still.
+        # Background work gets at least the rows that it is owed, so that it makes progress.
         sure = self._owed >= least or self._is_idle(step)
         self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
         if not hidden and running.background:
@@ -270,7 +267,8 @@ class Planner:
         return step
 
     def _streams(self, now: float) -> tuple[list[SequenceJob], list[SequenceJob]]:
-        """The streams of the foreground; apart, those of tenants over their share while another's prompt waits."""
+        """Return the foreground streams, and apart from them those of tenants over their share while another's prompt
+        waits."""
         running = self.running
         if not self.queue.any_over or not self._others_wait(now):
             return running.decoding, []
@@ -278,7 +276,7 @@ class Planner:
         return streams, [job for job in running.decoding if job.account.over]
 
     def _others_wait(self, now: float) -> bool:
-        """Whether there is a prompt to compute of a tenant that is not over its share."""
+        """Whether a tenant that is not over its share has a prompt to compute."""
         if any(not job.account.over and not job.background for job in self.running.prefilling):
             return True
         heads = [self.queue.head(line, now) for line in (SHORT, LONG)]
@@ -293,7 +291,7 @@ class Planner:
         *,
         over: bool,
     ) -> None:
-        """Rows for the prompts of the foreground, of the tenants that are over their share or of those that are not."""
+        """Give rows to foreground prompts, either of tenants over their share or of all others."""
         late, short, long = bounds
         if over:
             late = short
@@ -305,27 +303,27 @@ class Planner:
             kept = max(self._share(step, short, self._policy.long_share), least)
         self._give(step, prompts, SHORT, short, now, kept=kept, least=least, late=late, over=over)
         if kept:
-            # Where short prompts did not make the step longer, long ones make it only a little longer.
+            # If short prompts did not lengthen the step, long ones may lengthen it only a little.
             least = kept if step.seconds > long else least
             if not over and self._overs_fill(prompts, now):
                 long = short
             self._give(step, prompts, LONG, long, now, least=least, late=short, over=over)
 
     def _is_idle(self, step: StepBuilder) -> bool:
-        """Whether the machine would stand still. Then whoever waits goes on, however long that is thought to take: or a
-        single slow step, such as the first one after a start, would be believed for ever."""
+        """Whether the machine would be idle. Then waiting work runs however long it is predicted to take; otherwise one
+        slow step, such as the first one, would be believed for ever."""
         return not step.rows and not self.running.decoding
 
     def _overs_fill(self, prompts: list[SequenceJob], now: float) -> bool:
-        """Whether short prompts of tenants over their share would make the step longer: then a long prompt of another
-        may as well."""
+        """Whether short prompts of tenants over their share would lengthen the step anyway. Then another's long prompt
+        may too."""
         if not self.queue.any_over:
             return False
         head = self.queue.head(SHORT, now)
         return (head is not None and head.account.over) or any(job.account.over for job in prompts if job.line == SHORT)
 
     def _share(self, step: StepBuilder, seconds: float, share: float) -> int:
-        """That share of the rows that a step still has within `seconds`."""
+        """Return that share of the rows that a step still has within `seconds`."""
         room = self._limits.max_rows - step.rows
         return int(share * self._model.rows_within(seconds, most=room, rows=step.rows, pairs=step.pairs))
 
@@ -342,15 +340,15 @@ class Planner:
         late: float | None = None,
         over: bool | None = None,
     ) -> None:
-        """Rows for one class, those that run before those that wait: as many as end within `seconds`, or within `late`
-        for those that would be late otherwise, but `least`."""
+        """Give rows to one class, running jobs before waiting ones: as many as end within `seconds`, or within `late`
+        for jobs that would otherwise be late, and at least `least`."""
         step.full = False
         given = step.rows
         if line == LONG:
             self._start_first(step, prompts, now)
         for job in prompts:
             mine = job.line == line and (over is None or job.account.over == over)
-            if mine and job.table is not None:  # it may have made way meanwhile
+            if mine and job.table is not None:  # it may have been preempted meanwhile
                 bound = late if late is not None and self._is_late(job, now) else seconds
                 step.give(job, bound, kept=kept, least=max(least - (step.rows - given), 0))
         if late is not None:
@@ -359,40 +357,37 @@ class Planner:
         self._start(step, line, seconds, now, kept=kept, least=least - (step.rows - given), over=over)
 
     def _bounds(self, base: float, names: Iterable[str]) -> tuple[float, float, float]:
-        """Seconds that a step may last with late short prompts in it, with short ones, and with long ones; `base` with
-        the streams alone.
-
-        `names`: the surfaces of those streams.
-        """
+        """Return the seconds that a step may last with late short prompts, with short ones and with long ones. `base`
+        is a step of the streams alone, `names` the surfaces of those streams."""
         surfaces = [self._policy.surfaces[name] for name in names]
         objective = self._policy.pace * min((surface.itl for surface in surfaces), default=math.inf)
         if objective == math.inf:
             bound = max(self._limits.longest_step, 1.5 * base)
             return bound, bound, bound
         stretch = min(surface.stretch for surface in surfaces)
-        # Streams that are slower than their objective whatever is done are made a little slower still.
+        # Streams that miss their objective in any case are slowed a little further.
         slower = max(objective, (1.0 + 0.5 * (min(stretch, 2.0) - 1.0)) * base)
         short = max(objective, min(stretch, 2.0) * base)
-        # Streams that alone take most of their objective would leave next to nothing to a queue of prompts, which then
-        # grows: where it is late already, they share what is too little for both.
+        # Streams that use most of their objective alone would leave too little for a queue of prompts, which then
+        # grows. If the queue is late already, both share what there is.
         late = min(self._policy.late_objective * objective, self._policy.late_stretch * base)
         return max(late, short), short, min(stretch * base, slower)
 
     def _is_late(self, job: SequenceJob, now: float) -> bool:
-        """Whether its first token will be late unless it gets all the rows that there are."""
+        """Whether the first token will be late unless the job gets every available row."""
         left = job.sequence.pending if job.table is not None else job.rows
         return job.rows <= self._limits.wide_rows and now > job.due - 1.2 * job.service * left / job.rows
 
     def _along(self, step: StepBuilder, jobs: list[SequenceJob], seconds: float, skips: int) -> list[SequenceJob]:
-        """Streams that go along while the step ends within `seconds`, or have been left out `skips` times. Returns all
-        in the order in which they go the next time."""
+        """Add streams while the step ends within `seconds`, and those left out `skips` times. Return all in their next
+        order."""
         rows, pairs = step.rows, step.pairs
         for job in jobs:
             sequence = job.sequence
             more = sequence.pending + len(sequence.drafted)
             rows += more
             pairs += more * len(sequence.tokens)
-        if self._model.predict(rows, pairs) <= seconds:  # as nearly always: all of them
+        if self._model.predict(rows, pairs) <= seconds:  # the usual case: all of them
             for job in jobs:
                 job.skipped = 0
             step.decode(jobs)
@@ -416,7 +411,7 @@ class Planner:
         return left + along
 
     def _owe(self, step: StepBuilder, streams: int) -> None:
-        """Background work that stands still is owed a small share of what the others get."""
+        """Credit idle background work with a small share of the rows that others get."""
         running = self.running
         if not self.queue.live(BACKGROUND) and not any(job.background for job in running.prefilling + running.pooling):
             self._owed = 0.0
@@ -440,7 +435,7 @@ class Planner:
         over: bool | None = None,
         most: int = 1 << 30,
     ) -> None:
-        """Starts those of a class that wait, while the step has rows for them."""
+        """Start waiting jobs of a class while the step has rows for them."""
         while most > 0 and not step.full:
             if not step.has_room(seconds, kept) and (least <= 0 or step.rows >= self._limits.max_rows):
                 return
@@ -461,7 +456,7 @@ class Planner:
             most -= 1
 
     def _start_first(self, step: StepBuilder, prompts: list[SequenceJob], now: float) -> None:
-        """A long prompt whose turn it is before those that are being computed starts beside them."""
+        """Start a long prompt that comes before those being computed, beside them."""
         others = [job for job in prompts if job.line == LONG]
         if step.hidden or not 0 < len(others) < _MOST_LONG:
             return
@@ -472,12 +467,12 @@ class Planner:
             prompts.insert(0, job)
 
     def _try(self, job: SequenceJob, now: float) -> bool:
-        """Starts a job; False where it waits on, in its place, in another class or for another's prefix."""
+        """Start a job. Return False if it keeps waiting: for a place, in another class, or for another's prefix."""
         match = self._match(job)
         if self._follow(job, match.cached_tokens):
             return False
         if job.line == SHORT and len(job.sequence.tokens) - match.cached_tokens > 2 * self._limits.short_rows:
-            # Its prefix has gone from the cache meanwhile.
+            # Its prefix was evicted meanwhile.
             self.queue.drop(job)
             self._wake([job], now)
             return False
@@ -507,17 +502,17 @@ class Planner:
             self._cold.lead(job)
 
     def _tokens(self, job: SequenceJob) -> int:
-        """That it starts with memory for: what is there, and a little to grow."""
+        """Return the tokens that a job needs memory for at its start: what it has, and a little to grow."""
         return min(len(job.sequence.tokens) + self.blocks.block_tokens, tokens_in_all(job.request))
 
     def _fits(self, job: SequenceJob, match: PrefixMatch) -> bool:
         running = self.running
         if not len(running):
-            return True  # if not now, then never
+            return True  # if it cannot start now, it never can
         return len(running) < self._limits.max_sequences and running.available(match, self._tokens(job))
 
     def _makes_place(self, job: SequenceJob, match: PrefixMatch, now: float) -> bool:
-        """Whether it can run now; background work makes way for it."""
+        """Whether the job can run now. Background work is preempted for it."""
         for _ in range(_MOST_PREEMPTED):
             if self._fits(job, match):
                 return True
@@ -529,7 +524,8 @@ class Planner:
         return self._fits(job, match)
 
     def _yields(self, job: SequenceJob, now: float) -> bool:
-        """Whether the place that is left is another's: of a class that has none, or who finds no memory for long."""
+        """Whether the last place belongs to another job: of a class that has none, or one that has long found no
+        memory."""
         if job.background:
             return False
         _, mine = self._blocked.get(job.line, (None, now))
@@ -547,7 +543,7 @@ class Planner:
         return other is not None and self.queue.precedes(other, job)
 
     def _follow(self, job: SequenceJob, cached: int) -> bool:
-        """Whether it waits for another to compute the prefix that they share."""
+        """Whether the job waits for another to compute the prefix that they share."""
         if not self._policy.share_cold or job.first < len(job.request.prompt) or not self._limits.causal:
             return False
         found = self._cold.leader(job, cached)
@@ -565,5 +561,5 @@ class Planner:
 
 
 def _turn(job: SequenceJob) -> tuple[bool, float]:
-    """In which order prompts that are being computed get rows."""
+    """Sort key: the order in which prompts being computed get rows."""
     return job.account.over, job.urgency

@@ -1,10 +1,8 @@
-"""The sequences that run: what memory each holds, and which of them goes when another needs its place.
+"""The running sequences: their memory, and the choice of a victim when another sequence needs memory or a place.
 
-Owns the lists of running jobs, their tables, and the choice of a victim. Gives and takes blocks through `blocks.py`;
-does not know who waits or what a step holds.
-
-That preemption always comes to an end, and lets something finish, rests on two things: the oldest running sequence is
-never a victim for memory, and for another's first token a sequence is a victim `Policy.most_rescues` times at most.
+Does not know the queue or the step. Preemption always ends, and some sequence always finishes: the oldest running
+sequence is never a victim for memory, and for another's first token a sequence is a victim at most
+`Policy.most_rescues` times.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from headrace.engine.scheduling.waiting_queue import QUANTUM, JobState, Sequence
 class RunningSet:
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self.decoding: list[SequenceJob] = []  # of the foreground, in the order in which they began to decode
-        self.background: list[SequenceJob] = []  # decoding, those that were left out longest first
+        self.decoding: list[SequenceJob] = []  # foreground, in the order in which they began to decode
+        self.background: list[SequenceJob] = []  # background streams, those left out longest first
         self.prefilling: list[SequenceJob] = []
-        self.pooling: list[SequenceJob] = []  # embeddings: in steps of their own
-        self._streams: Counter[str] = Counter()  # decoding ones of the foreground, by surface
+        self.pooling: list[SequenceJob] = []  # embeddings, in steps of their own
+        self._streams: Counter[str] = Counter()  # foreground streams by surface
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.background) + len(self.prefilling) + len(self.pooling)
@@ -34,17 +32,17 @@ class RunningSet:
 
     @property
     def surfaces(self) -> Iterable[str]:
-        """Of the streams of the foreground."""
+        """Surfaces of the foreground streams."""
         return self._streams.keys()
 
     def available(self, match: PrefixMatch, tokens: int) -> bool:
-        """Whether there are blocks for `tokens` and, for each sequence that decodes, one to grow by."""
+        """Whether there are blocks for `tokens`, and one more for each decoding sequence."""
         blocks = self.blocks
         needed = blocks.blocks_for(tokens) - len(match.path) + len(self.decoding) + len(self.background)
         return needed <= blocks.available or not len(self)
 
     def start(self, job: SequenceJob, match: PrefixMatch, tokens: int) -> bool:
-        """Holds memory for `tokens`; False where there is none."""
+        """Acquire memory for `tokens`. Return False if there is none."""
         table = self.blocks.acquire(match, tokens)
         if table is None:
             return False
@@ -58,8 +56,8 @@ class RunningSet:
         return True
 
     def fork(self, job: SequenceJob, leader: SequenceJob) -> bool:
-        """Another of the same request's sequences goes on from the leader's prompt; only its last token is computed
-        again, for a result of its own. False where there is no memory."""
+        """Start another of the request's sequences on the leader's prompt; only the last prompt token is recomputed,
+        for its own result. Return False if there is no memory."""
         assert leader.table is not None
         tokens = len(job.request.prompt) - 1
         table = self.blocks.fork(leader.table, tokens)
@@ -78,7 +76,7 @@ class RunningSet:
         return True
 
     def decode(self, job: SequenceJob) -> None:
-        """Its prompt is computed."""
+        """Move a job whose prompt is computed to the streams."""
         job.state = JobState.DECODING
         self.prefilling.remove(job)
         if job.background:
@@ -88,7 +86,7 @@ class RunningSet:
             self._streams[job.request.surface] += 1
 
     def prefill(self, job: SequenceJob) -> None:
-        """So much was appended to it that it is a prompt once more."""
+        """Move a stream back to the prompts, because many tokens were appended to it."""
         self._leave(job)
         job.state = JobState.PREFILLING
         self.prefilling.append(job)
@@ -101,7 +99,7 @@ class RunningSet:
         return True
 
     def stop(self, job: SequenceJob) -> None:
-        """Lets its memory and its place go; what is computed can be found again until the memory is needed."""
+        """Release the job's memory and place. Computed blocks stay reusable until the memory is needed."""
         assert job.table is not None
         self._leave(job)
         job.account.running -= 1
@@ -131,7 +129,7 @@ class RunningSet:
     # Victims
 
     def victim_for_memory(self, now: float) -> SequenceJob | None:
-        """Who goes when a running sequence cannot grow; None where one runs alone."""
+        """Return the job to preempt when a running sequence cannot grow; None if only one runs."""
         jobs = self.all()
         if len(jobs) < 2:
             return None
@@ -140,13 +138,13 @@ class RunningSet:
         return _most_expendable((job for job in jobs if job is not eldest), crowded, now)
 
     def background_victim(self, now: float, most_rescues: int) -> SequenceJob | None:
-        """Background work that makes way for a foreground job."""
+        """Return a background job to preempt for a foreground job."""
         jobs = [job for job in self.all() if job.background and not job.in_step and job.rescued < most_rescues]
         return _most_expendable(jobs, set(), now)
 
     def victim_for(self, waiting: SequenceJob, now: float, most_rescues: int) -> SequenceJob | None:
-        """Who goes so that an urgent foreground job can start: one of a tenant that has more than its share and was
-        served more, or one of its own tenant's that has more time than a job with a deadline."""
+        """Return a job to preempt so that an urgent foreground job can start: one of a tenant with more than its share
+        that was served more, or one of the same tenant with more time than a job with a deadline."""
         jobs = self.all()
         crowded = self._crowded(jobs)
         jobs = [job for job in jobs if job.rescued < most_rescues]
@@ -164,20 +162,20 @@ class RunningSet:
         return found
 
     def _crowded(self, jobs: list[SequenceJob]) -> set[TenantAccount]:
-        """Tenants with more than an equal share, by weight, of what runs."""
+        """Return the tenants that run more than an equal share by weight."""
         accounts = {job.account for job in jobs}
         fair = len(jobs) / sum(account.weight for account in accounts)
         return {account for account in accounts if account.running > fair * account.weight}
 
 
 def _slack(job: SequenceJob, now: float) -> float:
-    """Seconds by which it may be put off and still meet its deadline."""
+    """Return the seconds by which a job can be delayed and still meet its deadline."""
     return job.deadline - now - job.answer
 
 
 def _most_expendable(jobs: Iterable[SequenceJob], crowded: set[TenantAccount], now: float) -> SequenceJob | None:
-    """Background before foreground, then of a tenant that has much running, then before its first token, then the one
-    with most time, then the latest."""
+    """Sort key: background first, then tenants with much running, then before the first token, then most slack, then
+    latest."""
     return max(
         jobs,
         key=lambda job: (

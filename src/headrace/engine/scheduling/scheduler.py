@@ -1,9 +1,9 @@
-"""The scheduler: every request from its admission to its end, step by step.
+"""The scheduler: takes every request from admission to its end, step by step.
 
-Owns what the engine calls, the requests' deadlines and endings, and what a step's outcome means for each sequence. Who
-is in a step is the planner's (`planner.py`). There is no prefill phase and no decode phase: a sequence has tokens that
-are computed and tokens that are wanted, and a step hands each a share of one budget of time. Pure host logic: the clock
-is passed in, the hardware is a StepTimeModel, and memory is BlockManager; so a simulator can drive it.
+Owns deadlines, endings and what a step's outcome means for each sequence; the planner decides what a step holds. There
+is no prefill or decode phase: a sequence has computed tokens and wanted tokens, and a step gives each sequence a share
+of one time budget. Pure host logic: the clock is passed in, the hardware is a StepTimeModel and memory is a
+BlockManager, so a simulator can drive it.
 
     admit ──▶ FairQueue ──start──▶ RunningSet ──settle──▶ finished
                  │  ▲                 │
@@ -36,14 +36,14 @@ _FORCED = 16  # tokens appended at once that still count as decoding
 
 
 class SchedulerStats(msgspec.Struct):
-    """Counts since the beginning, but for what is there now (`waiting` to `tenants`)."""
+    """Counts since the start, except `waiting` to `tenants`, which are current."""
 
-    waiting: int = 0  # those included that follow
-    following: int = 0  # waiting for another to compute the prefix that they share
+    waiting: int = 0  # including `following`
+    following: int = 0  # waiting for another to compute a shared prefix
     running: int = 0
     decoding: int = 0
     tenants: int = 0
-    admitted: int = 0  # requests; below are sequences
+    admitted: int = 0  # requests; the fields below count sequences
     refused: int = 0  # requests
     finished: int = 0
     cut: int = 0  # at their deadline
@@ -54,7 +54,7 @@ class SchedulerStats(msgspec.Struct):
     followed: int = 0
     steps: int = 0
     rows: int = 0
-    step_error: float = 0.0  # mean of |log(measured / predicted)| of a step's seconds, of late
+    step_error: float = 0.0  # recent mean of |log(measured / predicted)| of step times
 
 
 class Scheduler:
@@ -68,7 +68,8 @@ class Scheduler:
         queue: FairQueue | None = None,
         rope_variant: Callable[[int], int] = lambda _total_tokens: 0,
     ) -> None:
-        """`rope_variant`: of a sequence that may reach so many tokens (ModelSpec.rope_variant)."""
+        """`rope_variant` returns the rope variant of a sequence that may reach so many tokens
+        (ModelSpec.rope_variant)."""
         self.limits = limits
         self.policy = policy
         self.model = model
@@ -77,13 +78,13 @@ class Scheduler:
         self._forecast = Forecast(model, max_rows=limits.max_rows, longest_step=limits.longest_step)
         self._planner = Planner(blocks, limits, policy, model, self.queue, self._forecast)
         self._rope_variant = rope_variant
-        self._jobs: dict[str, list[SequenceJob]] = {}  # of each request that has not ended
+        self._jobs: dict[str, list[SequenceJob]] = {}  # of each unfinished request
         self._numbers = itertools.count()
         self._deadlines: list[tuple[float, int, SequenceJob]] = []  # heap
-        self._with_deadline = 0  # of those, the ones that have not ended
+        self._with_deadline = 0  # unfinished ones in the heap
         self._step: StepBuilder | None = None  # under way
         self._step_ends = 0.0  # as predicted
-        self._events: list[SequenceEvent] = []  # not handed out yet
+        self._events: list[SequenceEvent] = []  # not returned yet
         self._draining = False
         self._counts = SchedulerStats()
 
@@ -96,7 +97,8 @@ class Scheduler:
         return not self._jobs and not self._events
 
     def admit(self, request: GenerationRequest, now: float, *, output: tuple[int, ...] = ()) -> Admission:
-        """Queues a request, or says why not and when it would be. `output`: tokens that were made of it elsewhere."""
+        """Queue a request, or return why it is rejected and when to retry. `output` holds tokens generated
+        elsewhere."""
         admission = self._admit(request, now, output)
         if admission.accepted:
             self._counts.admitted += 1
@@ -105,7 +107,7 @@ class Scheduler:
         return admission
 
     def cancel(self, request_id: str, now: float) -> list[SequenceEvent]:
-        """Ends a request. What is in the step under way ends when that is settled, the rest at once."""
+        """End a request. Its sequences in the step under way end when that is settled, the others at once."""
         events: list[SequenceEvent] = []
         for job in list(self._jobs.get(request_id, ())):
             if job.in_step:
@@ -115,13 +117,14 @@ class Scheduler:
         return events
 
     def expire(self, now: float) -> list[SequenceEvent]:
-        """Ends what is past its deadline, with what it has. To be called before `plan`, also when nothing is to run."""
+        """End what is past its deadline, with its output so far. Call it before `plan`, also when there is nothing to
+        run."""
         self._cut(now)
         events, self._events = self._events, []
         return events
 
     def drain(self) -> None:
-        """Admits nothing more."""
+        """Admit no more requests."""
         self._draining = True
 
     def stats(self) -> SchedulerStats:
@@ -137,7 +140,7 @@ class Scheduler:
         return counts
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None where there is nothing to compute."""
+        """Return the next step; None if there is nothing to compute."""
         self._cut(now)
         if not self._jobs:
             return None
@@ -153,10 +156,10 @@ class Scheduler:
         return StepPlan(step.shares, self.blocks.take_copies(), seconds, step.hidden, step.rows, step.pairs)
 
     def settle(self, plan: StepPlan, outcomes: list[Outcome], now: float, seconds: float) -> list[SequenceEvent]:
-        """What a step has come to. `seconds` is how long it took; not positive where that means nothing."""
+        """Apply a step's outcomes. `seconds` is how long the step took; a value that is not positive is ignored."""
         step = self._step
         if step is None or step.shares is not plan.shares or len(outcomes) != len(plan.shares):
-            raise ValueError("not the outcome of the step that is under way")
+            raise ValueError("These are not the outcomes of the step under way.")
         self._step = None
         self.model.observe(plan.rows, plan.pairs, seconds)
         self._counts.steps += 1
@@ -179,12 +182,12 @@ class Scheduler:
 
     def _admit(self, request: GenerationRequest, now: float, output: tuple[int, ...]) -> Admission:
         if request.id in self._jobs:
-            return Admission(False, 0.0, why=f"there is a request '{request.id}' already", parameter="id")
+            return Admission(False, 0.0, why=f"A request '{request.id}' is already running.", parameter="id")
         wrong = impossible(request, len(output), self.limits, self.policy, self.blocks.largest_sequence)
         if wrong is not None:
             return Admission(False, 0.0, why=wrong[1], parameter=wrong[0])
         if self._draining:
-            return Admission(False, 0.0, retry_after=1.0, why="the engine is draining")
+            return Admission(False, 0.0, retry_after=1.0, why="The engine is draining.")
         queue, planner = self.queue, self._planner
         account = queue.account(request.tenant)
         if not any(account.waiting):
@@ -241,7 +244,7 @@ class Scheduler:
             sequence.computed = min(computed, len(tokens))
             return self._finish(job, *job.ends, now)
         if count > pending:
-            # Rows of drafts that held are computed with the right tokens before them; the others are not.
+            # Only rows of accepted drafts were computed after the right tokens.
             computed -= count - pending
             for draft, token in zip(drafted[: count - pending], accepted, strict=False):
                 if draft != token:
@@ -257,7 +260,7 @@ class Scheduler:
             weighted = self.policy.decode_weight * len(accepted)
             self.queue.charge(job, weighted)
             self.queue.computed(job, weighted)
-        # The newest token has not been computed, even where it is what a draft said.
+        # The newest token is not computed yet, even if it equals a draft.
         sequence.computed = min(computed, len(tokens) - bool(accepted))
         if job.state is JobState.DECODING:
             if len(tokens) - sequence.computed > _FORCED:
@@ -276,7 +279,7 @@ class Scheduler:
         return event
 
     def _prefilled(self, job: SequenceJob, count: int, now: float) -> bool:
-        """A part of a prompt is computed; True where that was all that was asked for."""
+        """Account for computed prompt tokens. Return True if the request needs nothing more."""
         sequence, request = job.sequence, job.request
         prompt = len(request.prompt)
         if job.first < prompt:
@@ -307,12 +310,10 @@ class Scheduler:
             heapq.heapify(self._deadlines)
 
     def _fail(self, now: float) -> None:
-        """Ends those for which there is no memory."""
+        """End the jobs for which there is no memory."""
         failed = self._planner.failed
         while failed:
-            self._events.append(
-                self._finish(failed.pop(), FinishReason.FAILED, "there is no KV memory left for it", now)
-            )
+            self._events.append(self._finish(failed.pop(), FinishReason.FAILED, "no KV memory is left", now))
 
     def _finish(self, job: SequenceJob, finish: FinishReason, why: str, now: float) -> SequenceEvent:
         sequence, request = job.sequence, job.request
@@ -342,7 +343,7 @@ class Scheduler:
 
 
 def _bounded(job: SequenceJob, accepted: list[int]) -> tuple[list[int], FinishReason | None]:
-    """New tokens up to what ends the sequence."""
+    """Return the new tokens up to the one that ends the sequence, and how it ended."""
     request = job.request
     stop_ids = request.stop_ids
     left = request.max_tokens - job.sequence.output_count

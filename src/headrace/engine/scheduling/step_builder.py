@@ -1,8 +1,4 @@
-"""A step while it is being filled: whose rows are in it, how long it will take, and how many more rows fit.
-
-Owns the arithmetic of shares (rows, KV tokens read, results wanted) and the step's bounds. Does not know who waits, nor
-whose turn it is.
-"""
+"""A step being filled: its shares, its predicted time, and how many more rows fit. Does not decide whose turn it is."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ class StepBuilder:
         self.shares: list[Share] = []
         self.rows = 0
         self.pairs = 0
-        self.full = False  # a prompt did not fit whole
-        self._results = 0  # wanted rows of prompts
+        self.full = False  # a prompt did not fit completely
+        self._results = 0  # wanted prompt rows
         self._limits = limits
         self._model = model
 
@@ -29,7 +25,7 @@ class StepBuilder:
         return self._model.predict(self.rows, self.pairs)
 
     def decode(self, jobs: list[SequenceJob]) -> None:
-        """What is pending of each, and its drafts."""
+        """Add the pending tokens and the drafts of each stream."""
         shares, rows, pairs = self.shares, self.rows, self.pairs
         for job in jobs:
             sequence = job.sequence
@@ -46,12 +42,12 @@ class StepBuilder:
             self._shorten()
 
     def has_room(self, seconds: float, kept: int = 0) -> bool:
-        """Whether another row ends within `seconds`, `kept` rows left free."""
+        """Whether another row ends within `seconds`, with `kept` rows left free."""
         rows = self.rows + kept
         return rows < self._limits.max_rows and self._model.predict(rows + 1, self.pairs) <= seconds
 
     def give(self, job: SequenceJob, seconds: float, *, kept: int = 0, least: int = 0) -> int:
-        """Rows of a prompt, as many as end within `seconds`, or `least`; `kept` rows stay free for others."""
+        """Add rows of a prompt: as many as end within `seconds`, at least `least`, leaving `kept` rows free."""
         limits = self._limits
         sequence = job.sequence
         computed = sequence.computed
@@ -64,7 +60,8 @@ class StepBuilder:
         count = self._model.rows_within(seconds, most=most, rows=rows, pairs=self.pairs, context=computed)
         count = max(count, min(least, most))
         if not limits.causal:
-            # An encoder's sequence goes whole, however long that takes; but two only where there is time for both.
+            # An encoder's sequence is computed in one piece, however long that takes; a second one only if there is
+            # time.
             count = pending if most == pending and (count == pending or not self.rows) else 0
         else:
             count = self._cut(job, count, pending)
@@ -74,17 +71,17 @@ class StepBuilder:
         return count
 
     def _cut(self, job: SequenceJob, count: int, pending: int) -> int:
-        """Where a part of a prompt ends."""
+        """Return where a chunk of a prompt ends."""
         limits = self._limits
         sequence = job.sequence
         computed = sequence.computed
         if count < pending and count >= 2 * limits.block_tokens:
-            count -= (computed + count) % limits.block_tokens  # whole blocks can be found by others
+            count -= (computed + count) % limits.block_tokens  # end at a block boundary: whole blocks can be reused
         prompt = len(job.request.prompt)
         first = max(job.first, sequence.reported, computed)
         if first < prompt:
             if computed + count > prompt:
-                count = prompt - computed  # results of the prompt come apart from those of what follows it
+                count = prompt - computed  # prompt results come in a step of their own
             count = min(count, max(first - computed, 0) + limits.max_results - self._results)
         return count
 
@@ -104,7 +101,7 @@ class StepBuilder:
         self.pairs += pairs_of(computed, count)
 
     def _shorten(self) -> None:
-        """More drafts, or more sequences, than a step has rows for: those that come last go without."""
+        """Drop drafts, then sequences, that exceed the step's rows. The last ones go without."""
         for place in reversed(range(len(self.shares))):
             over = self.rows - self._limits.max_rows
             if over <= 0:

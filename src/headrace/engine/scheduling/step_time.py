@@ -1,13 +1,12 @@
-"""How long a step will take: a model that is measured while the engine runs.
+"""Predicts how long a step takes, from a model that is fitted while the engine runs.
 
     seconds = speed * bend(rows) * (fixed + per_row * rows + per_pair * pairs)
 
-`rows` are the step's new tokens and `pairs` the KV tokens that they read, all rows together. The line is fitted to one
-centre of gravity per kind of step (powers of two of rows and of pairs), so that hours of pure decoding do not make it
-forget what a prefill costs. `bend` is by how much the centres lie beside the line: what no line can say, such as that
-the first rows cost nothing where a step waits for memory. `speed` follows a machine that becomes slower or faster,
-within a dozen steps. A step that a busy machine held up moves them by a little at most. Memory is bounded. Owns only
-this arithmetic; knows no requests.
+`rows` are the step's new tokens and `pairs` the KV tokens that all rows together read. The line is fitted to one
+centroid per kind of step (powers of two of rows and of pairs), so hours of decoding do not make it forget what a
+prefill costs. `bend` is how far the centroids deviate from the line, for example because the first rows are free while
+a step waits for memory. `speed` follows a machine that becomes slower or faster within a dozen steps. A step that a
+busy machine delayed moves them only a little. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Final
 
 import msgspec
 
-_FAST: Final = 0.08  # share of an error that the speed takes up at once
+_FAST: Final = 0.08  # share of an error that the speed absorbs at once
 _MOST_ERROR: Final = 0.7  # logarithm: an error beyond a factor of two counts as that
 _BEND_BOUND: Final = math.log(3.0)
-_REMEMBERED: Final = 40  # steps that a centre of gravity is the mean of
-_REFIT: Final = 32  # steps between two fits of the line
+_REMEMBERED: Final = 40  # steps that a centroid averages
+_REFIT: Final = 32  # steps between fits of the line
 _CLASSES: Final = 24  # powers of two of rows, and of pairs
 _LEAST: Final = 1e-9  # seconds; nothing is faster
 
@@ -30,7 +29,7 @@ StepTimeLine = tuple[float, float, float]  # fixed, per row, per pair, in second
 
 
 class _Centre(msgspec.Struct):
-    """Mean of the steps of one kind, at the speed that the line is of."""
+    """The mean of the steps of one kind, at the line's speed."""
 
     rows: float
     pairs: float
@@ -39,7 +38,7 @@ class _Centre(msgspec.Struct):
 
 
 class StepTimeModel:
-    """Until it has seen steps it says what it was made with, which need only have the right order of magnitude."""
+    """Starts from initial coefficients, which only need the right order of magnitude."""
 
     def __init__(self, fixed: float = 10e-3, per_row: float = 1e-3, per_pair: float = 20e-9) -> None:
         self._line: StepTimeLine = (fixed, per_row, per_pair)
@@ -47,19 +46,20 @@ class StepTimeModel:
         self._bend = [0.0] * (_CLASSES + 1)  # logarithms, at powers of two of rows
         self._centres: dict[tuple[int, int], _Centre] = {}
         self.steps = 0
-        self.error = 0.0  # mean of |log(measured / predicted)| of late
+        self.error = 0.0  # recent mean of |log(measured / predicted)|
 
     def predict(self, rows: int, pairs: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         if rows <= 0:
             return 0.0
         fixed, per_row, per_pair = self._line
         return math.exp(self._speed + self._bent(rows)) * (fixed + per_row * rows + per_pair * pairs)
 
     def rows_within(self, seconds: float, *, most: int, rows: int = 0, pairs: int = 0, context: int = 0) -> int:
-        """Rows, at most `most`, by which a step of `rows` and `pairs` may grow and still end within `seconds`.
+        """Return by how many rows, at most `most`, a step of `rows` and `pairs` can grow and still end within
+        `seconds`.
 
-        They are to follow `context` tokens of their own sequence.
+        The new rows follow `context` tokens of their own sequence.
         """
         if most <= 0 or self.predict(rows + most, pairs + pairs_of(context, most)) <= seconds:
             return max(most, 0)
@@ -73,7 +73,7 @@ class StepTimeModel:
         return fits
 
     def observe(self, rows: int, pairs: int, seconds: float) -> None:
-        """Learns from a step that took `seconds`."""
+        """Learn from a step that took `seconds`."""
         if rows <= 0 or not 0.0 < seconds < math.inf:
             return
         fixed, per_row, per_pair = self._line
@@ -82,7 +82,7 @@ class StepTimeModel:
         self.steps += 1
         self.error += (min(abs(error), _MOST_ERROR) - self.error) / min(self.steps, _REMEMBERED)
         if self.steps <= 3:
-            self._speed += error / self.steps  # what it was made with says nothing of this machine
+            self._speed += error / self.steps  # the initial coefficients say nothing about this machine
         else:
             error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
             self._speed += _FAST * error
@@ -92,7 +92,7 @@ class StepTimeModel:
 
     @property
     def coefficients(self) -> StepTimeLine:
-        """Seconds fixed, per row and per pair, at today's speed."""
+        """Seconds fixed, per row and per pair, at the current speed."""
         speed = math.exp(self._speed)
         fixed, per_row, per_pair = self._line
         return fixed * speed, per_row * speed, per_pair * speed
@@ -103,7 +103,7 @@ class StepTimeModel:
         return bend[low] + share * (bend[low + 1] - bend[low])
 
     def _gather(self, rows: int, pairs: int, seconds: float) -> None:
-        # At the line's speed, and no further from what was expected than an error may count.
+        # At the line's speed, and within the largest error that counts.
         fixed, per_row, per_pair = self._line
         line = max(fixed + per_row * rows + per_pair * pairs, _LEAST)
         seconds *= math.exp(-self._speed)
@@ -117,7 +117,7 @@ class StepTimeModel:
             seconds = max(line / most, min(line * most, seconds))
         centre.steps = min(centre.steps + 1, _REMEMBERED)
         share = 1.0 / centre.steps
-        # A step that was held up by something else says little of its kind: it counts as twice the mean at most.
+        # A step delayed by something else says little about its kind: it counts as at most twice the mean.
         if centre.steps > 4:
             seconds = min(seconds, 2.0 * centre.seconds)
         centre.rows += share * (rows - centre.rows)
@@ -125,7 +125,7 @@ class StepTimeModel:
         centre.seconds += share * (seconds - centre.seconds)
 
     def _fit(self) -> None:
-        """Least squares of relative errors over the centres; a coefficient that would be negative is nought."""
+        """Fit the line by least squares of relative errors over the centroids. Negative coefficients become 0."""
         free: tuple[int, ...] = (0, 1, 2)
         points = [
             (1.0, centre.rows, centre.pairs, centre.seconds, min(centre.steps, 8) / centre.seconds**2)
@@ -146,7 +146,7 @@ class StepTimeModel:
 
 
 def _bends(centres: Iterable[_Centre], line: StepTimeLine) -> list[float]:
-    """At each power of two of rows, how far the centres around it lie beside the line; between them, a straight way."""
+    """Return, at each power of two of rows, how far the centroids deviate from the line, interpolated between them."""
     fixed, per_row, per_pair = line
     sums = [0.0] * (_CLASSES + 1)
     weights = [0.0] * (_CLASSES + 1)
@@ -156,7 +156,7 @@ def _bends(centres: Iterable[_Centre], line: StepTimeLine) -> list[float]:
         for place, weight in ((low, 1.0 - share), (low + 1, share)):
             sums[place] += weight * centre.steps * max(-_BEND_BOUND, min(_BEND_BOUND, off))
             weights[place] += weight * centre.steps
-    # A few steps of a kind are not believed whole.
+    # Trust a kind of step only after a few samples.
     known = [(place, sums[place] / (weights[place] + 2.0)) for place in range(_CLASSES + 1) if weights[place] > 0.0]
     bends: list[float] = []
     for place in range(_CLASSES + 1):
@@ -168,12 +168,12 @@ def _bends(centres: Iterable[_Centre], line: StepTimeLine) -> list[float]:
 
 
 def pairs_of(context: int, rows: int) -> int:
-    """KV tokens that `rows` new tokens after `context` read, each all before it and itself."""
+    """Return the KV tokens that `rows` new tokens after `context` read: each reads all before it and itself."""
     return rows * context + rows * (rows + 1) // 2
 
 
 def _place(rows: int) -> tuple[int, float]:
-    """The power of two below, and how far towards the next, from 0 to 1."""
+    """Return the power of two below, and the position towards the next one, from 0 to 1."""
     low = rows.bit_length() - 1
     if low >= _CLASSES:
         return _CLASSES - 1, 1.0
@@ -183,10 +183,10 @@ def _place(rows: int) -> tuple[int, float]:
 def _solve(
     points: list[tuple[float, float, float, float, float]], free: tuple[int, ...], before: StepTimeLine
 ) -> StepTimeLine:
-    """Weighted least squares in the free coefficients, the others nought.
+    """Solve weighted least squares in the free coefficients; the others are 0.
 
-    Held a little to the line before: what no point tells apart (rows and pairs that always grow together) stays as it
-    was.
+    Regularised towards the previous line: what no point can distinguish (rows and pairs that always grow together)
+    stays as it was.
     """
     size = len(free)
     matrix = [[0.0] * (size + 1) for _ in free]

@@ -1,8 +1,8 @@
-"""What each tenant was served, since ever and of late, and who takes several times its fair share.
+"""Tracks what each tenant was served, in total and recently, and which tenants are over their fair share.
 
-Owns TenantAccount and RecentService. Of late means over the last minute or two, older service counting less and less. A
-tenant is over its share when it has taken `SEVERAL` times what each would get if all that were served of late got the
-same for their weight, and a good part of all: with a handful of tenants three quarters, with very many a fifth.
+Recent service covers the last minute or two, older service counting less and less. A tenant is over its share if it
+took `SEVERAL` times an equal share by weight among recently served tenants, and a large part of everything: three
+quarters with a handful of tenants, a fifth with very many.
 """
 
 from __future__ import annotations
@@ -11,44 +11,45 @@ import math
 from collections import OrderedDict
 from typing import Final
 
-LATE: Final = 60.0  # seconds after which service counts for 1/e of what it did
+LATE: Final = 60.0  # seconds after which service counts 1/e
 SEVERAL: Final = 4.0
-LEAST_PART: Final = 0.2  # of everything that was served of late
+LEAST_PART: Final = 0.2  # of everything served recently
 MOST_PART: Final = 0.75
-_LEAST_TOKENS: Final = 4096.0  # that must have been served before anyone is over its share
-_EVERY: Final = 0.25  # seconds between two looks
-_MOST_AGE: Final = 27.0  # times LATE that the scale grows, up to about 5e11, before it begins again
-_GONE: Final = 600.0  # times LATE after which nothing is left
+_LEAST_TOKENS: Final = 4096.0  # served in all before any tenant can be over its share
+_EVERY: Final = 0.25  # seconds between evaluations
+_MOST_AGE: Final = 27.0  # times LATE that the scale grows, up to about 5e11, before it is reset
+_GONE: Final = 600.0  # times LATE after which service counts nothing
 
 
 class TenantAccount:
-    """A tenant's."""
+    """A tenant's charges and queue counts."""
 
     __slots__ = ("charged", "name", "over", "queued", "queued_tokens", "running", "used", "waiting", "weight")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.weight = 1.0  # as its latest request said
-        self.charged = [0.0, 0.0]  # weighted tokens; of background work apart
-        self.used = 0.0  # of late, in `RecentService`'s measure
+        self.weight = 1.0  # from its latest request
+        self.charged = [0.0, 0.0]  # weighted tokens: foreground, background
+        self.used = 0.0  # recent service, on RecentService's scale
         self.over = False  # much more than its fair share
-        self.waiting = [0, 0]  # in the queue, in the same way
-        self.queued = 0  # sequences that wait, those that follow another's prefix included
+        self.waiting = [0, 0]  # in the queue: foreground, background
+        self.queued = 0  # waiting sequences, those following another's prefix included
         self.queued_tokens = 0
         self.running = 0
 
 
 class RecentService:
-    """Service of late. Instead of letting all old service fade, new service is counted ever larger."""
+    """Recent service per tenant. Instead of decaying old service, new service is counted with a growing scale."""
 
     def __init__(self) -> None:
         self._total = 0.0
         self._scale = 1.0
         self._since = 0.0  # when the scale was 1
         self._looked = 0.0
-        self._weight = 0.0  # of the recent ones
-        self._recent: OrderedDict[TenantAccount, tuple[float, float]] = OrderedDict()  # when last served, weight then
-        self._served: set[TenantAccount] = set()  # since the last look: only they can have come to be over
+        self._weight = 0.0  # of recently served tenants
+        # when last served, and the weight then
+        self._recent: OrderedDict[TenantAccount, tuple[float, float]] = OrderedDict()
+        self._served: set[TenantAccount] = set()  # since the last evaluation: only these can have become over
         self._over: set[TenantAccount] = set()
         self._now = 0.0
 
@@ -66,10 +67,10 @@ class RecentService:
             self._recent.move_to_end(account)
 
     def tick(self, now: float) -> list[TenantAccount]:
-        """Looks at who is over its share; returns those who are no longer."""
+        """Re-evaluate who is over its share. Return the tenants that no longer are."""
         self._now = now
         age = (now - self._since) / LATE
-        if age > _MOST_AGE:  # however long nothing ran: a clock may begin anywhere, and an engine may stand for days
+        if age > _MOST_AGE:  # also after a pause: a clock may start anywhere, and an engine may be idle for days
             self._rescale(now, math.exp(-min(age, _GONE)))
             age = 0.0
         self._scale = math.exp(age)
@@ -92,7 +93,7 @@ class RecentService:
         return bool(self._over)
 
     def forget(self, account: TenantAccount) -> None:
-        """The account is no more."""
+        """Remove an account."""
         self._over.discard(account)
         self._served.discard(account)
         before = self._recent.pop(account, None)

@@ -1,17 +1,15 @@
-"""Who waits, and who goes next: fair among tenants, by urgency within them.
+"""The waiting queue: fair among tenants, by urgency within a tenant. O(log n) per operation; knows no memory and no
+step.
 
-Owns SequenceJob (a sequence as the scheduler sees it), TenantAccount (what a tenant was served) and FairQueue. Knows no
-memory and no step. Every operation is O(log n) in the tenants and requests that wait.
+Each computed token is charged to its tenant, divided by the tenant's weight, and the waiting tenant with the lowest
+charge goes first (virtual token counters, as in "Fairness in Serving Large Language Models"). A tenant that returns
+after a pause starts at the level of the others: it can neither save up turns nor owe any. A tenant that recently took
+several times its fair share (`tenant_service.py`) goes after all others. Requests of one tenant, and of tenants whose
+charges agree within a quantum, go by urgency. Requests that must miss their first-token objective let the others go
+first, except for one turn in `Policy.late_turns`.
 
-A tenant is charged for each token that is computed for it, divided by its weight, and among the tenants that wait the
-one with the least on its account goes first (virtual token counters, as in "Fairness in Serving Large Language
-Models"). A tenant that comes back after a pause begins where the others are: it can neither save up turns nor owe any.
-A tenant that has taken several times its fair share of late (`usage.py`) goes after all who have not. Requests of one
-tenant, and those of tenants whose accounts agree to within a quantum, go by urgency. Those whose first token must be
-late whatever is done let the others go first, but for one turn in `Policy.late_turns`.
-
-Three classes wait apart, because a step has a budget for each: short prompts, long prompts, and background work, which
-has accounts of its own, so that what a tenant's batch work takes from an idle machine does not count against its chats.
+Three classes wait apart, because a step has a budget for each: short prompts, long prompts and background work.
+Background work has its own charges, so a tenant's batch work on an idle machine does not count against its chats.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ SHORT: Final = 0
 LONG: Final = 1
 BACKGROUND: Final = 2
 CLASSES: Final = (SHORT, LONG, BACKGROUND)
-QUANTUM: Final = 2048.0  # tokens: accounts that differ by less are equal
-_BEGINNING: Final = 64  # tokens by which requests that may share a prefix are found
-_MOST_ALIKE: Final = 8  # of them at a time
+QUANTUM: Final = 2048.0  # tokens; charges that differ by less count as equal
+_BEGINNING: Final = 64  # leading tokens compared to find requests that may share a prefix
+_MOST_ALIKE: Final = 8  # of those, at a time
 _FORGIVEN: Final = 1  # quanta by which a tenant with a late request must be behind to go before one that can be in time
 
 
 class JobState(Enum):
     WAITING = 0  # in the queue
-    FOLLOWING = 1  # until another has computed the prefix that both share
+    FOLLOWING = 1  # waiting until another has computed the shared prefix
     PREFILLING = 2
     DECODING = 3
     DONE = 4
 
 
 class SequenceJob:
-    """A sequence, and what the scheduler knows of it."""
+    """A sequence and the scheduler's state of it."""
 
     __slots__ = (
         "account",
@@ -99,40 +97,40 @@ class SequenceJob:
         self.first = sequence.request.first_result if sequence.index == 0 else len(sequence.request.prompt)
         self.match: PrefixMatch | None = None
         self.table: BlockTable | None = None
-        self.room = 0  # tokens that the table's blocks hold
-        self.rows = 0  # to compute before its next token, as it looked when it was queued
-        self.service = 0.0  # seconds that they take
-        self.answer = 0.0  # seconds that what follows is expected to take
-        self.due = math.inf  # of the first token
-        self.late = math.inf  # when its computation must have begun for that
+        self.room = 0  # token capacity of the table's blocks
+        self.rows = 0  # rows to compute before its next token, as of queuing
+        self.service = 0.0  # seconds that those rows take
+        self.answer = 0.0  # expected seconds of the rest of its answer
+        self.due = math.inf  # when the first token is due
+        self.late = math.inf  # latest start to meet that
         self.urgency = 0.0
         self.admitted = 0.0
-        self.foreseen = 0.0  # seconds of waiting, as they looked then
-        self.charged = False  # its prompt, once, however often it is preempted
+        self.foreseen = 0.0  # predicted seconds of waiting
+        self.charged = False  # its prompt was charged; only once, however often it is preempted
         self.started: float | None = None  # when it first ran
         self.preempted = 0
-        self.rescued = 0  # times that it was preempted for another's first token
-        self.skipped = 0  # steps that background work was left out of
+        self.rescued = 0  # times it was preempted for another's first token
+        self.skipped = 0  # steps that it was left out of
         self.in_step = False
-        self.ends: tuple[FinishReason, str] | None = None  # what is to become of it when the step under way is settled
-        self.begins = 0  # a hash of its first tokens and its salt, while it waits as a long one
+        self.ends: tuple[FinishReason, str] | None = None  # how it ends when the step under way is settled
+        self.begins = 0  # hash of its first tokens and its salt, while it waits as a long prompt
         self.chain: list[int] | None = None  # fingerprints of its prefixes, block by block
         self.followers: list[tuple[int, int, SequenceJob]] = []  # heap: tokens after which each is woken
-        self.top = 0  # tokens up to which it is known to compute a prefix that others may wait for
+        self.top = 0  # tokens of the prefix that it computes and others may wait for
         self.waits_for: SequenceJob | None = None
         self.turn: _Turn | None = None  # where it is queued
-        self.entry: QueueEntry | None = None  # and as what
+        self.entry: QueueEntry | None = None  # its entry there
 
     @property
     def background(self) -> bool:
         return self.line == BACKGROUND
 
 
-QueueEntry = tuple[float, int, SequenceJob]  # key, a tie-breaker, and who
+QueueEntry = tuple[float, int, SequenceJob]  # key, tie-breaker, job
 
 
 class _Turn:
-    """One tenant's jobs in one line; there is one at least."""
+    """One tenant's jobs in one line; never empty."""
 
     __slots__ = ("account", "gone", "jobs", "line", "listed", "rows")
 
@@ -140,9 +138,9 @@ class _Turn:
         self.account = account
         self.line = line
         self.jobs: list[QueueEntry] = []  # heap
-        self.gone = 0  # of the jobs, those that were dropped and are still in the heap
-        self.rows = 0  # of the others
-        self.listed = -1  # the one of the line's entries that is true
+        self.gone = 0  # dropped jobs that are still in the heap
+        self.rows = 0  # rows of the other jobs
+        self.listed = -1  # the valid one of the line's entries
 
     def head(self) -> SequenceJob:
         jobs = self.jobs
@@ -153,7 +151,7 @@ class _Turn:
 
 
 class _Line:
-    """Tenants that wait, the least charged first; equal ones by the urgency of their first job."""
+    """Waiting tenants, the least charged first; equal ones by the urgency of their first job."""
 
     def __init__(self, lane: int, ties: itertools.count[int]) -> None:
         self.lane = lane
@@ -169,7 +167,7 @@ class _Line:
         if turn is None:
             turn = self._turns[account] = _Turn(account, self)
         job.turn = turn
-        # One that was dropped and comes back may still have its old entry in the heap.
+        # A job that was dropped and returns may still have its old entry in the heap.
         entry = job.entry = (key, next(self._ties), job)
         heapq.heappush(turn.jobs, entry)
         self.live += 1
@@ -210,8 +208,8 @@ class _Line:
             turn.gone = 0
 
     def before(self, account: TenantAccount) -> tuple[float, float]:
-        """Rows and jobs that would go before another of this tenant's: all of its own that are there, and as much of
-        each other tenant's, if that has so much."""
+        """Return the rows and jobs ahead of another job of this tenant: all of its own, and as much of each other
+        tenant's."""
         if not self.live:
             return 0.0, 0.0
         turn = self._turns.get(account)
@@ -221,7 +219,7 @@ class _Line:
         return min(self.rows, rows + (rows + each) * others), min(self.live, jobs + (jobs + 1.0) * others)
 
     def list_again(self, account: TenantAccount) -> None:
-        """To be called when a tenant is no longer over its share: it may go sooner."""
+        """Re-list a tenant that is no longer over its share, because it may go sooner."""
         turn = self._turns.get(account)
         if turn is not None:
             turn.head()
@@ -242,21 +240,21 @@ class _Line:
 class FairQueue:
     def __init__(self, policy: Policy, *, idle_tenants: int) -> None:
         self.policy = policy
-        self.queued = 0  # sequences that wait, those that follow another's prefix included
-        self.queued_tokens = 0  # of their prompts
+        self.queued = 0  # waiting sequences, those following another's prefix included
+        self.queued_tokens = 0  # prompt tokens of those
         self._idle_tenants = idle_tenants
         self._accounts: dict[str, TenantAccount] = {}
-        self._idle: OrderedDict[str, TenantAccount] = OrderedDict()  # without work, longest first
-        self._floor = [0.0, 0.0]  # where a tenant that comes back begins
+        self._idle: OrderedDict[str, TenantAccount] = OrderedDict()  # without work, longest idle first
+        self._floor = [0.0, 0.0]  # charge at which a returning tenant starts
         self._turns = [0, 0, 0]
         self._usage = RecentService()
-        self._alike: dict[int, dict[SequenceJob, None]] = {}  # long ones that begin alike, oldest first
+        self._alike: dict[int, dict[SequenceJob, None]] = {}  # long prompts that begin alike, oldest first
         ties = itertools.count()
         self._on_time = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
         self._late = [_Line(int(line == BACKGROUND), ties) for line in CLASSES]
 
     def __len__(self) -> int:
-        """In the queue itself."""
+        """Jobs in the queue itself."""
         return sum(line.live for line in (*self._on_time, *self._late))
 
     def account(self, tenant: str) -> TenantAccount:
@@ -267,7 +265,7 @@ class FairQueue:
         return account
 
     def forget_idle(self, account: TenantAccount) -> None:
-        """To be called when a tenant's work may have ended: accounts without work are bounded."""
+        """Bound the accounts of tenants without work. Call it when a tenant's work may have ended."""
         if account.queued or account.running:
             return
         self._idle[account.name] = account
@@ -278,7 +276,7 @@ class FairQueue:
             del self._accounts[name]
 
     def enter(self, job: SequenceJob) -> None:
-        """It begins to wait."""
+        """Count a job that begins to wait."""
         tokens = len(job.request.prompt)
         self.queued += 1
         self.queued_tokens += tokens
@@ -286,7 +284,7 @@ class FairQueue:
         job.account.queued_tokens += tokens
 
     def leave(self, job: SequenceJob) -> None:
-        """It waits no longer, neither here nor for another's prefix."""
+        """Stop counting a job that no longer waits, neither here nor for another's prefix."""
         tokens = len(job.request.prompt)
         self.queued -= 1
         self.queued_tokens -= tokens
@@ -301,11 +299,11 @@ class FairQueue:
         return self._on_time[line].live + self._late[line].live
 
     def rows(self, line: int) -> tuple[int, int]:
-        """Rows that wait to be computed: of those that can be in time, and of the others."""
+        """Return the waiting rows: of jobs that can be in time, and of late ones."""
         return self._on_time[line].rows, self._late[line].rows
 
     def before(self, line: int, account: TenantAccount) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Rows and jobs that would go before another of a tenant's: of those that can be in time, and of the others."""
+        """Return the rows and jobs ahead of another job of a tenant: of those that can be in time, and of late ones."""
         return self._on_time[line].before(account), self._late[line].before(account)
 
     def push(self, job: SequenceJob, now: float) -> None:
@@ -325,7 +323,7 @@ class FairQueue:
             self._late[job.line].push(job, job.urgency)
 
     def head(self, line: int, now: float) -> SequenceJob | None:
-        """Who goes next of a class."""
+        """Return the next job of a class."""
         on_time, late = self._on_time[line], self._late[line]
         first = on_time.head()
         while first is not None and now > first.late:
@@ -345,7 +343,7 @@ class FairQueue:
         return second if behind > 0 else first
 
     def take(self, job: SequenceJob) -> None:
-        """It goes: it has been the head of its class."""
+        """Remove the head of its class because it starts."""
         if self._late[job.line].live:
             self._turns[job.line] += 1
         lane = int(job.line == BACKGROUND)
@@ -353,7 +351,7 @@ class FairQueue:
         self.drop(job)
 
     def drop(self, job: SequenceJob) -> None:
-        """It is no longer in the queue."""
+        """Remove a job from the queue."""
         turn = job.turn
         if turn is None:
             return
@@ -368,7 +366,7 @@ class FairQueue:
                 del self._alike[job.begins]
 
     def alike(self, job: SequenceJob) -> list[SequenceJob]:
-        """Some of the long prompts that wait and begin as this one does."""
+        """Return some of the waiting long prompts that begin like this one."""
         if not self._alike:
             return []
         request = job.request
@@ -376,21 +374,21 @@ class FairQueue:
         return list(itertools.islice(self._alike.get(begins, ()), _MOST_ALIKE))
 
     def charge(self, job: SequenceJob, tokens: float) -> None:
-        """Puts tokens on its tenant's account: a prompt's when it starts, an answer's as they come."""
+        """Charge tokens to the job's tenant: a prompt's when it starts, an answer's as they come."""
         job.account.charged[job.line == BACKGROUND] += tokens / (job.request.weight * job.surface.weight)
 
     def computed(self, job: SequenceJob, tokens: float) -> None:
-        """So many tokens were computed for it."""
+        """Count tokens computed for the job's tenant."""
         if job.line != BACKGROUND:
             self._usage.add(job.account, tokens / (job.request.weight * job.surface.weight))
 
     @property
     def any_over(self) -> bool:
-        """Whether any tenant has much more than its share."""
+        """Whether any tenant is far over its fair share."""
         return self._usage.any_over
 
     def tick(self, now: float) -> None:
-        """Looks who has more than its share; to be called after every step."""
+        """Re-evaluate the fair shares. Call it after every step."""
         for account in self._usage.tick(now):
             for line in (*self._on_time, *self._late):
                 line.list_again(account)
@@ -403,4 +401,4 @@ class FairQueue:
         return mine < others or (mine == others and job.urgency < other.urgency)
 
     def prefilled(self, job: SequenceJob) -> None:
-        """Its prompt can be found by others now. The fair order makes nothing of it."""
+        """Called when a prompt can be reused by others. The fair order does not need it."""
