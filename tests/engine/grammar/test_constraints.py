@@ -604,7 +604,7 @@ def test_what_is_kept_is_bounded_by_its_length_too(tokenizer: Tokenizer) -> None
 
 def test_too_many_at_once_are_refused(tokenizer: Tokenizer) -> None:
     grammars = GrammarCompiler(tokenizer, GrammarLimits(compiling=0))
-    with pytest.raises(RequestError, match="try again"):
+    with pytest.raises(RequestError, match="Try again"):
         grammars.prepare(Grammar("regex", "a"))
     grammars.close()
 

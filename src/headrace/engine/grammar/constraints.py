@@ -1,11 +1,11 @@
-"""Constrained decoding: what a sequence may say next, as a bit per token.
+"""Constrained decoding: which tokens a sequence may generate next, as one bit per token.
 
-Owns GrammarCompiler (compiling for one tokenizer, in threads, and the masks of a step, in a thread beside it) and
-GrammarState (how far one sequence has come in its grammar). llguidance parses; what a caller may ask for is
-engine.grammar_source's. Knows nothing of logits, of requests or of who waits.
+GrammarCompiler compiles grammars for one tokenizer and computes a step's masks, both in threads. GrammarState is one
+sequence's position in its grammar. llguidance parses; `interface/grammar_spec.py` describes grammars. Does not know
+logits or requests.
 
-What may follow depends on the tokens so far alone: not on what was drafted and taken back, nor on which tokens were
-forced and which sampled. Where a grammar leaves one continuation, its tokens are those that the tokenizer would write.
+What may follow depends only on the tokens so far, not on rejected drafts or on which tokens were forced. If a grammar
+leaves one continuation, its tokens are those that the tokenizer would produce.
 
     grammars.prepare(grammar) -> Compilation -> GrammarState        once, before anything is queued
     grammars.launch([(state, drafts), ...]) -> Masks -> collect()   while the step runs
@@ -48,18 +48,18 @@ Mask = NDArray[np.uint32]
 
 _COMPILERS: Final = 2  # threads
 _MOST_FORCED: Final = 64  # tokens at a time; about 20 us each, 100 us in a long text
-_RENEW_SECONDS: Final = 0.3  # what a step may wait for a grammar to be compiled again, which is rare
+_RENEW_SECONDS: Final = 0.3  # bound on a recompilation that a step waits for, which is rare
 
 
 class GrammarError(HeadraceError):
-    """A grammar that turned out, while it was used, to go past its bounds or to lead nowhere."""
+    """A grammar that exceeded its bounds, or reached a dead end, while in use."""
 
 
 class GrammarCompiler:
-    """GrammarCompiler for one tokenizer. To be used from one thread; what takes long runs in threads of its own."""
+    """Compiles grammars for one tokenizer. Use it from one thread; slow work runs in its own threads."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None, *, threads: int = 1) -> None:
-        """`threads` compute masks; one alone leaves the cores to the step that they are computed beside."""
+        """`threads` compute masks. One thread leaves the cores to the step that runs at the same time."""
         self.limits = GrammarLimits() if limits is None else limits
         self.tokenizer = tokenizer
         self._words = -(-tokenizer.vocab_size // 32)
@@ -73,9 +73,9 @@ class GrammarCompiler:
         self._executor = LLExecutor(threads)
 
     def prepare(self, grammar: Grammar, *, salt: str = "") -> Compilation:
-        """Begins to compile; RequestError at once for what needs no compiling to be refused.
+        """Start compiling. Raise RequestError at once for errors that need no compiling.
 
-        What was compiled is kept for requests of the same salt: how long it takes tells nobody what others asked for.
+        Compiled grammars are cached per salt, so that the compile time reveals nothing about other tenants' requests.
         """
         limits = self.limits
         key = (salt, grammar)
@@ -84,7 +84,9 @@ class GrammarCompiler:
             source = grammar_source(grammar, limits)
             self._unfinished = [future for future in self._unfinished if not future.done()]
             if len(self._unfinished) >= limits.compiling:
-                raise RequestError(f"{limits.compiling} grammars are being compiled; try again", parameter="grammar")
+                raise RequestError(
+                    f"{limits.compiling} grammars are being compiled already. Try again.", parameter="grammar"
+                )
             known = self._known[key] = self._compilers.submit(lambda: CompiledGrammar(lambda: self._compile(source)))
             self._unfinished.append(known)
             self._known_bytes += len(grammar.text)
@@ -96,18 +98,16 @@ class GrammarCompiler:
         return Compilation(known, limits.compile_seconds)
 
     def compile(self, grammar: Grammar, *, salt: str = "") -> GrammarState:
-        """Waits for it; RequestError for a grammar that is wrong or takes too long."""
+        """Compile and wait. Raise RequestError if the grammar is wrong or takes too long."""
         return self.prepare(grammar, salt=salt).result()
 
     def launch(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> Masks:
-        """Begins to compute the masks of each state and of what follows its drafts.
-
-        The states must be left alone until the masks are collected.
-        """
+        """Start computing the masks of each state and of what follows its drafts. Do not touch the states until the
+        masks are collected."""
         return Masks(self._filler.submit(self._fill, work))
 
     def mask_after(self, state: GrammarState, drafts: Sequence[int]) -> Mask | None:
-        """The mask after a state and its drafts, at once; None where the grammar does not follow them."""
+        """Return the mask after a state and its drafts at once; None if the grammar rejects the drafts."""
         matcher = state.matcher
         taken = matcher.try_consume_tokens(list(drafts)) if drafts else 0
         mask: Mask | None = None
@@ -143,7 +143,7 @@ class GrammarCompiler:
                 try:
                     self.tokenizer.load_encoder()  # a worker's first grammar may find that the model's folder is gone
                 except ModelError as error:
-                    raise RequestError(f"no grammar can be followed: {error}", parameter="grammar") from None
+                    raise RequestError(f"Grammars are not available: {error}", parameter="grammar") from None
                 self._vocabulary = Vocabulary(self.tokenizer).for_llguidance()
             return self._vocabulary
 
@@ -151,18 +151,18 @@ class GrammarCompiler:
         vocabulary = self._read_vocabulary()
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=self._parser_limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what allows nothing at all, or is too hard, shows here
+            matcher.compute_bitmask()  # fails here if the grammar allows nothing or is too complex
         if matcher.is_error():
-            raise RequestError(f"the grammar cannot be used: {_reason(matcher)}", parameter="grammar")
+            raise RequestError(f"The grammar cannot be used: {_reason(matcher)}", parameter="grammar")
         _check_beginning(matcher, vocabulary.eos_tokens)
         return matcher
 
     def _fill(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
-        """For each state the masks of its rows, as far as its grammar follows the drafts; none where it failed."""
+        """Return each state's masks, as far as its grammar accepts the drafts; none if it failed."""
         masks = self._compute(work)
         for place, (state, _) in enumerate(work):
             if state.matcher.is_error() and state.error is None:
-                # Drafts, or other sequences, may be to blame, which must not be seen: once more without them.
+                # Drafts or other sequences may be to blame, and must not be noticeable: try once more without them.
                 state.rebuild()
                 masks[place] = self._compute([(state, ())])[0]
                 if state.matcher.is_error():
@@ -174,7 +174,7 @@ class GrammarCompiler:
     def _compute(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
         rows = sum(1 + len(drafts) for _, drafts in work)
         words = -(-self._read_vocabulary().vocab_size // 32)
-        # A mask that is not computed stays empty: no grammar's own mask is.
+        # A mask that is not computed stays empty, which no real mask is.
         masks = np.zeros((rows, words), dtype=np.uint32)
         alone: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
@@ -205,7 +205,7 @@ class GrammarCompiler:
 
 
 class Compilation:
-    """A grammar that is being compiled."""
+    """A grammar being compiled."""
 
     def __init__(self, future: Future[CompiledGrammar], seconds: float) -> None:
         self._future = future
@@ -213,25 +213,25 @@ class Compilation:
         self._until = time.monotonic() + seconds
 
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
+        """Whether `result` returns or raises at once."""
         return self._future.done() or time.monotonic() >= self._until
 
     def result(self) -> GrammarState:
-        """Waits for it; RequestError for a grammar that is wrong or takes too long."""
+        """Wait for the compilation. Raise RequestError if the grammar is wrong or takes too long."""
         try:
             compiled = self._future.result(max(0.0, self._until - time.monotonic()))
         except TimeoutError:
             raise RequestError(
-                f"the grammar takes longer than {self._seconds:g} s to compile", parameter="grammar"
+                f"The grammar takes longer than {self._seconds:g} s to compile.", parameter="grammar"
             ) from None
         return GrammarState(compiled)
 
 
 class CompiledGrammar:
-    """A grammar at its beginning, from which every sequence's state is copied.
+    """A grammar at its start, from which every sequence's state is copied.
 
-    The copies share what llguidance learns of the grammar's texts, and the bound on it. So that one sequence does not
-    come to its bound by what others wrote, or by what was drafted, a state that failed begins again with a new one.
+    The copies share llguidance's lexer cache and its bound. So that one sequence does not hit the bound because of
+    other sequences or of drafts, a state that failed restarts with a new compilation.
     """
 
     def __init__(self, make: Callable[[], LLMatcher]) -> None:
@@ -241,13 +241,13 @@ class CompiledGrammar:
         self._seconds = time.monotonic() - began
 
     def renew(self, failed: LLMatcher) -> None:
-        """Compiles it again, unless that was done since `failed` was taken from here, or takes too long for a step."""
+        """Compile again, unless that happened since `failed` was copied, or takes too long for a step."""
         if self.matcher is failed and self._seconds < _RENEW_SECONDS:
             self.matcher = self._make()
 
 
 class Masks:
-    """The masks of a step, under way."""
+    """A step's masks, being computed."""
 
     def __init__(self, future: Future[list[list[Mask]]]) -> None:
         self._future = future
@@ -256,37 +256,38 @@ class Masks:
         return self._future.done()
 
     def collect(self) -> list[list[Mask]]:
-        """For each state a mask for its next token and for the one after each draft, as far as its grammar goes.
+        """Return, for each state, a mask for its next token and for the one after each draft, as far as its grammar
+        goes.
 
-        Rows beyond that are not to be sampled. None at all: the state failed, and its `error` says why.
+        Rows beyond that must not be sampled. No mask at all means that the state failed; its `error` says why.
         """
         return self._future.result()
 
 
 class GrammarState:
-    """How far one sequence has come in its grammar."""
+    """One sequence's position in its grammar."""
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
         self._origin = compiled.matcher
         self.matcher = self._origin.deep_copy()
         self.tokens: list[int] = []
-        self.error: str | None = None  # why it cannot go on
+        self.error: str | None = None  # why it cannot continue
 
     @property
     def finished(self) -> bool:
-        """Nothing may follow: the text is whole, or its end was among the tokens."""
+        """Whether nothing may follow: the text is complete, or the tokens included its end."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def accepting(self) -> bool:
-        """The text may end here."""
+        """Whether the text may end here."""
         return self.matcher.is_accepting()
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Moves over the tokens, and returns how many were taken: none after the one that finished the grammar.
+        """Advance over the tokens. Return how many were taken: none after the one that finished the grammar.
 
-        GrammarError for a token that the grammar does not allow, or that takes it past its bounds.
+        Raise GrammarError for a token that the grammar does not allow or that exceeds its bounds.
         """
         for count, token in enumerate(tokens):
             if self.finished:
@@ -296,14 +297,14 @@ class GrammarState:
         return len(tokens)
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that must come next, `most` of them at most; the state moves over them.
+        """Return the tokens that must come next, at most `most`, and advance over them.
 
-        They are what sampling under the masks would choose, one after the other. There may be more to come: a text of
-        any length may be forced, and this does not take long.
+        They are what sampling under the masks would choose. There may be more to come: a forced text can have any
+        length, and this call stays short.
         """
         most = min(most, _MOST_FORCED)
         found: list[int] = []
-        # Only the first that llguidance names is what the mask would allow: the next ones may be cut anew after it.
+        # Use only the first token: the mask would allow it, but later ones may be tokenised differently after it.
         while len(found) < most and not self.finished and (tokens := self.matcher.compute_ff_tokens()):
             self._consume(tokens[0])
             self.tokens.append(tokens[0])
@@ -311,15 +312,15 @@ class GrammarState:
         return found
 
     def fitting(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar can follow; the state stays where it is."""
+        """Return how many of the drafts the grammar accepts, without advancing."""
         if not drafts or self.finished:
             return 0
         return self.matcher.validate_tokens(list(drafts))
 
     def rollback(self, count: int) -> None:
-        """Takes the last `count` tokens back."""
+        """Undo the last `count` tokens."""
         if count and not self.matcher.rollback(count):
-            raise GrammarError(f"the grammar cannot go back: {_reason(self.matcher)}")
+            raise GrammarError(f"The grammar cannot be rolled back: {_reason(self.matcher)}")
         if count:
             del self.tokens[-count:]
 
@@ -333,7 +334,7 @@ class GrammarState:
         return copy
 
     def rebuild(self) -> None:
-        """The same state from its tokens alone: nothing that was drafted, or that others wrote, is left in it."""
+        """Rebuild the state from its tokens alone, without traces of drafts or of other sequences."""
         self._compiled.renew(self._origin)
         self._origin = self._compiled.matcher
         self.matcher = self._origin.deep_copy()
@@ -342,25 +343,26 @@ class GrammarState:
     def _consume(self, token: int) -> None:
         if not self.matcher.consume_token(token):
             if self.error is None:
-                self.rebuild()  # drafts, or other sequences, may be to blame
+                self.rebuild()  # drafts or other sequences may be to blame
                 if self.matcher.consume_token(token):
                     return
                 self.error = _reason(self.matcher)
-            raise GrammarError(f"the grammar cannot be followed: {self.error}")
+            raise GrammarError(f"The grammar cannot be followed: {self.error}")
 
 
 def _check_beginning(compiled: LLMatcher, ends: Sequence[int]) -> None:
-    """RequestError where the first token is already too much, or cannot be taken back: drafts and restarts need it."""
+    """Raise RequestError if the first token already exceeds the bounds or cannot be undone, which drafts and restarts
+    need."""
     trial = compiled.deep_copy()
     bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")
     tokens: list[int] = np.flatnonzero(bits)[: 1 + len(ends)].tolist()
     token = next((token for token in tokens if token not in ends), tokens[0])
     if not trial.consume_token(token) or not trial.rollback(1):
-        raise RequestError(f"the grammar cannot be used: {_reason(trial)}", parameter="grammar")
+        raise RequestError(f"The grammar cannot be used: {_reason(trial)}", parameter="grammar")
 
 
 def _give_way() -> None:
-    """A grammar that takes a second to compile is not to take the processor from the steps."""
+    """Lower the thread's priority, so that a slow compilation does not take the processor from the steps."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 

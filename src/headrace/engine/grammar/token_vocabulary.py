@@ -1,7 +1,4 @@
-"""A tokenizer's vocabulary as llguidance takes it: the bytes of every token, and how a text is cut into tokens.
-
-Owns Vocabulary. Knows nothing of grammars.
-"""
+"""A tokenizer's vocabulary in llguidance's form: the bytes of every token, and how a text is tokenised."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ from headrace.engine.interface.output_text import token_bytes
 from headrace.errors import RequestError
 from headrace.models.text.tokenizer import Tokenizer
 
-# Written before a text, so that a tokenizer that puts a space before the first word puts it before this.
+# Put before a text, so that a tokenizer that adds a space before the first word adds it before this.
 _BEFORE: Final = "\n"
 _MOST_CHARACTERS: Final = 256
 
 
 class Vocabulary:
-    """What llguidance asks of a tokenizer; the public names are its own."""
+    """The interface that llguidance expects of a tokenizer; it defines the public names."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """RequestError for a tokenizer whose tokens have no bytes of their own."""
+        """Raise RequestError if the tokenizer's tokens have no bytes of their own."""
         if tokenizer.pieces.kind.form == "window":
-            raise RequestError("this model's tokenizer cannot follow a grammar", parameter="grammar")
+            raise RequestError("This model's tokenizer cannot follow a grammar.", parameter="grammar")
         self._tokenizer = tokenizer
         size = tokenizer.vocab_size
         special = {token for token in range(size) if tokenizer.is_special(token)} | tokenizer.eos_ids
@@ -35,7 +32,7 @@ class Vocabulary:
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = min(tokenizer.eos_ids, default=None)
         self._eos_ids = sorted(tokenizer.eos_ids)
-        # Of tokens with the same bytes, the first; the text of a special token is not that token.
+        # Among tokens with the same bytes, the first; the text of a special token is not that token.
         self._own = [b"" if token in special else text for token, text in enumerate(self.tokens)]
         self._by_bytes = {text: token for token, text in reversed(list(enumerate(self._own))) if text}
         self._longest = max(map(len, self._by_bytes), default=0)
@@ -44,9 +41,9 @@ class Vocabulary:
         return LLTokenizer(cast("TokenizerWrapper", self), eos_token=self._eos_ids or None)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens whose bytes, joined, are the text's: those that the tokenizer would write, where it can.
+        """Return tokens whose bytes form the text, as the tokenizer would produce them if possible.
 
-        Of a long text only the beginning is looked at: what is asked for is its first tokens, and that for every token.
+        Only the beginning of a long text is tokenised: only its first tokens are needed, and for every token anew.
         """
         text = text[:_MOST_CHARACTERS]
         wanted = text.encode()
@@ -58,7 +55,7 @@ class Vocabulary:
         return self._greedy(wanted)
 
     def _ending(self, tokens: list[int], wanted: bytes) -> list[int] | None:
-        """The last of the tokens, as many as are the wanted bytes."""
+        """Return the last tokens that cover the wanted bytes."""
         missing = len(wanted)
         start = len(tokens)
         while missing > 0 and start > 0:
@@ -78,5 +75,5 @@ class Vocabulary:
                     place += length
                     break
             else:
-                raise RequestError("the tokenizer has no token for a byte of the grammar", parameter="grammar")
+                raise RequestError("The tokenizer has no token for a byte of the grammar.", parameter="grammar")
         return tokens

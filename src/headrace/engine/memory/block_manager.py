@@ -1,16 +1,15 @@
-"""KV memory as the host sees it: which blocks are used, which can be found again, and which go when memory is needed.
+"""The host's view of KV memory: which blocks are in use, which can be found again, and which are evicted.
 
-Owns every block's references, the order of eviction, the copies that are due and the pinned prefixes; the prefix tree
-(`prefix_tree.py`) says what can be found. Knows nothing of the KV bytes, of requests or of time, and belongs to one
-thread. A block is in one of three states:
+Owns the blocks' reference counts, the eviction order, pending copies and pinned prefixes; the prefix tree
+(`prefix_tree.py`) finds blocks by tokens. Does not know KV bytes, requests or time. Belongs to one thread. A block is
+in one of three states:
 
-    free ──take──▶ used (refs > 0) ──last holder lets go──▶ idle, if it is in the tree ──oldest first──▶ free
+    free ──take──▶ used (refs > 0) ──last holder releases──▶ idle, if it is in the tree ──oldest first──▶ free
                         ▲                                      │             └ else free at once
                         └──────────── found again ─────────────┘
 
-Two things hold at all times, and make eviction O(1): whoever holds a block of the tree holds all that come before it;
-and holders let go from the tail to the head. So an idle block was let go no earlier than its children, and the one that
-was let go first has none.
+Two invariants make eviction O(1): a holder of a block in the tree holds all blocks before it, and holders release from
+the tail to the head. So an idle block was released no earlier than its children, and the one released first has none.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ import msgspec
 from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack
 from headrace.errors import RequestError
 
-MOST_SALTS: Final = 256  # salts with statistics of their own; later ones are counted together, as OTHER_SALTS
+MOST_SALTS: Final = 256  # salts with their own statistics; later ones are counted together as OTHER_SALTS
 MOST_PINS: Final = 256
 OTHER_SALTS: Final = "*"
 
 
 class PrefixMatch(msgspec.Struct, eq=False):
-    """The longest prefix that can be reused, as far as is known: `BlockManager.acquire` looks again if the tree
-    changed."""
+    """The longest reusable prefix found so far. `BlockManager.acquire` matches again if the tree has changed."""
 
     salt: str
     variant: int
@@ -40,24 +38,24 @@ class PrefixMatch(msgspec.Struct, eq=False):
     count: int  # of the tokens
     cached_tokens: int
     path: list[Block]
-    source: Block | None  # begins with the tokens that come after the path
+    source: Block | None  # a block that begins with the tokens after the path
     stamp: int  # of the tree
 
 
 class BlockTable(msgspec.Struct, eq=False):
-    """What one sequence holds. `blocks` only ever grows at its end."""
+    """The blocks that one sequence holds. `blocks` only grows at its end."""
 
     blocks: list[int]
     salt: str
     variant: int
-    cached_tokens: int  # computed already, once the copy that may be due is done
-    path: list[Block]  # of the tree, for the part that is published; may be another's block with the same tokens
-    source: Block | None  # what its first own block begins as a copy of
-    tokens: int  # that it was last asked to have room for
+    cached_tokens: int  # computed, once a pending copy is done
+    path: list[Block]  # published blocks in the tree; may be another sequence's with the same tokens
+    source: Block | None  # the block that its first own block is copied from
+    tokens: int  # that it was last grown to
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
-    """A pinned prefix, in whole blocks; `blocks` has those that are computed."""
+    """A pinned prefix in whole blocks. `blocks` lists those that are computed."""
 
     tokens: tuple[int, ...]
     salt: str
@@ -74,25 +72,25 @@ class _Pin(msgspec.Struct, eq=False):
 
 class SaltStats(msgspec.Struct):
     asked: int = 0  # tokens of the sequences that acquired blocks
-    hit: int = 0  # of those, tokens that did not have to be computed
+    hit: int = 0  # of those, tokens found in the cache
 
 
 class BlockStats(msgspec.Struct, frozen=True):
     total: int
     free: int
-    cached: int  # idle: found by whoever has the same prefix, and evicted when memory is needed
+    cached: int  # idle: reusable, and evicted when memory is needed
     used: int
-    pinned: int  # of the used ones
-    unfilled: int  # token slots of sequences' blocks that they have not asked for
-    fragmentation: float  # their share of all slots of used blocks
-    evictions: int  # since the beginning, as are the copies and the tokens of salts
+    pinned: int  # of the used blocks
+    unfilled: int  # token slots of sequences' blocks that they do not use yet
+    fragmentation: float  # share of unfilled slots among all slots of used blocks
+    evictions: int  # in total, as are the copies and the tokens of salts
     copies: int
     salts: dict[str, SaltStats]
 
 
 class BlockManager:
-    """`copies`: whether part of a block may be reused, by copying it. `reuse`: False finds nothing again, as is right
-    for an encoder, whose KV depends on the tokens that follow. `most_pinned`: blocks; half of all by default."""
+    """`copies` allows reuse of part of a block by copying it. `reuse=False` finds nothing again, as an encoder needs,
+    because its KV depends on later tokens. `most_pinned` is in blocks and defaults to half of all."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class BlockManager:
         most_pinned: int | None = None,
     ) -> None:
         if count < 1 or block_tokens < 1:
-            raise ValueError(f"{count} blocks of {block_tokens} tokens")
+            raise ValueError(f"Cannot manage {count} blocks of {block_tokens} tokens.")
         self.count = count
         self.block_tokens = block_tokens
         self.most_pinned = count // 2 if most_pinned is None else most_pinned
@@ -114,23 +112,23 @@ class BlockManager:
         self._tree = PrefixTree(block_tokens)
         self._blocks = [Block(index) for index in range(count)]
         self._free = self._blocks[::-1]
-        self._idle: OrderedDict[Block, None] = OrderedDict()  # let go longest ago first
+        self._idle: OrderedDict[Block, None] = OrderedDict()  # released longest ago first
         self._copies: dict[Block, Block] = {}  # target -> source, in the order in which they must be made
         self._tables: set[BlockTable] = set()
         self._pins: dict[tuple[str, int, bytes], _Pin] = {}
-        self._unmet: list[_Pin] = []  # pins of which not all is computed
+        self._unmet: list[_Pin] = []  # pins that are not fully computed
         self._evictions = 0
         self._copied = 0
         self._salts: dict[str, SaltStats] = {}
 
     @property
     def available(self) -> int:
-        """BlockManager that can be had now."""
+        """Blocks that can be taken now."""
         return len(self._free) + len(self._idle)
 
     @property
     def largest_sequence(self) -> int:
-        """Tokens of a sequence that fits whenever no other runs, whatever is pinned."""
+        """Tokens of a sequence that fits when no other runs, whatever is pinned."""
         return (self.count - self._reserved()) * self.block_tokens
 
     def blocks_for(self, tokens: int) -> int:
@@ -139,11 +137,12 @@ class BlockManager:
     # Finding and holding
 
     def match(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> PrefixMatch:
-        """The longest prefix to reuse, always short of the last token, whose result is wanted. Takes no reference."""
+        """Return the longest reusable prefix, always short of the last token, whose result is needed. Takes no
+        reference."""
         return self._find(pack(tokens), len(tokens), salt, variant)
 
     def refresh(self, match: PrefixMatch) -> PrefixMatch:
-        """The same anew; costs nothing where the tree has not changed."""
+        """Match again; free if the tree has not changed."""
         if match.stamp == self._tree.stamp:
             return match
         return self._find(match.packed, match.count, match.salt, match.variant)
@@ -159,8 +158,8 @@ class BlockManager:
         return PrefixMatch(salt, variant, packed, count, at // TOKEN_BYTES + shared, path, source, tree.stamp)
 
     def acquire(self, match: PrefixMatch, total_tokens: int) -> BlockTable | None:
-        """Holds what was found and takes blocks for the rest of `total_tokens`; None, and nothing changed, where they
-        are not to be had."""
+        """Hold the matched blocks and take new ones for the rest of `total_tokens`. Return None, with nothing changed,
+        if there are not enough."""
         match = self.refresh(match)
         table = self._acquire(match, total_tokens)
         if table is not None:
@@ -178,7 +177,7 @@ class BlockManager:
         idle = self._idle
         spare = self.available - sum(1 for block in path if not block.refs)
         if source is not None and not source.refs and needed >= spare:
-            # Its own block may be needed: to compute a few tokens again is better than to wait for it for ever.
+            # Its own block may be needed. Recomputing a few tokens is better than waiting for ever.
             source, cached = None, len(path) * self.block_tokens
         if needed > spare:
             return None
@@ -198,7 +197,7 @@ class BlockManager:
         return table
 
     def grow(self, table: BlockTable, total_tokens: int) -> bool:
-        """Room for `total_tokens`; False, and nothing changed, where it is not to be had."""
+        """Make room for `total_tokens`. Return False, with nothing changed, if there is not enough."""
         needed = self.blocks_for(total_tokens) - len(table.blocks)
         if needed > 0:
             self._check_open(table)
@@ -210,14 +209,15 @@ class BlockManager:
         return True
 
     def fork(self, table: BlockTable, tokens: int) -> BlockTable | None:
-        """A second table over the first `tokens`, all of them computed and published: whole blocks are shared, and of
-        the block that both go on to write it gets a copy. None, and nothing changed, where no block is to be had."""
+        """Return a second table over the first `tokens`, all of them computed and published. Whole blocks are shared;
+        the block that both continue to write is copied. Return None, with nothing changed, if no block is free."""
         self._check_open(table)
         whole, part = divmod(tokens, self.block_tokens)
         if self.blocks_for(tokens) > len(table.blocks):
             raise ValueError(f"a fork at {tokens} tokens of a table of {len(table.blocks)} blocks")
         if self._reuse and whole > len(table.path):
-            # Published later by one alone, a shared block would hang below blocks that the other does not hold.
+            # If only one sequence published it later, a shared block would hang below blocks that the other does not
+            # hold.
             raise ValueError(f"a fork at {tokens} tokens, of which {len(table.path) * self.block_tokens} are published")
         if part and not self.available:
             return None
@@ -237,7 +237,7 @@ class BlockManager:
         return fork
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Copies (source, target) to make, in this order, before the next step writes anything."""
+        """Return the copies (source, target) to make, in this order, before the next step writes anything."""
         due, self._copies = self._copies, {}
         self._copied += len(due)
         copies = [(source.index, target.index) for target, source in due.items()]
@@ -246,7 +246,7 @@ class BlockManager:
         return copies
 
     def release(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
-        """Lets all of it go; what is computed stays to be found until its memory is needed, tails going first."""
+        """Release the table. Computed blocks stay reusable until their memory is needed, tails going first."""
         self._check_open(table)
         if self._reuse:
             computed = self._present(table, computed)
@@ -266,7 +266,7 @@ class BlockManager:
 
     def _check_open(self, table: BlockTable) -> None:
         if table not in self._tables:
-            raise ValueError("the table was released before, or is another's")
+            raise ValueError("The table was released before or belongs to another manager.")
 
     def _take(self) -> Block:
         if self._free:
@@ -291,14 +291,14 @@ class BlockManager:
             self._idle[block] = None
             return
         self._free.append(block)
-        source = self._copies.pop(block, None)  # a copy that nobody waits for any more
+        source = self._copies.pop(block, None)  # a copy that is no longer needed
         if source is not None:
             self._drop(source)
 
     # Publishing
 
     def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
-        """Whole blocks among the first `computed` tokens can be found from now on. Cheap where there is none new."""
+        """Make whole blocks among the first `computed` tokens findable. Cheap if there is none new."""
         path = table.path
         first = len(path)
         last = computed // self.block_tokens
@@ -313,7 +313,7 @@ class BlockManager:
         if found != chain:
             for own, block in zip(chain, found, strict=True):
                 if own is not block:
-                    self._hold(block)  # another computed the same: ours stays ours until it is released
+                    self._hold(block)  # another sequence computed the same; keep our own block until release
         path += found
         if table.source is not None and last > first:
             self._forget_outgrown(table.source, path[first], table.salt)
@@ -322,7 +322,7 @@ class BlockManager:
             self._unmet.remove(pin)
 
     def _present(self, table: BlockTable, computed: int) -> int:
-        """Computed tokens before the first block that still waits for its copy."""
+        """Return the computed tokens before the first block that still waits for its copy."""
         if self._copies:
             first = len(table.path)
             for place, index in enumerate(table.blocks[first : self.blocks_for(computed)], first):
@@ -337,14 +337,14 @@ class BlockManager:
         return packed
 
     def _keep_tail(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
-        """Keeps the part of a block at a sequence's end, unless a block that begins with it is there."""
+        """Keep the partial block at a sequence's end, unless a block that begins with it exists."""
         whole = computed // self.block_tokens
         parent = table.path[-1] if table.path else self._tree.root(table.variant)
         key = self._packed_part(tokens, whole * self.block_tokens, computed)
         child, shared = self._tree.closest(parent, table.salt, key)
         if child is not None and shared * TOKEN_BYTES == len(key):
             if not child.refs:
-                self._idle.move_to_end(child)  # as recent as if it were ours; its parent is let go after it
+                self._idle.move_to_end(child)  # as recent as if it were ours; its parent is released after it
             return
         own = self._blocks[table.blocks[whole]]
         self._tree.attach(parent, [own], key, table.salt)
@@ -352,7 +352,7 @@ class BlockManager:
             self._forget_outgrown(child, own, table.salt)
 
     def _forget_outgrown(self, part: Block, longer: Block, salt: str) -> None:
-        """Frees the part of a block that the same conversation has since filled further."""
+        """Free a partial block that the same conversation has since filled further."""
         in_tree = part.parent is not None and part.parent is longer.parent and part.salt == salt
         if in_tree and not part.refs and len(part.key) < len(longer.key) and longer.key.startswith(part.key):
             del self._idle[part]
@@ -362,19 +362,21 @@ class BlockManager:
     # Public and pinned prefixes
 
     def declare_public(self, tokens: Sequence[int]) -> int:
-        """All salts share what is computed of this prefix, in whole blocks; returns their tokens."""
+        """Let all salts share this prefix in whole blocks. Return the tokens of those blocks."""
         whole = self._whole_blocks(tokens)
         self._tree.declare_public(whole)
         return len(whole) // TOKEN_BYTES
 
     def pin(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> int:
-        """Keeps this prefix in memory, in whole blocks: what is computed of it now, and the rest when it gets computed.
-        Returns how many of its tokens are computed."""
+        """Keep this prefix in memory in whole blocks: what is computed now, and the rest once it is computed. Return
+        how many of its tokens are computed."""
         packed = self._whole_blocks(tokens)
         pin = self._pins.get((salt, variant, packed))
         if pin is None:
             if not packed:
-                raise RequestError(f"a prefix of {len(tokens)} tokens fills no block to pin", parameter="pin")
+                raise RequestError(
+                    f"A prefix of {len(tokens)} tokens fills no block, so it cannot be pinned.", parameter="pin"
+                )
             reserved = self._reserved() + len(packed) // self._key_bytes
             if reserved > self.most_pinned or len(self._pins) == MOST_PINS:
                 raise RequestError(
@@ -388,7 +390,7 @@ class BlockManager:
         return len(pin.path) * self.block_tokens
 
     def unpin(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> bool:
-        """False where it was not pinned."""
+        """Stop keeping a prefix. Return False if it was not pinned."""
         pin = self._pins.pop((salt, variant, self._whole_blocks(tokens)), None)
         if pin is None:
             return False
@@ -399,7 +401,7 @@ class BlockManager:
         return True
 
     def pinned(self) -> list[PinnedPrefix]:
-        """In the order in which they were pinned."""
+        """Pinned prefixes in the order in which they were pinned."""
         found: list[PinnedPrefix] = []
         for pin in self._pins.values():
             tokens = array("i", pin.packed)
@@ -407,15 +409,15 @@ class BlockManager:
         return found
 
     def restore(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> BlockTable | None:
-        """Blocks for a prefix that was saved. The caller writes the KV of those after `cached_tokens`, which end with a
-        block, and releases the table with all its tokens computed. None where memory does not suffice."""
+        """Return a table for a saved prefix; None if memory is short. The caller writes the KV of the tokens after
+        `cached_tokens`, which end at a block, and releases the table with all its tokens computed."""
         packed = pack(tokens)
         path, at = self._tree.walk(packed, len(packed), salt, variant)
         cached = at // TOKEN_BYTES
         return self._acquire(PrefixMatch(salt, variant, packed, len(tokens), cached, path, None, 0), len(tokens))
 
     def _extend(self, pin: _Pin) -> bool:
-        """Holds what is computed by now; True where that is all of it."""
+        """Hold what is computed by now. Return whether that is all of it."""
         size = self._key_bytes
         node = pin.path[-1] if pin.path else self._tree.root(pin.variant)
         for at in range(len(pin.path) * size, len(pin.packed), size):
@@ -433,7 +435,7 @@ class BlockManager:
     def _reserved(self) -> int:
         return sum(len(pin.packed) for pin in self._pins.values()) // self._key_bytes
 
-    # Watching
+    # Statistics and checks
 
     def stats(self) -> BlockStats:
         used = self.count - self.available
@@ -452,7 +454,7 @@ class BlockManager:
         )
 
     def check(self) -> None:
-        """IntegrityError where the books do not agree. Looks at everything: for tests and idle moments."""
+        """Raise IntegrityError if the accounting is inconsistent. Checks everything: for tests and idle moments."""
         refs = [0] * self.count
         for table in self._tables:
             for index in table.blocks:

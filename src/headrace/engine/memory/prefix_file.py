@@ -1,12 +1,12 @@
-"""Pinned prefixes in a file: saved with their KV, mapped and put back at the next start.
+"""Saves pinned prefixes with their KV to a file and restores them at the next start.
 
-Owns the file's format and its checks. Knows nothing of an executor: a block's KV comes and goes through two functions.
-The container is that of packed weights (`models/pack_file.py`). Its blobs are blocks of KV, each of them once however
-many prefixes share it, with a sha256 each; its description says what computed them and which prefixes they make up.
+The container is that of packed weights (`models/pack_file.py`). Each blob is one block of KV with a sha256, stored once
+however many prefixes share it; the description says what computed the KV and which prefixes the blocks form. Reads and
+writes blocks through two functions, without an executor.
 
-KV is only worth anything to exactly what computed it, and a file that says of itself that it was made by something
-else is refused with the first difference. Checksums find damage, not malice: whoever can write the file decides what a
-prompt means to the model, as with a file of weights. It holds prompts, so it is readable for its owner alone.
+KV is only valid for exactly what computed it: a file made by something else is refused with the first difference.
+Checksums detect damage, not malice: whoever can write the file decides what a prompt means to the model, as with a file
+of weights. The file contains prompts, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headrace.models.precision import KvType, WeightPlan
 from headrace.models.spec import ModelSpec
 
 VERSION: Final = 1
-MOST_TOKENS: Final = 1 << 20  # of one prefix
+MOST_TOKENS: Final = 1 << 20  # per prefix
 _KIND: Final = "pinned prefixes"
 
 Bytes = NDArray[np.uint8]
 
 
 class PrefixFileError(HeadraceError):
-    """A file of pinned prefixes that cannot be used: missing, damaged, or never one."""
+    """A file of pinned prefixes that is missing, damaged, or not such a file."""
 
     def __init__(self, reason: str, *, path: Path) -> None:
         self.reason = reason
@@ -47,17 +47,17 @@ class PrefixFileError(HeadraceError):
 
 
 class OtherKvError(PrefixFileError):
-    """A sound file whose KV something else computed: another model, precision, layout or instruction set."""
+    """A valid file whose KV was computed by another model, precision, layout or instruction set."""
 
 
 class KvIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must be equal for KV to be the same bytes."""
+    """Everything that must be equal for KV to be the same bytes."""
 
     model: str  # digest of the weight files and the architecture
-    weights: str  # the plan of their precision
-    kv: str  # type of the KV
-    isa: str  # some instruction sets round differently
-    release: str  # of Headrace: the order of additions may change with it
+    weights: str  # precision plan
+    kv: str  # KV precision
+    isa: str  # instruction sets may round differently
+    release: str  # of Headrace; the order of additions may change with it
     layout: str  # versions of the core's layouts
     block_tokens: int
     block_bytes: int
@@ -73,7 +73,7 @@ def kv_identity(
     block_tokens: int,
     block_bytes: int,
 ) -> KvIdentity:
-    """The identity of what a CPU executor computes."""
+    """Return the identity of the KV that a CPU executor computes."""
     return KvIdentity(
         model=hashlib.sha256(msgspec.msgpack.encode((weights_digest, spec))).hexdigest(),
         weights=msgspec.json.encode(plan).decode(),
@@ -105,20 +105,20 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadedPrefixes(msgspec.Struct, frozen=True):
-    prefixes: int  # that are pinned and whole again
-    tokens: int  # whose KV came from the file
-    left_out: tuple[str, ...]  # why, for each of those that did not fit
+    prefixes: int  # prefixes pinned and fully restored
+    tokens: int  # tokens whose KV came from the file
+    left_out: tuple[str, ...]  # a reason for each prefix that was not restored
 
 
 def save_pinned(path: Path, identity: KvIdentity, blocks: BlockManager, read_block: Callable[[int], Bytes]) -> int:
-    """Writes what is computed of all pinned prefixes; the file appears whole or not at all. Returns its tokens."""
+    """Write the computed part of all pinned prefixes, atomically. Return the number of tokens written."""
     entries: dict[int, int] = {}  # block -> entry
     prefixes: list[_Prefix] = []
     for pinned in blocks.pinned():
         numbers = [entries.setdefault(block, len(entries)) for block in pinned.blocks]
         prefixes.append(_Prefix(pinned.salt, pinned.variant, list(pinned.tokens), numbers))
     header = _Header(_KIND, VERSION, identity, prefixes)
-    # A folder that only its owner may enter: the file must not be readable for others at any moment.
+    # Use a folder that only its owner may enter, because the file must never be readable by others.
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
         draft = Path(folder) / "draft"
         with PackWriter(draft, msgspec.to_builtins(header)) as writer:
@@ -135,7 +135,7 @@ def save_pinned(path: Path, identity: KvIdentity, blocks: BlockManager, read_blo
 def load_pinned(
     path: Path, identity: KvIdentity, blocks: BlockManager, write_block: Callable[[int, Bytes], None]
 ) -> LoadedPrefixes:
-    """Pins the file's prefixes and puts their KV back. Nothing is touched before the whole file has been checked."""
+    """Pin the file's prefixes and restore their KV. Changes nothing before the whole file has been checked."""
     prefixes, data = _read(path, identity)
     count = tokens = 0
     left_out: list[str] = []
@@ -152,7 +152,7 @@ def load_pinned(
 def _put_back(
     prefix: PinnedPrefix, data: list[Bytes], blocks: BlockManager, write_block: Callable[[int, Bytes], None]
 ) -> tuple[str, int]:
-    """Why it could not be put back, or nothing; and how many tokens' KV was written."""
+    """Return why a prefix could not be restored (empty if it was), and how many tokens' KV was written."""
     try:
         blocks.pin(prefix.tokens, prefix.salt, variant=prefix.variant)
     except RequestError as error:
@@ -218,7 +218,7 @@ def _checked_block(file: PackFile, name: str, identity: KvIdentity) -> Bytes:
 
 
 def _checked_prefixes(header: _Header, entries: int, path: Path) -> list[PinnedPrefix]:
-    """A block may stand in several prefixes only where they are equal up to its end."""
+    """Check the prefixes. A block may appear in several prefixes only if they are equal up to its end."""
     size = header.identity.block_tokens
     meanings: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # entry -> variant, entry before, tokens
     prefixes: list[PinnedPrefix] = []

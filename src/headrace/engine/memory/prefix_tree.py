@@ -1,12 +1,10 @@
-"""The prefix tree: which block of KV memory holds which tokens, and who may find it.
+"""The prefix tree: finds blocks of KV memory by their tokens, and decides which salt may find which block.
 
-Owns the places of blocks in the tree, and the prefixes that are declared public. Knows nothing of who uses a block or
-of which one goes when memory is needed (`blocks.py`).
+Also holds the prefixes declared public. Does not know who uses a block or when it is evicted (`block_manager.py`).
 
-The tree has a root for each variant (what else than tokens KV depends on: the rope variant). A child is found by its
-block's tokens themselves, as bytes, in its parent's own dictionary: so what is found is an equal prefix, and no two
-prefixes can be mistaken for each other. What salts share lies along the prefixes that were declared public; where a
-prefix leaves them, each salt has a branch of its own, and no other salt ever looks into it:
+The tree has one root per rope variant, because KV depends on that too. A child is keyed by its block's tokens, as
+bytes, in its parent's dictionary, so a match is exact and prefixes cannot be confused. Salts share only blocks along
+declared public prefixes. Where a prefix leaves them, each salt has its own branch, which no other salt reads:
 
     root ── public block ── public block ──┬─ "a": block ── block ── part of a block
                                            └─ "b": block
@@ -21,15 +19,15 @@ from typing import Final
 
 from headrace.errors import RequestError
 
-LOOK: Final = 16  # children that are compared to find the best part of a block; more would not be bounded
-MOST_PUBLIC_BLOCKS: Final = 65_536  # of all declared public prefixes: a million tokens
+LOOK: Final = 16  # children compared for the best partial block; bounds the work
+MOST_PUBLIC_BLOCKS: Final = 65_536  # blocks of all public prefixes: a million tokens
 TOKEN_BYTES: Final = 4
 
 Declared = dict[bytes, "Declared"]  # public prefixes, block by block
 
 
 class IntegrityError(RuntimeError):
-    """The books do not agree with themselves: a bug."""
+    """The accounting is inconsistent: a bug."""
 
 
 def must(holds: bool, otherwise: str) -> None:
@@ -42,24 +40,24 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 class Block:
-    """A block, and its place in the tree if it has one."""
+    """A block and its place in the tree, if it has one."""
 
     __slots__ = ("branches", "children", "declared", "index", "key", "parent", "refs", "salt")
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.refs = 0  # tables, copies that are due and pins that need it as it is
+        self.refs = 0  # tables, pending copies and pins that hold it
         self.parent: Block | None = None  # None: not in the tree
-        self.key = b""  # its tokens; fewer than a whole block's for the tail of a released sequence
-        self.salt = ""  # of the sequence that computed it
-        self.children: dict[bytes, Block] = {}  # those that whoever finds this block may find
-        self.branches: dict[str, dict[bytes, Block]] = {}  # of a public block: what each salt alone may find
-        self.declared: Declared | None = None  # what is declared public after it; None: not public itself
+        self.key = b""  # its tokens; fewer than a block's for the tail of a released sequence
+        self.salt = ""  # salt of the sequence that computed it
+        self.children: dict[bytes, Block] = {}  # children visible to every salt that finds this block
+        self.branches: dict[str, dict[bytes, Block]] = {}  # of a public block: children visible to one salt
+        self.declared: Declared | None = None  # public prefixes that continue it; None: not public itself
 
 
 class PrefixTree:
     def __init__(self, block_tokens: int) -> None:
-        self.stamp = 0  # another number after every change
+        self.stamp = 0  # changes with every modification
         self._key_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[int, Block] = {}
         self._declared: Declared = {}
@@ -73,7 +71,7 @@ class PrefixTree:
         return root
 
     def walk(self, packed: bytes, usable: int, salt: str, variant: int) -> tuple[list[Block], int]:
-        """Whole blocks of the tree within the first `usable` bytes, and where they end."""
+        """Return the whole blocks within the first `usable` bytes, and where they end."""
         size = self._key_bytes
         path: list[Block] = []
         node = self.root(variant)
@@ -99,7 +97,7 @@ class PrefixTree:
         return found
 
     def closest(self, node: Block, salt: str, wanted: bytes) -> tuple[Block | None, int]:
-        """Among the latest children, one that shares most tokens with the bytes wanted; and how many."""
+        """Return the recent child that shares the most tokens with the wanted bytes, and how many."""
         number = int.from_bytes(wanted, "little")
         best, most = None, 0
         for children in (node.branches.get(salt), node.children):
@@ -107,15 +105,15 @@ class PrefixTree:
                 shared = min(len(wanted), len(child.key)) // TOKEN_BYTES
                 differing = number ^ int.from_bytes(child.key, "little")
                 if differing:
-                    # The lowest bit that differs is in the first token that does.
+                    # The lowest differing bit is in the first differing token.
                     shared = min(shared, ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES))
                 if shared > most:
                     best, most = child, shared
         return best, most
 
     def attach(self, parent: Block, chain: list[Block], packed: bytes, salt: str) -> list[Block]:
-        """Puts blocks into the tree, each below the one before it. Returns those that stand for these prefixes, which
-        are others where the prefixes are there already. Only the last may be part of a block."""
+        """Attach blocks below each other. Return the blocks that now represent these prefixes; they differ from `chain`
+        where a prefix existed already. Only the last may be a partial block."""
         found: list[Block] = []
         size = self._key_bytes
         at = 0
@@ -140,17 +138,17 @@ class PrefixTree:
         return found
 
     def detach(self, block: Block) -> None:
-        """Takes a block without children out of the tree."""
+        """Remove a block without children from the tree."""
         parent = block.parent
         if parent is None or block.children or block.branches:
-            raise IntegrityError(f"block {block.index} is no leaf of the tree")
+            raise IntegrityError(f"Block {block.index} is not a leaf of the tree.")
         if parent.declared is None or block.declared is not None:
             del parent.children[block.key]
         else:
             branch = parent.branches[block.salt]
             del branch[block.key]
             if not branch:
-                del parent.branches[block.salt]  # salts come and go; what is left of them must not add up
+                del parent.branches[block.salt]  # salts come and go, so leave nothing behind
         block.parent = block.declared = None
         block.key = b""
         block.salt = ""
@@ -159,7 +157,7 @@ class PrefixTree:
         self.stamp += 1
 
     def declare_public(self, packed: bytes) -> None:
-        """All salts share what is computed of these whole blocks, before and from now on."""
+        """Let all salts share these whole blocks, those computed before included."""
         size = self._key_bytes
         keys = [packed[at : at + size] for at in range(0, len(packed), size)]
         level = self._declared
@@ -169,7 +167,7 @@ class PrefixTree:
             known += 1
         if self._declared_blocks + len(keys) - known > MOST_PUBLIC_BLOCKS:
             raise RequestError(
-                f"declared public prefixes would pass the bound of {MOST_PUBLIC_BLOCKS} blocks",
+                f"Public prefixes would exceed the bound of {MOST_PUBLIC_BLOCKS} blocks.",
                 parameter="public_prefixes",
             )
         self._declared_blocks += len(keys) - known
@@ -180,7 +178,7 @@ class PrefixTree:
             self._make_public(root, keys)
 
     def _make_public(self, node: Block, keys: list[bytes]) -> None:
-        """Of what salts have computed of it, each for itself, one is what all find now; the others fall out of use."""
+        """Of the copies that salts computed separately, keep one that all can find. The others become unreachable."""
         for key in keys:
             child = node.children.get(key)
             if child is None:
@@ -199,7 +197,7 @@ class PrefixTree:
             node = child
 
     def check(self, blocks: Iterable[Block], age: Mapping[Block, int]) -> None:
-        """IntegrityError where the tree is wrong; `age` has the idle blocks, longest idle first."""
+        """Raise IntegrityError if the tree is inconsistent. `age` orders the idle blocks, longest idle first."""
         found = 0
         pending = list(self._roots.values())
         while pending:

@@ -1,8 +1,7 @@
-"""A drafter with a model of its own: a small one that writes ahead of the one that it drafts for.
+"""A drafter with its own small model.
 
-Owns DraftModelDrafter: its executor, its blocks, and how far each sequence is computed there. All sequences are drafted
-for together, a token a pass; what the large model did not keep is taken back by computing over it. Knows nothing of
-scheduling or of verification.
+Owns that model's executor and blocks, and how far each sequence is computed there. All sequences are drafted together,
+one token per pass; rejected drafts are recomputed over. Does not schedule or verify.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Constrain = Callable[[SequenceState, Sequence[int]], "Mask | None"]
 
 
 class _Past(msgspec.Struct, eq=False):
-    """A sequence as the draft model has it: `computed` of its tokens, and after them drafts that may not have held."""
+    """A sequence in the draft model: `computed` of its tokens, followed by drafts that may have been rejected."""
 
     sequence: SequenceState
     table: BlockTable
@@ -35,26 +34,26 @@ class _Past(msgspec.Struct, eq=False):
     ahead: list[int] = []
 
     def settle(self) -> None:
-        """Drafts that the sequence went on with are computed already; the others are to be computed over."""
+        """Count accepted drafts as computed. Rejected ones are overwritten later."""
         tokens = self.sequence.tokens
         for token in self.ahead:
             if self.computed >= len(tokens) or tokens[self.computed] != token:
                 break
             self.computed += 1
         self.ahead.clear()
-        self.computed = min(self.computed, len(tokens) - 1)  # the last token's result is wanted
+        self.computed = min(self.computed, len(tokens) - 1)  # the last token must be computed for its result
 
 
 class _Work(msgspec.Struct, eq=False):
     past: _Past
     most: int
-    feed: list[int]  # tokens of the next pass
+    feed: list[int]  # input tokens of the next pass
     drafts: list[int] = []
 
 
 class DraftModelDrafter:
-    """Draws each draft as the large model will draw its token, with the same random numbers: where both models think
-    alike, they choose alike, also at a temperature."""
+    """Samples each draft with the random numbers that the large model will use, so both choose alike where they agree,
+    also at a temperature."""
 
     free = False
 
@@ -66,8 +65,8 @@ class DraftModelDrafter:
         catch_up: int = 256,
         sequences: int = 1024,
     ) -> None:
-        """`catch_up` is how many tokens that are not computed here yet, prompts above all, one call computes beside the
-        drafts. The tokenizers must be the same."""
+        """`catch_up` is how many uncomputed tokens, mostly prompts, one call computes beside the drafts. Both models
+        must use the same tokenizer."""
         if executor.spec.vocab_size != vocab_size:
             raise RequestError(
                 f"the draft model's vocabulary has {executor.spec.vocab_size} tokens and the model's {vocab_size}",
@@ -76,23 +75,23 @@ class DraftModelDrafter:
         capacity = executor.capacity
         self._executor = executor
         self._blocks = BlockManager(capacity.blocks, capacity.block_tokens)
-        self.constrain: Constrain | None = None  # gives the mask after a sequence's tokens and drafts
+        self.constrain: Constrain | None = None  # returns the grammar mask after a sequence's tokens and drafts
         self._catch_up = min(catch_up, capacity.max_rows)
         self._most = sequences
-        self._pasts: OrderedDict[int, _Past] = OrderedDict()  # those that were drafted for last at the end
-        self._asked: set[int] = set()  # in the call under way
-        # Rather too little: who is thought too slow is never asked, and so never timed.
+        self._pasts: OrderedDict[int, _Past] = OrderedDict()  # least recently drafted first
+        self._asked: set[int] = set()  # sequences of the call under way
+        # An optimistic start: a drafter that is thought too slow is never used, and so never timed.
         self.step_time = StepTimeModel(fixed=0.2e-3, per_row=0.02e-3)
 
     def pass_seconds(self, sequences: int) -> float:
-        """What it takes to draft one token for so many sequences."""
+        """Return the seconds to draft one token for so many sequences."""
         return self.step_time.predict(sequences, 0)
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
         return self.propose_all([(sequence, most)])[0]
 
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
-        """Sequences for which there is no memory, or whose prompt is not computed here yet, get none this time."""
+        """Return drafts for each sequence; none if memory is short or its prompt is not computed here yet."""
         self._asked = {id(sequence) for sequence, _ in wanted}
         works = [self._begin(sequence, most) if most > 0 else None for sequence, most in wanted]
         ready = self._first_pass([work for work in works if work is not None])
@@ -113,7 +112,7 @@ class DraftModelDrafter:
         return self._blocks.stats()
 
     def check(self) -> None:
-        """IntegrityError where the blocks' books do not agree; for tests."""
+        """Raise IntegrityError if the block accounting is inconsistent; for tests."""
         self._blocks.check()
 
     def _begin(self, sequence: SequenceState, most: int) -> _Work | None:
@@ -149,7 +148,7 @@ class DraftModelDrafter:
         return past
 
     def _evict(self) -> bool:
-        """Lets go of the sequence that was drafted for longest ago; False where there are none but those asked for."""
+        """Release the sequence that was drafted for longest ago. Return False if only requested ones are left."""
         for key, past in self._pasts.items():
             if key not in self._asked:
                 self.forget(past.sequence)
@@ -157,7 +156,7 @@ class DraftModelDrafter:
         return False
 
     def _first_pass(self, works: list[_Work]) -> list[_Work]:
-        """Computes what is not computed yet, the shortest parts first; returns those that can go on."""
+        """Compute what is not computed yet, shortest parts first. Return the sequences that can continue."""
         room, catch_up = self._executor.capacity.max_rows, self._catch_up
         parts: list[tuple[_Work, list[int]]] = []
         for work in sorted(works, key=lambda work: len(work.feed)):
@@ -173,7 +172,7 @@ class DraftModelDrafter:
         return self._run([(work, work.feed) for work in works[: self._executor.capacity.max_rows]])
 
     def _run(self, parts: list[tuple[_Work, list[int]]]) -> list[_Work]:
-        """One step of the draft model, and a draft for each whose tokens are all computed by it."""
+        """Run one step of the draft model, and draft a token for each sequence that it completes."""
         if not parts:
             return []
         tables = np.zeros((len(parts), max(len(work.past.table.blocks) for work, _ in parts)), dtype=np.int32)
@@ -216,7 +215,7 @@ class DraftModelDrafter:
         return [work for work in finishing if work.feed]
 
     def _choose(self, works: list[_Work], logits: NDArray[np.float32]) -> None:
-        """The next draft of each, and what is to be computed for the one after it."""
+        """Choose each sequence's next draft, and set the input of the pass after it."""
         rows = [sample_rows(work.past.sequence, work.drafts)[-1] for work in works]
         if self.constrain is not None:
             for work, row in zip(works, rows, strict=True):

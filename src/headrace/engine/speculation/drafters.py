@@ -1,10 +1,9 @@
-"""Speculation: proposing tokens that a sequence may say next, and keeping those that it does say.
+"""Speculative decoding: the Drafter interface, two drafters without a model, and verification.
 
-Owns what every drafter is (Drafter), two that need no model (NgramDrafter, ReplayDrafter), and the verification
-(sample_rows, verify). Lossless by equality: the row after each draft is sampled as if the drafts before it were output,
-with the same random numbers, penalties, grammar and bounds, so what is kept is what would have been sampled without
-drafts, whatever they were. Knows no hardware and no scheduler; engine.draft_model drafts with a model of its own,
-and engine.speculator says how many tokens to propose.
+Lossless by construction: the row after each draft is sampled as if the drafts before it were output, with the same
+random numbers, penalties, grammar and bounds. So the accepted tokens are exactly those that sampling without drafts
+would give. Does not know hardware or the scheduler; `draft_model.py` drafts with a model and `speculator.py` chooses
+how many tokens to draft.
 """
 
 from __future__ import annotations
@@ -22,28 +21,29 @@ from headrace.engine.interface.sampling import SampleRow, sequence_seed
 from headrace.engine.speculation.suffix_index import SuffixIndex
 
 Mask = NDArray[np.uint32]
-DraftRequests = Sequence[tuple[SequenceState, int]]  # sequences, and how many tokens to propose for each at most
+DraftRequests = Sequence[tuple[SequenceState, int]]  # sequences, and the most tokens to propose for each
 Kept = TypeVar("Kept")
 
 
 class Drafter(Protocol):
     @property
     def free(self) -> bool:
-        """Proposals cost next to nothing: they may be asked for before it is known how many are worth verifying."""
+        """Whether proposals cost almost nothing, so that they can be made before knowing how many are worth
+        verifying."""
         ...
 
     def pass_seconds(self, sequences: int) -> float:
-        """What it takes to propose one token for each of so many sequences."""
+        """Return the seconds to propose one token for each of so many sequences."""
         ...
 
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
-        """For each sequence, what may follow its tokens: as many tokens as are wanted, or fewer."""
+        """Return, for each sequence, up to the requested number of tokens that may follow."""
         ...
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]: ...
 
     def forget(self, sequence: SequenceState) -> None:
-        """The sequence has ended."""
+        """Called when a sequence has ended."""
         ...
 
 
@@ -53,9 +53,9 @@ class Drafter(Protocol):
 def sample_rows(
     sequence: SequenceState, drafts: Sequence[int], masks: Sequence[Mask] | None = None, *, seed: int | None = None
 ) -> list[SampleRow]:
-    """How to sample after the sequence's last token and after each draft, as if the drafts before were output.
+    """Return how to sample after the last token and after each draft, as if the drafts before were output.
 
-    `masks` are its grammar's, and where they are fewer than the rows they say how many rows there are.
+    `masks` are the grammar's. If there are fewer masks than rows, they determine the number of rows.
     """
     request = sequence.request
     sampling = request.sampling
@@ -69,7 +69,7 @@ def sample_rows(
         mask = None if masks is None else masks[place]
         forbidden = request.stop_ids if place < exempt else frozenset[int]()
         if mask is not None and forbidden:
-            # A grammar that allows only the end has nothing more to say, whatever min_tokens asks for.
+            # If the grammar allows only the end, min_tokens cannot be met.
             without = _without(mask, forbidden)
             mask = without if without.any() else mask
             forbidden = frozenset[int]()
@@ -94,9 +94,9 @@ def _without(mask: Mask, tokens: frozenset[int]) -> Mask:
 
 
 def verify(drafts: Sequence[int], sampled: Sequence[int], *, stop_ids: frozenset[int] = frozenset(), most: int) -> int:
-    """How many of the sampled tokens are the sequence's next ones: drafts that held, and the token after them.
+    """Return how many of the sampled tokens to accept: the drafts that match, and the token after them.
 
-    `sampled` are the tokens of `sample_rows`' rows, in order; -1 is no token. `most` are still wanted of the sequence.
+    `sampled` are the tokens of the rows from `sample_rows`, in order; -1 is no token. `most` tokens are still wanted.
     """
     count = 0
     for place, token in enumerate(sampled):
@@ -112,14 +112,14 @@ def verify(drafts: Sequence[int], sampled: Sequence[int], *, stop_ids: frozenset
 
 
 class PerSequence(OrderedDict[int, tuple[SequenceState, Kept]]):
-    """What is kept for each of at most `most` sequences; those that were asked for last stay."""
+    """A value for each of at most `most` sequences, evicting the least recently used."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def find(self, sequence: SequenceState, make: Callable[[], Kept]) -> Kept:
-        # The sequence is kept too, so that its id is nobody else's.
+        # Keep the sequence alive, so that its id stays unique.
         found = self.get(id(sequence))
         if found is None:
             found = self[id(sequence)] = (sequence, make())
@@ -134,10 +134,10 @@ class PerSequence(OrderedDict[int, tuple[SequenceState, Kept]]):
 
 
 class NgramDrafter:
-    """What followed the last tokens when they came before, in the same prompt and output.
+    """Proposes what followed an earlier occurrence of the last tokens, in the same prompt and output.
 
-    Of the places where the last two tokens came before, the `candidates` latest are compared with what is before them,
-    and the one with the longest common past is followed. The further back the past agrees, the more is proposed.
+    Of the places where the last two tokens occurred before, the `candidates` latest are compared backwards, and the
+    longest match is followed. The longer the match, the more tokens are proposed.
     """
 
     free = True
@@ -146,9 +146,9 @@ class NgramDrafter:
         self,
         *,
         least: int = 2,  # tokens that must agree
-        window: int = 32768,  # tokens of a sequence that are looked at, the latest
+        window: int = 32768,  # latest tokens of a sequence that are searched
         candidates: int = 8,
-        at_once: int = 4096,  # tokens taken into the index at a time: a long prompt holds nothing up
+        at_once: int = 4096,  # tokens indexed per call, so that a long prompt delays nothing
         sequences: int = 1024,
     ) -> None:
         self._least = max(2, least)
@@ -174,7 +174,7 @@ class NgramDrafter:
             return []
         most = min(most, 2 * length)
         found = tokens[place : place + most]
-        while len(found) < most:  # what is followed reaches the end: it goes on with itself
+        while len(found) < most:  # the match reaches the end, so repeat it
             found += found[: most - len(found)]
         return found
 
@@ -183,12 +183,13 @@ class NgramDrafter:
 
 
 class ReplayDrafter:
-    """Proposes outputs that are known already, each token right with a given probability: for measuring alone."""
+    """Proposes known outputs, each token right with a given probability; for measurements only."""
 
     free = True
 
     def __init__(self, outputs: Mapping[str, Sequence[Sequence[int]]], acceptance: float, *, seed: int = 0) -> None:
-        """`outputs`: of each request by its id, those of its n. The same seed spoils the same tokens."""
+        """`outputs` holds the outputs of each request's n sequences by request id. The same seed spoils the same
+        tokens."""
         self._outputs = outputs
         self._acceptance = acceptance
         self._seed = seed

@@ -1,7 +1,7 @@
-"""How many tokens to propose for each sequence of a step, from what became of earlier ones and what a step costs.
+"""Chooses how many tokens to draft for each sequence, from past acceptance and the cost of a step.
 
-Owns DraftLength, and Speculator, which brings a drafter and its lengths together for the engine. Knows no hardware:
-what a step takes is told by a function.
+Also combines a drafter and its draft lengths for the engine. Does not know hardware: the cost of a step is passed in as
+a function.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from headrace.engine.speculation.drafters import Drafter, DraftRequests, PerSequ
 
 
 class _Record(msgspec.Struct):
-    """Drafts that were put to the test, and those that held, of late."""
+    """Recently verified and accepted drafts."""
 
     tried: float = 0.0
     held: float = 0.0
 
 
 class DraftLength(msgspec.Struct):
-    """How many tokens to propose for each sequence: as many as make the most tokens per second, which may be none.
+    """Chooses draft lengths that maximise tokens per second, possibly zero.
 
-    A draft is put to the test if all before it held, so the n-th is worth acceptance to the power of n tokens. Rows are
-    added in the order of what they are worth, as long as the step that they make longer yields more tokens per second.
+    A draft is verified only if all before it were accepted, so the n-th is worth acceptance to the power of n tokens.
+    Rows are added in the order of their worth while the longer step yields more tokens per second.
     """
 
     most: int = 8  # for one sequence
-    prior: float = 0.6  # acceptance before anything is known
-    memory: float = 0.9  # of a sequence's record, from step to step
+    prior: float = 0.6  # acceptance rate before anything is known
+    memory: float = 0.9  # decay of a sequence's record per step
     _all: _Record = msgspec.field(default_factory=_Record)
     _records: PerSequence[_Record] = msgspec.field(default_factory=lambda: PerSequence[_Record](4096))
 
     def acceptance(self, sequence: SequenceState) -> float:
-        """Probability that a draft holds if those before it did."""
+        """Return the probability that a draft is accepted if those before it were."""
         common = (self._all.held + 4.0 * self.prior) / (self._all.tried + 4.0)
         record = self._records.find(sequence, _Record)
         return min(0.98, (record.held + 2.0 * common) / (record.tried + 2.0))
 
     def observe(self, sequence: SequenceState, drafted: int, held: int) -> None:
-        """Of the tokens that were drafted, the first `held` were kept."""
+        """Record that the first `held` of the drafted tokens were accepted."""
         tested = held + (held < drafted)
         for record, memory in ((self._records.find(sequence, _Record), self.memory), (self._all, 0.995)):
             record.tried = memory * record.tried + tested
@@ -59,17 +59,17 @@ class DraftLength(msgspec.Struct):
         step_seconds: Callable[[int], float],
         draft_seconds: Callable[[int], float] | None = None,
     ) -> list[int]:
-        """For each sequence, how many of the tokens that are or can be proposed are worth it.
+        """Return, for each sequence, how many of the possible drafts are worth verifying.
 
-        `rows` are the step's without drafts, and `room` how many may be added; `step_seconds` says what a step of so
-        many rows takes, `draft_seconds` what it takes to draft one token for so many sequences.
+        `rows` are the step's rows without drafts, `room` how many may be added. `step_seconds` returns the seconds of a
+        step with so many rows, `draft_seconds` those of drafting one token for so many sequences.
         """
         worth: list[tuple[float, int, int]] = []
         for place, (sequence, most) in enumerate(available):
             acceptance = self.acceptance(sequence)
             value = acceptance
             for nth in range(min(most, self.most)):
-                if value < 0.02:  # of a token
+                if value < 0.02:  # fraction of a token
                     break
                 worth.append((-value, nth, place))
                 value *= acceptance
@@ -78,7 +78,7 @@ class DraftLength(msgspec.Struct):
         best_rate = tokens / step_seconds(rows) if worth else 0.0
         best = 0
         drafting = 0.0
-        drafted = [0] * (self.most + 1)  # sequences that have an n-th draft
+        drafted = [0] * (self.most + 1)  # sequences with an n-th draft
         for count, (value, nth, _) in enumerate(worth[: max(0, room)], start=1):
             tokens -= value
             if draft_seconds is not None:
@@ -97,14 +97,14 @@ class DraftLength(msgspec.Struct):
         return lengths
 
     def _fade(self, sequence: SequenceState) -> None:
-        """What is not tried is slowly forgotten, so that it is tried again one day."""
+        """Slowly forget a record that is not updated, so that drafting is tried again."""
         for record, memory in ((self._records.find(sequence, _Record), 0.98), (self._all, 0.9995)):
             record.tried *= memory
             record.held *= memory
 
 
 class Speculator:
-    """A drafter, and how much is asked of it; with what came of it."""
+    """A drafter, its draft lengths and its results."""
 
     def __init__(self, drafter: Drafter, lengths: DraftLength | None = None) -> None:
         self.drafter = drafter
@@ -121,15 +121,13 @@ class Speculator:
         step_seconds: Callable[[int], float],
         fits: Callable[[SequenceState, list[int]], int] | None = None,
     ) -> None:
-        """Sets `drafted` of each, to be verified by the next step; see DraftLength.choose.
-
-        The sequences are those that the step will sample. `fits` says how many of the drafts a grammar can follow.
-        """
+        """Set `drafted` of each sequence that the next step will sample; see DraftLength.choose. `fits` returns how
+        many of the drafts a grammar accepts."""
         most = self.lengths.most
         wanted = [
             (
                 sequence,
-                # The token after the last draft is wanted too.
+                # Leave room for the token after the last draft.
                 min(most, sequence.request.max_tokens - sequence.output_count - 1) if sequence.request.speculate else 0,
             )
             for sequence in sequences
@@ -152,14 +150,14 @@ class Speculator:
             sequence.drafted = found[:length]
 
     def observe(self, sequence: SequenceState, drafted: int, held: int) -> None:
-        """Of the tokens that were drafted and put to the test, the first `held` were kept."""
+        """Record that the first `held` of the verified drafts were accepted."""
         if drafted:
             self.drafted += drafted
             self.held += held
             self.lengths.observe(sequence, drafted, held)
 
     def forget(self, sequence: SequenceState) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         self.drafter.forget(sequence)
         self.lengths.forget(sequence)
 

@@ -1,7 +1,7 @@
-"""Where the end of a text of tokens came before in it.
+"""Finds earlier occurrences of the end of a token sequence.
 
-Owns SuffixIndex, a hash table of neighbouring pairs as compressors use. Adding a token takes constant time; memory is
-bounded by the window: 4 bytes a token, and as much again for the hashes. Knows nothing of what the answer is for.
+A hash table of adjacent pairs, as compressors use: adding a token takes constant time, and memory is bounded by the
+window.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-_LONGEST: Final = 32  # tokens of the past that are compared
+_LONGEST: Final = 32  # tokens compared backwards
 _NOWHERE: Final = -1
-_FIRST: Final = 0x9E3779B1  # of the pair's hash: odd, and about 32 bits
+_FIRST: Final = 0x9E3779B1  # multiplier of the pair's hash: odd, about 32 bits
 _SECOND: Final = 0x85EBCA77
 
 
 class SuffixIndex:
-    """Where each pair of neighbouring tokens came before: the latest place by hash, and from each the one before it.
+    """Earlier places of each pair of adjacent tokens: the latest by hash, and from each the one before it.
 
-    A place is that of the token after the pair. Bounded: 4 bytes a token of the window, and as much for the hashes.
+    A place is the index of the token after the pair. Takes 4 bytes per token of the window, and as much for the hashes.
     """
 
     def __init__(self, window: int, tokens: int) -> None:
@@ -27,11 +27,11 @@ class SuffixIndex:
         self._hashes = size - 1
         self._last = array("i", [_NOWHERE]) * size
         self._before = array("i")  # by place, modulo the window
-        self._done = 0  # places that are in the index
-        self._followed = (0, 0, 0)  # where the tokens ended, the place that was found, and its length
+        self._done = 0  # indexed places
+        self._followed = (0, 0, 0)  # where the tokens ended, the place found, its length
 
     def add(self, tokens: list[int], most: int) -> None:
-        """Takes in every pair that has a token after it, `most` at a time."""
+        """Index every pair that has a token after it, `most` at a time."""
         window, last, before, hashes = self._window, self._last, self._before, self._hashes
         start = self._done
         end = min(len(tokens), start + most)
@@ -49,7 +49,8 @@ class SuffixIndex:
         self._done = max(start, end)
 
     def find(self, tokens: list[int], candidates: int) -> tuple[int, int]:
-        """The place whose past agrees with the end of the tokens furthest back, and how far."""
+        """Return the place whose preceding tokens match the end of `tokens` the longest, and the length of the
+        match."""
         end = len(tokens)
         if end < 3:
             return 0, 0
