@@ -79,7 +79,7 @@ class _Replica(msgspec.Struct, eq=False):
     connection: WorkerConnection | None = None  # set once greeted
     welcome: wire.Welcome | None = None
     draining: bool = False
-    jobs: dict[str, Submission] = {}
+    submissions: dict[str, Submission] = {}
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
     asked: int = 0  # unanswered pings
@@ -106,7 +106,7 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._changed = asyncio.Event()  # a replica became usable or was rejected
         self._wrong: HeadraceError | None = None
-        self._streams: set[OutputStream] = set()
+        self._streams: dict[OutputStream, set[Submission]] = {}  # open ones, with their submissions
         self._variant: tuple[str, str] | None = None
         self._closing = False
 
@@ -157,7 +157,7 @@ class EngineClient:
     @property
     def idle(self) -> bool:
         """Whether a replica has nothing to do for this client."""
-        return any(replica.usable and not replica.jobs for replica in self._replicas)
+        return any(replica.usable and not replica.submissions for replica in self._replicas)
 
     # Requests
 
@@ -167,8 +167,8 @@ class EngineClient:
         if len(self._streams) >= self._most:
             stream.end(OverloadedError(f"{self._most} requests run already", retry_after=1.0))
             return stream
-        self._streams.add(stream)
-        self._dispatch(self._job(stream, tuple(range(request.n))))
+        self._streams[stream] = set()
+        self._dispatch(self._new_submission(stream, tuple(range(request.n))))
         return stream
 
     async def complete(self, request: GenerationRequest) -> list[SequenceResult]:
@@ -214,11 +214,11 @@ class EngineClient:
 
     def drop(self, stream: OutputStream) -> None:
         """Forget a stream and cancel its sequences. Called by the stream."""
-        for job in list(stream.jobs):
-            if job.replica is not None and job.replica.connection is not None:
-                job.replica.connection.send(wire.Cancel(job.id))
-            self._forget(job)
-        self._streams.discard(stream)
+        for submission in list(self._streams.get(stream, ())):
+            if submission.replica is not None and submission.replica.connection is not None:
+                submission.replica.connection.send(wire.Cancel(submission.id))
+            self._forget(submission)
+        self._streams.pop(stream, None)
 
     async def _ask(self, replica: _Replica, message: Callable[[int], wire.ClientMessage]) -> Any:
         if replica.connection is None:
@@ -237,53 +237,53 @@ class EngineClient:
 
     # Submissions
 
-    def _job(self, stream: OutputStream, indices: tuple[int, ...], *, continues: bool = False) -> Submission:
-        job = Submission(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
-        job.give_up = time.monotonic() + self._waits.patience
+    def _new_submission(self, stream: OutputStream, indices: tuple[int, ...], *, continues: bool = False) -> Submission:
+        submission = Submission(f"{self._name}.{next(self._numbers)}", stream, indices, continues)
+        submission.give_up = time.monotonic() + self._waits.patience
         if stream.request.deadline is not None:
-            job.give_up = min(job.give_up, stream.request.deadline)
-        stream.jobs.add(job)
-        return job
+            submission.give_up = min(submission.give_up, stream.request.deadline)
+        self._streams[stream].add(submission)
+        return submission
 
-    def _forget(self, job: Submission) -> None:
-        job.stream.jobs.discard(job)
-        if job.replica is not None:
-            job.replica.jobs.pop(job.id, None)
-            self._routes.add_load(job.replica.number, -job.load)
-            job.replica, job.load = None, 0.0
-        elif job in self._waiting:
-            self._waiting.remove(job)
+    def _forget(self, submission: Submission) -> None:
+        self._streams.get(submission.stream, set()).discard(submission)
+        if submission.replica is not None:
+            submission.replica.submissions.pop(submission.id, None)
+            self._routes.add_load(submission.replica.number, -submission.load)
+            submission.replica, submission.load = None, 0.0
+        elif submission in self._waiting:
+            self._waiting.remove(submission)
 
-    def _dispatch(self, job: Submission) -> None:
+    def _dispatch(self, submission: Submission) -> None:
         usable = [replica.number for replica in self._replicas if replica.usable]
-        fresh = [number for number in usable if number not in job.refused_by]
+        fresh = [number for number in usable if number not in submission.refused_by]
         if not usable:
             if self._wrong is not None and all(replica.connection is None for replica in self._replicas):
-                self._fail(job, self._wrong)
+                self._fail(submission, self._wrong)
                 return
-            self._waiting.append(job)
-            self._later(max(0.0, job.give_up - time.monotonic()), self._lose_patience)
+            self._waiting.append(submission)
+            self._later(max(0.0, submission.give_up - time.monotonic()), self._lose_patience)
             return
-        request = job.stream.request
-        output = job.stream.tokens[job.indices[0]] if len(job.indices) == 1 else []
-        number, load = self._routes.choose(job.stream.keys, len(request.prompt) + len(output), fresh or usable)
+        request = submission.stream.request
+        output = submission.stream.tokens[submission.indices[0]] if len(submission.indices) == 1 else []
+        number, load = self._routes.choose(submission.stream.keys, len(request.prompt) + len(output), fresh or usable)
         replica = self._replicas[number]
         assert replica.connection is not None
         try:
-            replica.connection.send(submission(request, job.id, job.indices, output))
+            replica.connection.send(submit_message(request, submission.id, submission.indices, output))
         except RequestError as error:
-            self._fail(job, error)
+            self._fail(submission, error)
             return
         except (wire.WireError, msgspec.MsgspecError, TypeError, OverflowError) as error:
-            self._fail(job, RequestError(f"The request cannot be sent to a worker: {error}"))
+            self._fail(submission, RequestError(f"The request cannot be sent to a worker: {error}"))
             return
-        job.replica, job.load = replica, load
-        replica.jobs[job.id] = job
+        submission.replica, submission.load = replica, load
+        replica.submissions[submission.id] = submission
         self._routes.add_load(number, load)
-        self._routes.learn(number, job.stream.keys)
+        self._routes.learn(number, submission.stream.keys)
 
-    def _fail(self, job: Submission, error: Exception) -> None:
-        stream = job.stream
+    def _fail(self, submission: Submission, error: Exception) -> None:
+        stream = submission.stream
         self.drop(stream)
         stream.end(error)
 
@@ -297,48 +297,50 @@ class EngineClient:
 
     def _lose_patience(self) -> None:
         now = time.monotonic() + 0.001  # timers may fire a little early
-        for job in [job for job in self._waiting if job.give_up <= now]:
-            if not self._cut(job, now):
-                self._fail(job, WorkerLostError(f"no worker was available for {self._waits.patience:g} s"))
+        for submission in [submission for submission in self._waiting if submission.give_up <= now]:
+            if not self._cut(submission, now):
+                self._fail(submission, WorkerLostError(f"no worker was available for {self._waits.patience:g} s"))
 
-    def _cut(self, job: Submission, now: float) -> bool:
+    def _cut(self, submission: Submission, now: float) -> bool:
         """End a submission that is past its deadline with its output so far. Return False if it is not."""
-        stream = job.stream
+        stream = submission.stream
         deadline = stream.request.deadline
         if deadline is None or now < deadline:
             return False
-        self._forget(job)
-        for index in job.indices:
+        self._forget(submission)
+        for index in submission.indices:
             if stream.endings[index] is None:
                 usage = SequenceUsage(len(stream.request.prompt), len(stream.tokens[index]), 0, 0, 0, 0.0, 0.0, 0.0)
                 ending = SequenceEnd(FinishReason.DEADLINE, usage)
-                stream.push(SequenceOutput(job.id, index, [], "", ending=ending))
+                stream.push(SequenceOutput(submission.id, index, [], "", ending=ending))
         if stream.closed:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
         return True
 
     def _recover(self, replica: _Replica) -> None:
         """Continue the requests of a lost worker elsewhere."""
-        lost, replica.jobs = list(replica.jobs.values()), {}
-        for job in lost:
-            self._routes.add_load(replica.number, -job.load)
-            job.replica, job.load = None, 0.0
-            job.stream.jobs.discard(job)
-        for stream in {job.stream for job in lost}:
+        lost, replica.submissions = list(replica.submissions.values()), {}
+        for submission in lost:
+            self._routes.add_load(replica.number, -submission.load)
+            submission.replica, submission.load = None, 0.0
+            self._streams.get(submission.stream, set()).discard(submission)
+        for stream in {submission.stream for submission in lost}:
             stream.attempts += 1
-        for job in lost:
-            stream = job.stream
+        for submission in lost:
+            stream = submission.stream
             if stream.closed:
                 continue
             if stream.attempts >= MOST_ATTEMPTS:
-                self._fail(job, WorkerLostError(f"{stream.attempts} workers were lost while running this request."))
-            elif job.indices == tuple(range(stream.request.n)) and not any(stream.tokens):
-                self._dispatch(self._job(stream, job.indices, continues=True))
+                self._fail(
+                    submission, WorkerLostError(f"{stream.attempts} workers were lost while running this request.")
+                )
+            elif submission.indices == tuple(range(stream.request.n)) and not any(stream.tokens):
+                self._dispatch(self._new_submission(stream, submission.indices, continues=True))
             else:
                 # Sequences that have diverged continue one by one.
-                for index in job.indices:
+                for index in submission.indices:
                     if stream.endings[index] is None:
-                        self._dispatch(self._job(stream, (index,), continues=True))
+                        self._dispatch(self._new_submission(stream, (index,), continues=True))
 
     # Messages
 
@@ -366,60 +368,60 @@ class EngineClient:
                 self._wrong = wire.WireError(f"The worker at {replica.path} closed the connection: {reason}")
 
     def _on_output(self, replica: _Replica, output: SequenceOutput) -> None:
-        job = replica.jobs.get(output.request)
-        if job is None:
+        submission = replica.submissions.get(output.request)
+        if submission is None:
             return  # cancelled in the meantime
-        stream = job.stream
-        output.index = job.indices[output.index]
-        decoding = SEQUENCE_COST * len(job.indices)
-        if job.load > decoding:  # its prompt is computed
-            self._routes.add_load(replica.number, decoding - job.load)
-            job.load = decoding
+        stream = submission.stream
+        output.index = submission.indices[output.index]
+        decoding = SEQUENCE_COST * len(submission.indices)
+        if submission.load > decoding:  # its prompt is computed
+            self._routes.add_load(replica.number, decoding - submission.load)
+            submission.load = decoding
         ended = output.ending is not None
         stream.push(output)
         if ended and len(stream.request.prompt) + len(stream.tokens[output.index]) >= 64:
             text = (*stream.request.prompt, *stream.tokens[output.index])
             self._routes.learn(replica.number, prefix_keys(text, stream.request.salt))
-        if all(stream.endings[index] is not None for index in job.indices):
-            self._forget(job)
+        if all(stream.endings[index] is not None for index in submission.indices):
+            self._forget(submission)
         if stream.closed:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
 
     def _on_refused(self, replica: _Replica, refused: wire.Rejected) -> None:
-        job = replica.jobs.get(refused.id)
-        if job is None:
+        submission = replica.submissions.get(refused.id)
+        if submission is None:
             return
-        stream = job.stream
-        self._forget(job)
-        stream.jobs.add(job)
+        stream = submission.stream
+        self._forget(submission)
+        self._streams[stream].add(submission)
         if refused.draining:
             replica.draining = True
-            self._dispatch(job)
+            self._dispatch(submission)
             return
-        job.refused_by.add(replica.number)
+        submission.refused_by.add(replica.number)
         now = time.monotonic()
-        if job.continues and refused.parameter == "deadline":
+        if submission.continues and refused.parameter == "deadline":
             # It was admitted once, but can no longer finish in time.
-            self._cut(job, max(now, stream.request.deadline or now))
+            self._cut(submission, max(now, stream.request.deadline or now))
         elif refused.parameter is not None:
-            self._fail(job, RequestError(refused.reason, parameter=refused.parameter))
-        elif any(other.usable and other.number not in job.refused_by for other in self._replicas):
-            self._dispatch(job)
-        elif job.continues and self._cut(job, now):
+            self._fail(submission, RequestError(refused.reason, parameter=refused.parameter))
+        elif any(other.usable and other.number not in submission.refused_by for other in self._replicas):
+            self._dispatch(submission)
+        elif submission.continues and self._cut(submission, now):
             pass
-        elif job.continues and now < job.give_up:
+        elif submission.continues and now < submission.give_up:
             # The request is not to blame if the worker that takes over is full: retry.
-            stream.jobs.discard(job)
-            self._later(min(refused.retry_after or 0.1, 1.0), lambda: self._try_again(job))
+            self._streams.get(stream, set()).discard(submission)
+            self._later(min(refused.retry_after or 0.1, 1.0), lambda: self._try_again(submission))
         else:
             error = OverloadedError(refused.reason, retry_after=refused.retry_after, predicted=refused.predicted)
-            self._fail(job, error)
+            self._fail(submission, error)
 
-    def _try_again(self, job: Submission) -> None:
-        if not job.stream.closed:
-            job.refused_by.clear()
-            job.stream.jobs.add(job)
-            self._dispatch(job)
+    def _try_again(self, submission: Submission) -> None:
+        if not submission.stream.closed:
+            submission.refused_by.clear()
+            self._streams[submission.stream].add(submission)
+            self._dispatch(submission)
 
     # Connections
 
@@ -466,8 +468,8 @@ class EngineClient:
             self._wrong = None
             replica.connection, replica.welcome, replica.draining = connection, welcome, welcome.draining
             waiting, self._waiting = self._waiting, []
-            for job in waiting:
-                self._dispatch(job)
+            for submission in waiting:
+                self._dispatch(submission)
         self._changed.set()
         return replica.connection is not None
 
@@ -477,7 +479,7 @@ class EngineClient:
         replica.asked = 0
         while not connection.closed.done():
             await asyncio.wait({connection.closed}, timeout=self._waits.ping)
-            if connection.closed.done() or not replica.jobs:
+            if connection.closed.done() or not replica.submissions:
                 continue
             if not replica.asked:
                 asked_at = time.monotonic()
@@ -502,7 +504,7 @@ async def _unless(ended: asyncio.Future[None], wanted: Awaitable[T], seconds: fl
     return None
 
 
-def submission(request: GenerationRequest, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
+def submit_message(request: GenerationRequest, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
     """Return the wire message for a request: all of its sequences from the start, or one of them after `output`."""
     now = time.monotonic()
     if request.grammar is not None and request.grammar.kind not in GRAMMAR_KINDS:

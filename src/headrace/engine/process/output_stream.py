@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import GenerationRequest
@@ -30,7 +30,6 @@ class OutputStream:
         self.request = request
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # tokens so far, by sequence
         self.endings: list[SequenceEnd | None] = [None] * request.n
-        self.jobs: set[Any] = set()  # the client's Jobs, whose module imports this one
         self.attempts = 0  # workers lost since the last output
         self.keys = prefix_keys(request.prompt, request.salt)
         self.closed = False
