@@ -88,15 +88,15 @@ def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
 
 
 def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> CacheKey:
-    wanted = cache_key_for(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
-    assert wanted is not None
-    return wanted
+    cache_key = cache_key_for(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
+    assert cache_key is not None
+    return cache_key
 
 
 async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...]) -> int:
     """The bytes written."""
-    looked = await cache.look(key_of(served, prompt))
-    assert looked.hit is not None
+    lookup = await cache.look(key_of(served, prompt))
+    assert lookup.hit is not None
     events = ChatStream(Exchange(caller=Caller(tenant="a"), asked=ASKED, served=served))
     written = len(events.begin())
 
@@ -105,7 +105,7 @@ async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...])
         written += len(events.piece(piece))
         return True
 
-    await looked.hit.run(take)
+    await lookup.hit.run(take)
     return written + len(events.end())
 
 
@@ -139,8 +139,8 @@ async def measured(
     end = time.perf_counter() + seconds
     filled: list[Any] = []
     for prompt in asked:
-        looked = await cache.look(key_of(served, prompt))
-        generation = cache.generate(looked, JoinTerms(), lambda: Said(answer))
+        lookup = await cache.look(key_of(served, prompt))
+        generation = cache.generate(lookup, JoinTerms(), lambda: Said(answer))
         await generation.run(lambda piece: True)
         generation.cancel()
         while cache.flights:

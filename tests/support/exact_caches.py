@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from headrace.config.cache_section import ExactConfig
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import CacheKey, cache_key_for
 from headrace.gateway.caches.exact.entry_store import (
@@ -18,7 +19,7 @@ from headrace.gateway.caches.exact.entry_store import (
     InvalidationScope,
     StoreLookup,
 )
-from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, ExactLookup, ExactOutcome, Options
+from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, ExactLookup, ExactOutcome
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage
@@ -41,7 +42,7 @@ def asked(**changes: Any) -> TextRequest:
     return TextRequest(model="mini", **given)
 
 
-def wanted(
+def cache_key(
     number: int = 1, *, tenant: str = "a", tags: Sequence[str] = (), seeded: bool = False, **changes: Any
 ) -> CacheKey:
     """Another `number` is another prompt."""
@@ -149,13 +150,13 @@ class Broken:
         if call in self.failing:
             raise OSError(f"{call} does not work")
 
-    async def get(self, wanted: CacheKey) -> StoreLookup:
+    async def get(self, cache_key: CacheKey) -> StoreLookup:
         await self._maybe("get")
-        return await self.inner.get(wanted)
+        return await self.inner.get(cache_key)
 
-    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool:
+    async def put(self, cache_key: CacheKey, data: bytes, seconds: float, ticket: Any) -> bool:
         await self._maybe("put")
-        return await self.inner.put(wanted, data, seconds, ticket)
+        return await self.inner.put(cache_key, data, seconds, ticket)
 
     async def remove(self, scope: InvalidationScope) -> int | None:
         await self._maybe("remove")
@@ -178,7 +179,8 @@ class Caching:
     """An exact cache, with what it counts."""
 
     modes: CachePolicy = field(default_factory=lambda: CachePolicy(mode="on"))
-    options: Options = field(default_factory=Options)
+    config: ExactConfig = field(default_factory=ExactConfig)
+    secret: bytes = b""
     clock: Clock = field(default_factory=Clock)
     store: EntryStore | None = None
     flights: Flights | None = None
@@ -189,7 +191,13 @@ class Caching:
         self.store = MemoryStore(clock=self.clock) if self.store is None else self.store
         guarded = GuardedStore(self.store, clock=self.clock, failed=self.failures.append)
         self.cache = ExactCache(
-            guarded, self.modes, options=self.options, flights=self.flights, note=self._note, clock=self.clock
+            guarded,
+            self.modes,
+            config=self.config,
+            secret=self.secret,
+            flights=self.flights,
+            note=self._note,
+            clock=self.clock,
         )
 
     def _note(self, outcome: ExactOutcome, tenant: str) -> None:
@@ -203,9 +211,9 @@ class Caching:
 
     async def ask(self, found: CacheKey, mouth: Mouth | None = None, **options: Any) -> list[ChoiceDelta]:
         """What a client hears; `mouth` says it where the cache does not."""
-        looked = await self.cache.look(found, **options)
+        lookup = await self.cache.look(found, **options)
         mouth = mouth or saying("fresh")
-        answer = looked.hit or self.cache.generate(looked, JoinTerms(), lambda: mouth)
+        answer = lookup.hit or self.cache.generate(lookup, JoinTerms(), lambda: mouth)
         pieces = await heard(answer)
         while self.cache.flights:
             await asyncio.sleep(0)

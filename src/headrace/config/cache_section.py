@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -64,3 +65,14 @@ class CacheConfig(Section, frozen=True):
 
     exact: ExactConfig = ExactConfig()
     semantic: SemanticConfig = SemanticConfig()
+
+
+_UNIT_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def lifetime_s(text: str) -> float:
+    """Return the seconds of a Lifetime such as 90s, 5m, 1.5h or 7d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"Invalid lifetime '{text}'. Write it like 90s, 5m, 1h or 7d.")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]

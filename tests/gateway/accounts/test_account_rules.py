@@ -149,7 +149,7 @@ def test_modes_of_caches_follow_the_tenants_settings() -> None:
     assert dict(semantic) == {"red": "on"}
     assert len(exact) == 2
     modes = CachePolicy(mode="on", tenants=exact)
-    assert not modes.uses("red").looks
-    assert not modes.uses("blue").serves
-    assert modes.uses("green").serves
-    assert modes.uses("nobody").serves
+    assert not modes.access("red").reads
+    assert not modes.access("blue").serves
+    assert modes.access("green").serves
+    assert modes.access("nobody").serves

@@ -12,7 +12,7 @@ from headrace.gateway.routing.composite_answerer import derive_exchange
 async def generate(state: FlowState) -> None:
     exchange, services, lookup = state.exchange, state.services, state.lookups.exact
     dispatcher = services.dispatcher
-    if services.exact is not None and lookup is not None and lookup.uses.looks:
+    if services.exact is not None and lookup is not None and lookup.access.reads:
         shared, plan = derive_exchange(exchange, exchange.served, exchange.asked), state.plan
         # A generation that may be retried unheard is not for clients that receive it as it comes.
         whole = (bool(plan.steps) or exchange.served.upstream is not None) and not exchange.asked.stream

@@ -95,7 +95,7 @@ async def _check_hit(services: Services, exchange: Exchange, lookup: SemanticLoo
 async def look_up_exact(state: FlowState, *, stale: bool) -> CacheHit | None:
     """Ask the exact cache once: first for the request as it came, then for what degrading has made of it."""
     exchange, exact = state.exchange, state.services.exact
-    if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
+    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.asked.cache).reads:
         return None
     if state.lookups.exact is not None:
         return state.lookups.exact.hit
@@ -127,12 +127,12 @@ async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> Cach
         asked=exchange.asked,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.asked.seeded,
-        policy=f"{exact.options.policy}\n{state.plan.small or ''}",
+        policy=f"{exact.config.policy}\n{state.plan.small or ''}",
     )
-    lookup = state.lookups.exact = await exact.look(key, wish=exchange.asked.cache, stale=stale)
+    lookup = state.lookups.exact = await exact.look(key, requested=exchange.asked.cache, stale=stale)
     hit = lookup.hit
     if hit is not None and hit.stale and key is not None and plan is not None:
-        expired_s = hit.age_s - exact.ttl(key.tags)
+        expired_s = hit.age_s - exact.ttl_s(key.tags)
         return hit if expired_s <= (plan.stale_s or 0.0) else None
     return hit
 

@@ -43,7 +43,7 @@ async def tokenise(state: FlowState) -> None:
     if exchange.served.upstream is not None:
         exchange.prompt_tokens = await prompt_tokens(exchange)
         return
-    if exact is None or not exact.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache).looks:
+    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.asked.cache).reads:
         await prompts_of(exchange)
         return
     name = exact.prompts.name(exchange)  # a repeated request is not rendered and tokenised again
@@ -62,8 +62,8 @@ async def prime(state: FlowState) -> None:
     exchange, semantic = state.exchange, state.services.semantic
     if semantic is None or semantic.options.serve != "prime" or state.degradation.plan is not None:
         return
-    uses = semantic.modes.uses(exchange.caller.tenant, wish=exchange.asked.cache)
-    if not uses.looks or await look_up_exact(state, stale=False) is not None:
+    access = semantic.modes.access(exchange.caller.tenant, requested=exchange.asked.cache)
+    if not access.reads or await look_up_exact(state, stale=False) is not None:
         return
     lookup = state.lookups.semantic = await look_up_semantic(state)
     if lookup.entry is None or lookup.outcome != "hit":

@@ -69,13 +69,13 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
 
 def key(changed: TextRequest | None = None, **options: Any) -> bytes:
     given: dict[str, Any] = {"tenant": "a", "served": served(), "prompts": PROMPT, "seeded": True, **options}
-    return found(changed or asked(sampling=DRAWN), **given).key
+    return found(changed or asked(sampling=DRAWN), **given).digest
 
 
 def found(changed: TextRequest, **options: Any) -> CacheKey:
-    wanted = cache_key_for(asked=changed, **options)
-    assert wanted is not None
-    return wanted
+    cache_key = cache_key_for(asked=changed, **options)
+    assert cache_key is not None
+    return cache_key
 
 
 @pytest.mark.parametrize("field", TextRequest.__struct_fields__)
@@ -170,8 +170,8 @@ def test_without_tokens_the_messages_are_in_the_key() -> None:
 
 
 def test_choices_are_those_of_all_prompts() -> None:
-    wanted = found(asked(n=3), tenant="a", served=served(), prompts=[(1,), (2,)], seeded=False)
-    assert (wanted.n, wanted.choices) == (3, 6)
+    cache_key = found(asked(n=3), tenant="a", served=served(), prompts=[(1,), (2,)], seeded=False)
+    assert (cache_key.n, cache_key.choices) == (3, 6)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_tags_are_a_part_of_the_key() -> None:
     assert one == same
     assert one.tags == ("docs", "pricing")
     assert none.tags == ()
-    assert none.key != one.key
+    assert none.digest != one.digest
 
 
 @pytest.mark.parametrize("text", ["a b", "-", "x" * 65, "a,,b", "ä", "a\nb", ",".join(map(str, range(9)))])

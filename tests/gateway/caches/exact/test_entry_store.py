@@ -34,7 +34,7 @@ def known(number: int, tenant: str = "a", tags: tuple[str, ...] = ()) -> CacheKe
 
 @dataclass
 class Kept:
-    wanted: CacheKey
+    cache_key: CacheKey
     data: bytes
     expires: float
     size: int
@@ -51,30 +51,34 @@ class Oracle:
         self.entries = {key: kept for key, kept in self.entries.items() if kept.expires > now}
         return self.entries
 
-    def get(self, wanted: CacheKey, now: float) -> bytes | None:
-        kept = self.live(now).pop(wanted.key, None)
+    def get(self, cache_key: CacheKey, now: float) -> bytes | None:
+        kept = self.live(now).pop(cache_key.digest, None)
         if kept is None:
             return None
-        self.entries[wanted.key] = kept
+        self.entries[cache_key.digest] = kept
         return kept.data
 
-    def put(self, wanted: CacheKey, data: bytes, seconds: float, now: float) -> bool:
-        size = self.size(wanted, data)
+    def put(self, cache_key: CacheKey, data: bytes, seconds: float, now: float) -> bool:
+        size = self.size(cache_key, data)
         if size > OF_A_TENANT:
             return False
-        self.live(now).pop(wanted.key, None)
-        while sum(each.size for each in self._of(wanted.tenant)) + size > OF_A_TENANT:
-            del self.entries[self._of(wanted.tenant)[0].wanted.key]
+        self.live(now).pop(cache_key.digest, None)
+        while sum(each.size for each in self._of(cache_key.tenant)) + size > OF_A_TENANT:
+            del self.entries[self._of(cache_key.tenant)[0].cache_key.digest]
         while sum(each.size for each in self.entries.values()) + size > MOST:
             del self.entries[next(iter(self.entries))]
-        self.entries[wanted.key] = Kept(wanted, data, now + seconds, size)
+        self.entries[cache_key.digest] = Kept(cache_key, data, now + seconds, size)
         return True
 
     def _of(self, tenant: str) -> list[Kept]:
-        return [each for each in self.entries.values() if each.wanted.tenant == tenant]
+        return [each for each in self.entries.values() if each.cache_key.tenant == tenant]
 
     def remove(self, scope: InvalidationScope, now: float) -> int:
-        gone = [key for key, kept in self.live(now).items() if scope.has(kept.wanted)]
+        gone = [
+            key
+            for key, kept in self.live(now).items()
+            if scope.covers(kept.cache_key.tenant, kept.cache_key.tags, kept.cache_key.digest)
+        ]
         for key in gone:
             del self.entries[key]
         return len(gone)
@@ -88,8 +92,8 @@ wanteds = st.builds(
 )
 
 
-def by_its_key(wanted: CacheKey) -> InvalidationScope:
-    return InvalidationScope(tenant=wanted.tenant, key=wanted.key)
+def by_its_key(cache_key: CacheKey) -> InvalidationScope:
+    return InvalidationScope(tenant=cache_key.tenant, digest=cache_key.digest)
 
 
 scopes = st.one_of(
@@ -128,22 +132,22 @@ async def agree(store: EntryStore, clock: Clock, wished: list[Any], size: Callab
         assert there is not None
         assert there.bytes <= MOST
     for kept in list(oracle.live(clock.now).values()):
-        assert (await store.get(kept.wanted)).data == kept.data
+        assert (await store.get(kept.cache_key)).data == kept.data
     await store.sweep()
     assert await store.size() == CacheSize(len(oracle.entries), sum(each.size for each in oracle.entries.values()))
 
 
-async def size_in(store: EntryStore, wanted: CacheKey, data: bytes) -> int:
+async def size_in(store: EntryStore, cache_key: CacheKey, data: bytes) -> int:
     await store.remove(InvalidationScope())
-    await store.put(wanted, data, 1e9, None)
+    await store.put(cache_key, data, 1e9, None)
     found = await store.size()
     assert found is not None
     await store.remove(InvalidationScope())
     return found.bytes
 
 
-def in_memory(wanted: CacheKey, data: bytes) -> int:
-    return asyncio.run(size_in(MemoryStore(), wanted, data))
+def in_memory(cache_key: CacheKey, data: bytes) -> int:
+    return asyncio.run(size_in(MemoryStore(), cache_key, data))
 
 
 @given(st.lists(acts, max_size=60))
@@ -152,7 +156,7 @@ def test_memory_keeps_what_a_dictionary_would(wished: list[Any]) -> None:
     base, per_tag = in_memory(known(1), b""), in_memory(known(1, tags=("docs",)), b"") - in_memory(known(1), b"")
     clock = Clock()
     store = MemoryStore(most_bytes=MOST, tenant_bytes=OF_A_TENANT, clock=clock)
-    asyncio.run(agree(store, clock, wished, lambda wanted, data: base + len(data) + per_tag * len(wanted.tags)))
+    asyncio.run(agree(store, clock, wished, lambda cache_key, data: base + len(data) + per_tag * len(cache_key.tags)))
 
 
 @given(wished=st.lists(acts, max_size=40))
@@ -165,7 +169,7 @@ def test_sqlite_keeps_what_a_dictionary_would(tmp_path: Path, wished: list[Any])
         try:
             base = await size_in(store, known(1), b"")
             per_tag = await size_in(store, known(1, tags=("docs",)), b"") - base
-            await agree(store, clock, wished, lambda wanted, data: base + len(data) + per_tag * len(wanted.tags))
+            await agree(store, clock, wished, lambda cache_key, data: base + len(data) + per_tag * len(cache_key.tags))
         finally:
             await store.remove(InvalidationScope())
             await database.close()
@@ -240,8 +244,8 @@ async def test_a_tenant_cannot_read_anothers_entry_even_by_its_key() -> None:
     store = MemoryStore()
     theirs = known(1, "a")
     await store.put(theirs, b"secret", 60.0)
-    assert (await store.get(CacheKey("b", theirs.key))).data is None
-    assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
+    assert (await store.get(CacheKey("b", theirs.digest))).data is None
+    assert await store.remove(InvalidationScope(tenant="b", digest=theirs.digest)) == 0
     assert (await store.get(theirs)).data == b"secret"
 
 
@@ -256,8 +260,8 @@ def test_in_sqlite_too_a_tenant_cannot_read_anothers_entry(tmp_path: Path) -> No
         database, store = sqlite(tmp_path)
         theirs = known(1, "a")
         await store.put(theirs, b"secret", 60.0)
-        assert (await store.get(CacheKey("b", theirs.key))).data is None
-        assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
+        assert (await store.get(CacheKey("b", theirs.digest))).data is None
+        assert await store.remove(InvalidationScope(tenant="b", digest=theirs.digest)) == 0
         assert (await store.get(theirs)).data == b"secret"
         await database.close()
 

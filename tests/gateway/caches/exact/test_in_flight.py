@@ -375,9 +375,9 @@ async def test_when_the_server_ends_all_are_told() -> None:
     listeners = [Listener(lead(flights, mouth)), Listener(join(flights))]
     runs = [asyncio.create_task(each.listen()) for each in listeners]
     await turns()
-    await flights.close(ApiError("the server has ended", kind="overloaded_error", code="draining"))
+    await flights.close(ApiError("The server is shutting down", kind="overloaded_error", code="draining"))
     for run in runs:
-        with pytest.raises(ApiError, match="ended"):
+        with pytest.raises(ApiError, match="shutting down"):
             await run
     assert mouth.cancelled
     assert len(flights) == 0

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
+from headrace.config.cache_section import ExactConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.exact.entry_store import GuardedStore, InvalidationScope
-from headrace.gateway.caches.exact.exact_cache import Options
 from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.caches.exact.redis import RedisStore, connect
 from headrace.gateway.requests.text_request import ChoiceDelta
 from tests.support.clock import Clock
-from tests.support.exact_caches import Caching, Mouth, heard, said, saying, text_of, turns, wanted
+from tests.support.exact_caches import Caching, Mouth, cache_key, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -109,11 +109,11 @@ async def keep(store: RedisStore, one: CacheKey, data: bytes, seconds: float = 6
 async def test_what_one_gateway_stores_another_one_finds() -> None:
     fake = Fake()
     here, there = RedisStore(fake), RedisStore(fake)
-    await keep(here, wanted(), b"answer", seconds=60.0)
-    assert (await there.get(wanted())).data == b"answer"
-    assert (await there.get(wanted(2))).data is None
+    await keep(here, cache_key(), b"answer", seconds=60.0)
+    assert (await there.get(cache_key())).data == b"answer"
+    assert (await there.get(cache_key(2))).data is None
     fake.clock.now += 60
-    assert (await there.get(wanted())).data is None
+    assert (await there.get(cache_key())).data is None
     await here.close()
     assert fake.closed
 
@@ -125,7 +125,7 @@ async def test_what_one_gateway_stores_another_one_finds() -> None:
         (InvalidationScope(tag="pricing", tenant="a"), "pricing of a"),
         (InvalidationScope(tenant="a"), "pricing of a, plain of a"),
         (InvalidationScope(), "pricing of a, pricing of b, plain of a, plain of b"),
-        (InvalidationScope(tenant="a", key=wanted().key), "plain of a"),
+        (InvalidationScope(tenant="a", digest=cache_key().digest), "plain of a"),
         (InvalidationScope(tag="docs"), ""),
     ],
 )
@@ -134,14 +134,14 @@ async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: I
     fake = Fake()
     here, there = RedisStore(fake), RedisStore(fake)
     entries = {
-        f"{tag or 'plain'} of {tenant}": wanted(tenant=tenant, tags=(tag,) if tag else ())
+        f"{tag or 'plain'} of {tenant}": cache_key(tenant=tenant, tags=(tag,) if tag else ())
         for tag in ("pricing", "")
         for tenant in "ab"
     }
     for one in entries.values():
         await keep(here, one, b"answer")
     before = fake.calls
-    assert await here.remove(scope) == (1 if scope.key else None)
+    assert await here.remove(scope) == (1 if scope.digest else None)
     assert fake.calls == before + 1
     assert ", ".join([name for name, one in entries.items() if (await there.get(one)).data is None]) == gone
     for name, one in entries.items():
@@ -154,7 +154,7 @@ async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: I
 async def test_an_answer_begun_before_an_invalidation_elsewhere_is_not_served_after_it() -> None:
     fake = Fake()
     here, there = RedisStore(fake), RedisStore(fake)
-    one = wanted(tags=["pricing"])
+    one = cache_key(tags=["pricing"])
     for _ in range(2):  # whether the tag was known before or not
         found = await here.get(one)
         await there.remove(InvalidationScope(tag="pricing"))
@@ -168,7 +168,7 @@ async def test_an_answer_begun_before_an_invalidation_elsewhere_is_not_served_af
 async def test_what_redis_forgets_makes_misses_and_brings_nothing_back() -> None:
     fake = Fake()
     store = RedisStore(fake)
-    one = wanted(tags=["pricing"])
+    one = cache_key(tags=["pricing"])
     await keep(store, one, b"old")
     scopes = [name for name in fake.values if ":scope" in name]
     assert len(scopes) == 4
@@ -188,25 +188,25 @@ async def test_what_redis_forgets_makes_misses_and_brings_nothing_back() -> None
 async def test_scopes_last_longer_than_their_entries() -> None:
     fake = Fake()
     store = RedisStore(fake, most_seconds=100.0)
-    await keep(store, wanted(), b"x", seconds=1e6)
+    await keep(store, cache_key(), b"x", seconds=1e6)
     (lasting,) = [expires - fake.clock.now for name, (_, expires) in fake.values.items() if ":scope" not in name]
     assert lasting == 100.0
     fake.clock.now += 99
-    assert (await store.get(wanted())).data == b"x"
+    assert (await store.get(cache_key())).data == b"x"
     fake.clock.now += 99  # every put makes them last anew
-    await keep(store, wanted(2), b"y")
+    await keep(store, cache_key(2), b"y")
     fake.clock.now += 40  # without that they would be over by now
-    assert (await store.get(wanted(2))).data == b"y"
+    assert (await store.get(cache_key(2))).data == b"y"
     fake.clock.now += 20
-    assert (await store.get(wanted(2))).data is None
-    await keep(store, wanted(2), b"y")
+    assert (await store.get(cache_key(2))).data is None
+    await keep(store, cache_key(2), b"y")
 
 
 @asynchronous
 async def test_a_hit_is_one_round_trip_of_bounded_work() -> None:
     fake = Fake()
     store = RedisStore(fake)
-    one = wanted(tags=[f"tag-{number}" for number in range(8)])
+    one = cache_key(tags=[f"tag-{number}" for number in range(8)])
     await keep(store, one, b"x")
     calls, commands = fake.calls, fake.commands
     assert (await store.get(one)).data == b"x"
@@ -217,7 +217,7 @@ async def test_a_hit_is_one_round_trip_of_bounded_work() -> None:
 async def test_a_crowd_is_a_few_round_trips() -> None:
     fake = Fake()
     store = RedisStore(fake)
-    crowd = [wanted(number, tenant="ab"[number % 2], tags=["docs"] if number % 3 else []) for number in range(200)]
+    crowd = [cache_key(number, tenant="ab"[number % 2], tags=["docs"] if number % 3 else []) for number in range(200)]
     found = await asyncio.gather(*map(store.get, crowd))
     assert all(each.data is None and each.ticket is not None for each in found)
     kept = [store.put(one, bytes([number]), 60.0, found[number].ticket) for number, one in enumerate(crowd)]
@@ -232,10 +232,10 @@ async def test_a_crowd_is_a_few_round_trips() -> None:
 async def test_other_tenants_names_are_not_found_and_not_readable() -> None:
     fake = Fake()
     store = RedisStore(fake)
-    theirs = wanted(tenant="secretive")
+    theirs = cache_key(tenant="secretive")
     await keep(store, theirs, b"x")
-    assert (await store.get(CacheKey("b", theirs.key))).data is None
-    assert await store.remove(InvalidationScope(tenant="b", key=theirs.key)) == 0
+    assert (await store.get(CacheKey("b", theirs.digest))).data is None
+    assert await store.remove(InvalidationScope(tenant="b", digest=theirs.digest)) == 0
     assert (await store.get(theirs)).data == b"x"
     assert not any("secretive" in name for name in fake.values)
 
@@ -243,35 +243,35 @@ async def test_other_tenants_names_are_not_found_and_not_readable() -> None:
 @asynchronous
 async def test_without_a_ticket_and_beyond_its_length_nothing_is_kept() -> None:
     store = RedisStore(Fake(), entry_bytes=10)
-    assert not await store.put(wanted(), b"x", 60.0, None)
-    found = await store.get(wanted())
-    assert not await store.put(wanted(), b"x" * 11, 60.0, found.ticket)
-    assert await store.put(wanted(), b"x" * 10, 60.0, found.ticket)
+    assert not await store.put(cache_key(), b"x", 60.0, None)
+    found = await store.get(cache_key())
+    assert not await store.put(cache_key(), b"x" * 11, 60.0, found.ticket)
+    assert await store.put(cache_key(), b"x" * 10, 60.0, found.ticket)
 
 
 @asynchronous
 async def test_nonsense_in_redis_is_a_miss() -> None:
     fake = Fake()
     caching = Caching(store=RedisStore(fake))
-    await caching.ask(wanted(), saying("right"))
+    await caching.ask(cache_key(), saying("right"))
     (name,) = [name for name in fake.values if ":scope" not in name]
     value, expires = fake.values[name]
     for poison in (b"", b"nonsense", value[:-1], value[:24] + b"mx1" + bytes(40), value + bytes(2**21)):
         fake.values[name] = (poison, expires)
-        assert text_of(await caching.ask(wanted(), saying("right"))) == "right"
+        assert text_of(await caching.ask(cache_key(), saying("right"))) == "right"
         assert fake.values[name][0] == value
     assert caching.counted("hit") == 0
     for scope in [name for name in fake.values if ":scope" in name]:
         fake.values[scope] = (b"too short", expires)
-    assert text_of(await caching.ask(wanted(), saying("right"))) == "right"
-    assert text_of(await caching.ask(wanted())) in ("right", "fresh")
+    assert text_of(await caching.ask(cache_key(), saying("right"))) == "right"
+    assert text_of(await caching.ask(cache_key())) in ("right", "fresh")
 
 
 @asynchronous
 async def test_two_gateways_share_answers_and_invalidations() -> None:
     fake = Fake()
     here, there = (Caching(store=RedisStore(fake)) for _ in range(2))
-    one = wanted(tags=["pricing"])
+    one = cache_key(tags=["pricing"])
     mouth = Mouth(ChoiceDelta(0, ""))
     slow = here.cache.generate(await here.look(one), JoinTerms(), lambda: mouth)
     await turns()
@@ -339,10 +339,10 @@ def test_with_a_real_server_entries_come_and_go(server: str) -> None:
     @asynchronous
     async def test() -> None:
         store = RedisStore(connect(server, seconds=5.0), prefix="headrace:test:1", bound_s=5.0)
-        one = wanted(tags=["pricing"])
+        one = cache_key(tags=["pricing"])
         await keep(store, one, b"answer \x00\xff")
         assert (await store.get(one)).data == b"answer \x00\xff"
-        assert await store.remove(InvalidationScope(tenant="a", key=one.key)) == 1
+        assert await store.remove(InvalidationScope(tenant="a", digest=one.digest)) == 1
         await keep(store, one, b"again")
         found = await store.get(one)
         assert await store.remove(InvalidationScope(tag="pricing", tenant="a")) is None
@@ -362,13 +362,15 @@ def test_with_a_real_server_a_cache_answers_from_it(server: str) -> None:
     @asynchronous
     async def test() -> None:
         client = connect(server, seconds=5.0)
-        caching = Caching(store=RedisStore(client, prefix="headrace:test:2", bound_s=5.0), options=Options(ttl_s=60.0))
+        caching = Caching(
+            store=RedisStore(client, prefix="headrace:test:2", bound_s=5.0), config=ExactConfig(ttl="60s")
+        )
         caching.cache._store._get_s = caching.cache._store._put_s = 5.0  # pyright: ignore[reportPrivateUsage]
-        assert text_of(await caching.ask(wanted(), saying("Hello"))) == "Hello"
-        answers = await asyncio.gather(*(caching.ask(wanted()) for _ in range(200)))
+        assert text_of(await caching.ask(cache_key(), saying("Hello"))) == "Hello"
+        answers = await asyncio.gather(*(caching.ask(cache_key()) for _ in range(200)))
         assert [text_of(answer) for answer in answers] == ["Hello"] * 200
-        await asyncio.gather(*(caching.ask(wanted(2 + number), saying(f"{number}")) for number in range(200)))
-        answers = await asyncio.gather(*(caching.ask(wanted(2 + number)) for number in range(200)))
+        await asyncio.gather(*(caching.ask(cache_key(2 + number), saying(f"{number}")) for number in range(200)))
+        answers = await asyncio.gather(*(caching.ask(cache_key(2 + number)) for number in range(200)))
         assert [text_of(answer) for answer in answers] == [f"{number}" for number in range(200)]
         assert caching.counted("hit") == 400
         await caching.cache.close()
@@ -394,7 +396,7 @@ def test_a_server_that_is_frozen_or_gone_is_a_miss() -> None:
             failed: list[str] = []
             store = RedisStore(connect(f"redis://127.0.0.1:{port}", seconds=0.05))
             guarded = GuardedStore(store, get_s=0.05, clock=Clock(), failed=failed.append)
-            assert [await guarded.get(wanted()) for _ in range(7)] == [None] * 7
+            assert [await guarded.get(cache_key()) for _ in range(7)] == [None] * 7
             assert failed == ["get"] * 5 + ["skipped"] * 2
             await guarded.close()
 

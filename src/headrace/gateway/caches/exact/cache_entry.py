@@ -1,14 +1,14 @@
-"""An answer as bytes: the pieces that it came in, compact, sealed for one key.
+"""Encodes an answer as bytes: its deltas, compact, sealed for one cache key.
 
-Owns the form of an entry, the check that it is whole and meant for this very key, and what may become one. Anything
-wrong with an entry makes it none, which is a miss. Knows no store and no clock.
+Owns the format of an entry, the check that it is intact and belongs to the key, and which answers may be stored. An
+invalid entry is a miss. Does not know stores or clocks.
 
-    3 bytes   what this is, with its version
-    16 bytes  seal: keyed BLAKE2b of the rest; its key is the entry's own, with the operator's secret
-    the rest  msgpack: when it was made, and the pieces
+    3 bytes   magic with the version
+    16 bytes  seal: keyed BLAKE2b of the rest; its key is the cache key with the operator's secret
+    the rest  msgpack: when it was made, and the deltas
 
-The seal notices damage and an entry that lies under another's key. With a secret it also notices entries that somebody
-else wrote, who can reach the store but has no secret.
+The seal detects damage and an entry stored under another key. With a secret it also detects entries written by someone
+who can reach the store but does not have the secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.gateway.requests.text_request import (
 
 _MAGIC: Final = b"mx1"
 _SEAL: Final = 16  # bytes
-_KEEPING: Final = frozenset(("stop", "length", "tool_calls"))  # ends of answers that are worth keeping
+_STORABLE: Final = frozenset(("stop", "length", "tool_calls"))  # finish reasons of complete answers
 
 
 class _Call(msgspec.Struct, array_like=True, frozen=True):
@@ -45,19 +45,19 @@ class _Call(msgspec.Struct, array_like=True, frozen=True):
 class _Top(msgspec.Struct, array_like=True, frozen=True):
     raw: bytes
     logprob: float
-    text: str | None  # None: what the bytes say
+    text: str | None  # None: the decoded bytes
 
 
 class _Token(msgspec.Struct, array_like=True, frozen=True):
     raw: bytes
     logprob: float | None
     top: list[_Top]
-    text: str | None  # None: what the bytes say
-    shown: str | None  # None: the text
+    text: str | None  # None: the decoded bytes
+    shown: str | None  # None: as `text`
 
 
 class _Usage(msgspec.Struct, array_like=True, frozen=True):
-    """Without times: whoever gets the entry waited for no engine."""
+    """Usage without times, because a hit waits for no engine."""
 
     prompt_tokens: int
     output_tokens: int
@@ -78,7 +78,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
 
 class _Body(msgspec.Struct, array_like=True, frozen=True):
     made: float
-    # A text alone is a piece of the first choice that has nothing else, as nearly all are.
+    # A plain text is a delta of the first choice with nothing but content, as nearly all are.
     pieces: list[str | _Piece]
     machine_s: float = 0.0
 
@@ -86,7 +86,7 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
 class ExactEntry(msgspec.Struct, frozen=True):
     made: float  # seconds since 1970
     pieces: list[ChoiceDelta]
-    machine_s: float = 0.0  # that it took to make
+    machine_s: float = 0.0  # compute time of the generation
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(_Body)
 
 
 def pack(pieces: Sequence[ChoiceDelta], *, key: bytes, made: float, secret: bytes = b"") -> bytes:
-    """ValueError for a text that is none, such as half a character."""
+    """Encode an answer. ValueError for invalid text, such as half a surrogate pair."""
     usages = [piece.usage for piece in pieces if piece.usage is not None]
     prefill = max((usage.prefill_s for usage in usages), default=0.0)
     decode = max((usage.decode_s for usage in usages), default=0.0)
@@ -103,20 +103,20 @@ def pack(pieces: Sequence[ChoiceDelta], *, key: bytes, made: float, secret: byte
 
 
 def unpack(data: bytes, *, key: bytes, secret: bytes = b"") -> ExactEntry | None:
-    """None for anything but a whole entry of this key."""
+    """Decode an entry; None unless it is intact and belongs to this key."""
     start = len(_MAGIC) + _SEAL
     body = data[start:]
     if data[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(data[len(_MAGIC) : start], _seal(body, key, secret)):
         return None
     try:
-        found = _decoder.decode(body)
+        decoded = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    # The empty list is given because the field's own default takes longer than all the rest of a piece.
+    # Passing the empty list is faster than the field's default factory.
     return ExactEntry(
-        found.made,
-        [ChoiceDelta(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in found.pieces],
-        found.machine_s,
+        decoded.made,
+        [ChoiceDelta(0, each, "", []) if isinstance(each, str) else _unpacked(each) for each in decoded.pieces],
+        decoded.machine_s,
     )
 
 
@@ -161,41 +161,40 @@ def _unpacked(piece: _Piece) -> ChoiceDelta:
 
 
 def _packed_token(token: TokenLogprob) -> _Token:
-    top = [_Top(raw, logprob, None if text == _said(raw) else text) for text, raw, logprob in token.top]
-    text = None if token.text == _said(token.bytes) else token.text
+    top = [_Top(raw, logprob, None if text == _decode_text(raw) else text) for text, raw, logprob in token.top]
+    text = None if token.text == _decode_text(token.bytes) else token.text
     return _Token(token.bytes, token.logprob, top, text, None if token.shown == token.text else token.shown)
 
 
 def _unpacked_token(token: _Token) -> TokenLogprob:
-    top = [(_said(each.raw) if each.text is None else each.text, each.raw, each.logprob) for each in token.top]
-    text = _said(token.raw) if token.text is None else token.text
+    top = [(_decode_text(each.raw) if each.text is None else each.text, each.raw, each.logprob) for each in token.top]
+    text = _decode_text(token.raw) if token.text is None else token.text
     return TokenLogprob(text, token.raw, token.logprob, top, text if token.shown is None else token.shown)
 
 
-def _said(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
 def is_complete(pieces: Sequence[ChoiceDelta], choices: int) -> bool:
-    """Whether every choice has come to an end of its own. What a deadline cut, failed or was cancelled has not, and
-    what began anew says something else than its pieces do."""
+    """Whether every choice ended by itself: not by a deadline, a failure or a cancellation, and without a restart."""
     ended: set[int] = set()
     for piece in pieces:
         if isinstance(piece, RestartDelta):
             return False
         if piece.finish is not None:
-            if piece.finish not in _KEEPING or piece.index in ended:
+            if piece.finish not in _STORABLE or piece.index in ended:
                 return False
             ended.add(piece.index)
     return ended == set(range(choices))
 
 
 def is_same_answer(one: Sequence[ChoiceDelta], other: Sequence[ChoiceDelta]) -> bool:
-    """Whether two answers do, however they are cut into pieces. The ids of calls are random."""
-    return _said_by(one) == _said_by(other)
+    """Whether two answers have the same content, however they are split. Call ids are random and do not count."""
+    return _content_by_choice(one) == _content_by_choice(other)
 
 
-def _said_by(pieces: Sequence[ChoiceDelta]) -> dict[int, tuple[object, ...]]:
+def _content_by_choice(pieces: Sequence[ChoiceDelta]) -> dict[int, tuple[object, ...]]:
     choices: dict[int, Choice] = {}
     for piece in pieces:
         choices.setdefault(piece.index, Choice(piece.index)).add(piece)

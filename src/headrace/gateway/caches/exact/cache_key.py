@@ -1,8 +1,8 @@
-"""What makes two requests the same request: the key of the exact cache.
+"""Builds the key of the exact cache: what makes two requests the same request.
 
-Owns the key, the tags that a request gives its answer, and the list of what does not matter. Every field of TextRequest
-and of SamplingParams is a part of the key unless it stands in that list with its reason, so a new field cannot be
-forgotten: it costs a hit at worst, never a wrong answer. Knows no store.
+Owns the key, the tags that a request gives its answer, and the list of fields without effect. Every field of
+TextRequest and SamplingParams is in the key unless it is in that list with its reason, so forgetting a new field costs
+hits, never wrong answers. Does not know stores.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from headrace.gateway.requests.text_request import TextRequest
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
 
-FORMAT: Final = 1  # of the key; another one finds nothing that this one has stored
-TAGS: Final = "cache_tags"  # the key of a request's metadata that has them, with commas between
-MOST_TAGS: Final = 8
+FORMAT: Final = 1  # of the key; a new format finds no old entries
+TAGS: Final = "cache_tags"  # metadata key with the tags, separated by commas
+MAX_TAGS: Final = 8
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
-# What the prompt's tokens are made of. It is in the key by itself only where there are no tokens.
+# What the prompt's tokens are made of: in the key only if there are no tokens.
 OF_THE_PROMPT: Final = ("messages", "prompts", "template", "think")
 
-# Fields of TextRequest that two requests may differ in and still have the same answer, each with the reason.
+# Fields of TextRequest that do not change the answer, each with the reason.
 WITHOUT_EFFECT: Final = {
     "model": "the variant that answers is in the key, with its full name and its fingerprint",
     "sampling": "its fields are in the key one by one",
@@ -51,7 +51,7 @@ WITHOUT_EFFECT: Final = {
     "metadata": "handed back by the endpoint; its cache_tags are in the key as tags",
 }
 
-# Fields of SamplingParams that choose among tokens, where the likeliest one is always taken.
+# Fields of SamplingParams without effect on greedy decoding.
 OF_DRAWING: Final = ("top_k", "top_p", "min_p", "seed")
 
 _ASKED: Final = tuple(
@@ -69,14 +69,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class CacheKey(msgspec.Struct, frozen=True):
-    """An answer that the cache may have."""
+    """Identifies an answer in the cache."""
 
     tenant: str
-    key: bytes  # 32 bytes
+    digest: bytes  # 32 bytes
     tags: tuple[str, ...] = ()
     n: int = 1  # answers to each prompt
     choices: int = 1  # answers in all
-    repeatable: bool = True  # generated again, it would be the same: the likeliest tokens, or a seed that was given
+    repeatable: bool = True  # greedy or seeded, so that a new generation gives the same answer
 
 
 def cache_key_for(
@@ -88,11 +88,10 @@ def cache_key_for(
     seeded: bool,
     policy: str = "",
 ) -> CacheKey | None:
-    """None where there can be no key: something in the request cannot be written down. ApiError for tags that are none.
+    """Return the key of a request; None if part of the request cannot be encoded. ApiError for invalid tags.
 
-    `prompts`: the tokens; None where the variant's tokens are not known here, as an upstream's. `seeded`: the request
-    has a seed of its own; others get a random one each, which is no part of the key. `policy`: the version of whatever
-    else shapes answers, such as guards before and after the model; a new one finds nothing that is old.
+    `prompts`: the tokens; None for an upstream, whose tokens are unknown. `seeded`: the client chose the seed; random
+    seeds are not in the key. `policy`: a version of whatever else shapes answers; a new one finds no old entries.
     """
     tags = cache_tags(asked)
     greedy = asked.sampling.temperature <= 0.0
@@ -119,7 +118,7 @@ def cache_key_for(
         for prompt in prompts or ():
             digest.update(array("I", prompt))
     except (TypeError, ValueError, OverflowError, RecursionError):
-        # Half a character, a number of more than 64 bits, nesting without an end: they come from clients' own schemas.
+        # Half a surrogate pair, a number over 64 bits or endless nesting, from a client's own schema.
         return None
     count = len(asked.prompts or (None,)) if prompts is None else len(prompts)
     return CacheKey(tenant, digest.digest(), tags, asked.n, count * asked.n, greedy or seeded)
@@ -132,7 +131,7 @@ def _sampling_values(sampling: SamplingParams, *, greedy: bool, seeded: bool) ->
 
 
 def _in_order(value: Any) -> Any:
-    """Sets and tables of numbers have no order of their own."""
+    """Give sets and number tables a fixed order."""
     if isinstance(value, frozenset):
         return sorted(cast("frozenset[int]", value))
     if isinstance(value, dict):
@@ -141,22 +140,22 @@ def _in_order(value: Any) -> Any:
 
 
 def cache_tags(asked: TextRequest) -> tuple[str, ...]:
-    """ApiError for what is no list of tags.
+    """Return the tags of a request, sorted. ApiError for invalid ones.
 
-    Tags are a part of the key: what is stored without `pricing` must not answer a request that has it, because neither
-    its time to live nor the next invalidation of `pricing` would hold for it.
+    Tags are part of the key: an entry without `pricing` must not answer a request with it, because neither the time to
+    live nor the next invalidation of `pricing` would apply to that entry.
     """
     text = asked.metadata.get(TAGS)
     if not text:
         return ()
     tags = sorted({tag.strip() for tag in text.split(",")})
     parameter = f"metadata.{TAGS}"
-    if len(tags) > MOST_TAGS:
-        raise invalid_request(f"'{parameter}' may have {MOST_TAGS} tags at most, not {len(tags)}", parameter)
+    if len(tags) > MAX_TAGS:
+        raise invalid_request(f"'{parameter}' has {len(tags)} tags. Expected at most {MAX_TAGS}.", parameter)
     for tag in tags:
         if not is_valid_tag(tag):
             raise invalid_request(
-                f"'{parameter}': '{tag[:64]}' is no tag: 1 to 64 letters, digits and any of _ . : -", parameter
+                f"'{parameter}' has the invalid tag '{tag[:64]}'. Use 1 to 64 letters, digits and _ . : -", parameter
             )
     return tuple(tags)
 

@@ -1,21 +1,20 @@
-"""The exact cache as the flow uses it: look for an answer, or generate one, share it and keep it.
+"""The exact cache: looks for the answer to the same request, or generates one, shares it and stores it.
 
-Owns ExactCache and Options: what is kept and for how long, what an invalidation means, and what is counted. Which
-requests are the same is key's, how entries live is stores', how generations are shared is flight's.
+Owns ExactCache: what is stored and for how long, what an invalidation covers, and what is counted. Does not decide
+which requests are the same (cache_key), how entries are stored (entry_store) or how generations are shared (in_flight).
 
-    look      is there an entry?  ──yes──▶ Hit
+    look      is there an entry?       ──yes──▶ CacheHit
        │ no
-    generate  is one under way?   ──yes──▶ Reader, a joiner's
+    generate  is a generation running? ──yes──▶ FlightReader, a joiner
        │ no
-    the source, in a flight of its own ──▶ Reader, the leader's ──▶ an entry, if it may be one
+    the source, in a new flight        ──▶ FlightReader, the leader ──▶ an entry, if it may be stored
 
-All of these and Alone, for what the cache has no part in, are Answers: they are run and cancelled alike.
+These and UncachedAnswer, for answers without the cache, are AnswerSources: they run and are cancelled alike.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from headrace.config import Config, ExactConfig
+from headrace.config.cache_section import lifetime_s
 from headrace.config.environment import required_secret
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import NO_ACCESS, CacheAccess, CachePolicy
@@ -33,8 +33,6 @@ from headrace.gateway.caches.exact.entry_store import (
     CacheSize,
     EntryStore,
     GuardedStore,
-    InvalidationLog,
-    InvalidationScope,
 )
 from headrace.gateway.caches.exact.in_flight import (
     AnswerFacts,
@@ -50,71 +48,62 @@ from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.redis import RedisStore, connect
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
+from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TokenUsage
 from headrace.observe import metrics
 
-# What is counted, each with the tenant that it is about.
+# What is counted, each by tenant.
 ExactOutcome = Literal[
     "hit",
-    "stale",  # an entry beyond its time, where that was asked for
+    "stale",  # an expired entry that the request accepts
     "miss",
-    "would_hit",  # in the mode record
+    "would_hit",  # in mode record
     "joined",
     "would_join",
-    "same",  # in the mode record: the fresh answer says what the entry does
+    "same",  # in mode record: the fresh answer has the content of the entry
     "different",
-    "skipped",  # drawn at random, without a seed
+    "skipped",  # sampled without a seed
     "corrupt",  # an entry that is damaged or belongs elsewhere; a miss
     "unreachable",  # the store was not asked, or did not answer; a miss
     "stored",
-    "unfinished",  # cut at its deadline, failed, or left by everybody: not stored
-    "outdated",  # invalidated while it was made: not stored
+    "unfinished",  # cut at its deadline, failed or abandoned: not stored
+    "outdated",  # invalidated while it was generated: not stored
     "too_long",  # not stored
-    "stood_in",  # another variant than the key's answered: not stored
-    "unstored",  # the store did not take it
+    "stood_in",  # a variant other than the key's answered: not stored
+    "unstored",  # the store failed
 ]
 OUTCOMES: Final[tuple[ExactOutcome, ...]] = ExactOutcome.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
-_AT_ONCE: Final = 256  # pieces of a hit before others have a turn
-_AHEAD: Final = 60.0  # seconds that an entry may be of the future: gateways' clocks differ, and clocks are set
-_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
-def seconds_of(span: str) -> float:
-    """Of a text such as 90s, 5m, 1.5h or 7d. ValueError for any other."""
-    found = _SPAN.fullmatch(span)
-    if found is None or float(found[1]) <= 0:
-        raise ValueError(f"'{span}' is no time span; write 90s, 5m, 1h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
+_BATCH: Final = 256  # deltas of a hit before others have a turn
+_MAX_CLOCK_SKEW_S: Final = 60.0  # entries may come from the future: gateways' clocks differ, and clocks are set
 
 
 class AnswerSource(Protocol):
-    """What a client's answer comes from."""
+    """Where a client's answer comes from."""
 
     @property
     def role(self) -> Role: ...
 
     @property
     def source(self) -> PieceSource | None:
-        """What generates it, whoever began it. None where nothing does."""
+        """The source that generates it, whichever request started it. None without a generation."""
         ...
 
     async def run(self, take: TakeDelta) -> bool:
-        """Hands pieces over as they come. True once all have, or it was cancelled; False as soon as `take` wants no
-        more for now, and then this is to be called again."""
+        """Pass deltas to `take` as they come. True once all have, or after a cancellation; False as soon as `take`
+        returns False, and then the caller may call this again."""
         ...
 
     def cancel(self) -> None:
-        """To be called once, however it ends."""
+        """Call this once, however the answer ends."""
         ...
 
     def facts(self) -> AnswerFacts: ...
 
 
 class UncachedAnswer:
-    """A generation that the cache has no part in."""
+    """A generation without the cache."""
 
     role: Role = "alone"
 
@@ -132,7 +121,7 @@ class UncachedAnswer:
 
 
 class CacheHit:
-    """An entry, piece by piece as it was made."""
+    """A stored answer, delta by delta as it was made."""
 
     role: Role = "hit"
     source: None = None
@@ -140,7 +129,7 @@ class CacheHit:
     def __init__(
         self, pieces: Sequence[ChoiceDelta], *, n: int, age_s: float = 0.0, stale: bool = False, machine_s: float = 0.0
     ) -> None:
-        """`machine_s`: that it took to make."""
+        """`machine_s`: compute time of the original generation."""
         self.age_s = age_s
         self.stale = stale
         self._machine_s = machine_s
@@ -151,7 +140,7 @@ class CacheHit:
 
     @property
     def over(self) -> bool:
-        """All of it was handed over."""
+        """Whether all of it was passed on."""
         return self._at == len(self._pieces)
 
     @property
@@ -160,7 +149,7 @@ class CacheHit:
 
     @property
     def usage(self) -> TokenUsage:
-        """Of all choices together, as they were made; no times."""
+        """The original usage of all choices, without times."""
         usages = {piece.index: piece.usage for piece in self._pieces if piece.usage is not None}
         return total_usage(usages, self._n)
 
@@ -170,7 +159,7 @@ class CacheHit:
             self._at += 1
             if not take(piece):
                 return False
-            if self._at % _AT_ONCE == 0:
+            if self._at % _BATCH == 0:
                 await asyncio.sleep(0)
         return True
 
@@ -183,56 +172,52 @@ class CacheHit:
         return AnswerFacts("hit", False, saved, self.age_s)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    ttl_s: float = 3600.0  # of an entry without tags
-    tag_ttls: Mapping[str, float] = {}  # seconds; of several tags the shortest
-    events: Mapping[str, tuple[str, ...]] = {}  # the tags that end then
-    repeatable_only: bool = True  # answers that are drawn at random, without a seed, are neither kept nor shared
-    joins: bool = True  # identical requests under way share one generation
-    entry_bytes: int = 1024**2  # 1 MiB
-    stale_s: float = 0.0  # that an entry stays beyond its time, for who takes a stale answer rather than none
-    policy: str = ""  # a part of every key: raise it to leave all older answers behind
-    secret: bytes = b""  # entries that others wrote, who can reach the store but have no secret, are none
-
-
 class ExactLookup(msgspec.Struct, frozen=True):
-    """What a look found, and what `generate` needs to know of it."""
+    """The result of a lookup, which `generate` needs."""
 
-    wanted: CacheKey | None
-    uses: CacheAccess = NO_ACCESS
+    cache_key: CacheKey | None
+    access: CacheAccess = NO_ACCESS
     hit: CacheHit | None = None
-    entry: ExactEntry | None = None  # in the mode record: what would have been the hit
-    stored: bool = False  # a fresh answer is to be stored
+    entry: ExactEntry | None = None  # in mode record: what would have been the hit
+    writes: bool = False  # store a fresh answer
     ticket: Any = None  # the store's
     mark: int = 0  # invalidations before it
 
 
 class ExactCache:
-    """`note` hears what is counted. `modes` and `options` may be replaced while it is in use."""
+    """`note` is called with every outcome and tenant. You may replace `modes` while the cache is in use."""
 
     def __init__(
         self,
         store: GuardedStore,
         modes: CachePolicy,
         *,
-        options: Options | None = None,
+        config: ExactConfig | None = None,
+        secret: bytes = b"",  # rejects entries by writers that reach the store without it
         flights: Flights | None = None,
         note: Callable[[ExactOutcome, str], None] = lambda outcome, tenant: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.modes = modes
-        self.options = options or Options()
+        self.config = config or ExactConfig()
         self.flights = Flights() if flights is None else flights
         self.prompts = TokenizedPrompts()
+        self._ttl_s = lifetime_s(self.config.ttl)
+        self._tag_ttl_s = {tag: lifetime_s(ttl) for tag, ttl in self.config.tags.items()}
+        self._stale_s = 0.0 if self.config.stale is None else lifetime_s(self.config.stale)
+        self._secret = secret
         self._store = store
-        self._removals = InvalidationLog()
+        self._invalidations = InvalidationLog()
         self._note = note
         self._clock = clock
 
     @classmethod
     def from_config(cls, config: Config, database: Database, environ: Mapping[str, str]) -> ExactCache | None:
-        """Return None only where the store is Redis, no tenant uses it and the environment has no URL for it: a
-        tenant's mode can be changed while the server runs. ConfigError where the environment lacks a secret."""
+        """Build the cache even with mode "off", because a tenant's mode can change while the server runs.
+
+        None only if the store is Redis, no tenant uses it and the environment has no URL for it. ConfigError if the
+        environment lacks a secret.
+        """
         exact = config.cache.exact
         modes = [exact.mode, *(tenant.caches.exact for tenant in config.tenants.values())]
         is_used = any(mode not in (None, "off") for mode in modes)
@@ -241,137 +226,136 @@ class ExactCache:
         secret = ""
         if exact.secret_env is not None:
             secret = required_secret(environ, exact.secret_env, "cache.exact.secret_env")
+        store = GuardedStore(
+            _store(exact, database, environ),
+            get_s=None if exact.store == "memory" else exact.wait_ms / 1e3,
+            failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
+        )
         return cls(
-            GuardedStore(
-                _store(exact, database, environ),
-                get_s=None if exact.store == "memory" else exact.wait_ms / 1e3,
-                failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
-            ),
+            store,
             CachePolicy(mode=exact.mode, share=exact.share, salt="exact"),
-            options=Options(
-                ttl_s=seconds_of(exact.ttl),
-                tag_ttls={tag: seconds_of(span) for tag, span in exact.tags.items()},
-                events=exact.events,
-                repeatable_only=exact.repeatable_only,
-                joins=exact.joins,
-                entry_bytes=exact.entry_bytes,
-                stale_s=0.0 if exact.stale is None else seconds_of(exact.stale),
-                secret=secret.encode(),
-                policy=exact.policy,
-            ),
+            config=exact,
+            secret=secret.encode(),
             note=lambda outcome, tenant: metrics.of(metrics.caches, "exact", outcome).inc(),
         )
 
-    async def look(self, wanted: CacheKey | None, *, wish: str = "on", stale: bool = False) -> ExactLookup:
-        """Never an error, and never longer than the store's bound. `wish`: the request's `cache`. `stale`: an entry
-        beyond its time will do."""
-        if wanted is None:
-            return ExactLookup(None)
-        tenant = wanted.tenant
-        uses = self.modes.uses(tenant, wish=wish)
-        if not uses.looks:
-            return ExactLookup(wanted)
-        if self.options.repeatable_only and not wanted.repeatable:
-            self._note("skipped", tenant)
-            return ExactLookup(wanted)
-        mark = self._removals.count
-        found = await self._store.get(wanted)
-        if found is None:
-            self._note("unreachable", tenant)
-            return ExactLookup(wanted, uses, mark=mark)
-        entry = None if found.data is None else self._entry(wanted, found.data)
-        if entry is not None and self._removals.since(mark, wanted):
-            entry = None
-        age = 0.0 if entry is None else self._clock() - entry.made
-        ttl = self.ttl(wanted.tags)
-        is_fresh = age < ttl
-        if entry is None or age < -_AHEAD or age >= ttl + (self.options.stale_s if stale else 0.0):
-            self._note("miss", tenant)
-            return ExactLookup(wanted, uses, stored=uses.stores, ticket=found.ticket, mark=mark)
-        if not uses.serves:
-            # The entry stays as it is, or none would ever come to its time in this mode.
-            self._note("would_hit", tenant)
-            return ExactLookup(wanted, uses, entry=entry, mark=mark)
-        self._note("hit" if is_fresh else "stale", tenant)
-        hit = CacheHit(entry.pieces, n=wanted.n, age_s=max(0.0, age), stale=not is_fresh, machine_s=entry.machine_s)
-        return ExactLookup(wanted, uses, hit, mark=mark)
+    async def look(self, cache_key: CacheKey | None, *, requested: str = "on", stale: bool = False) -> ExactLookup:
+        """Look for an entry within the store's timeout; never fails.
 
-    def _entry(self, wanted: CacheKey, data: bytes) -> ExactEntry | None:
-        entry = unpack(data, key=wanted.key, secret=self.options.secret)
-        if entry is None or not is_complete(entry.pieces, wanted.choices):
-            self._note("corrupt", wanted.tenant)
+        `requested`: the request's `cache`. `stale`: accept an expired entry.
+        """
+        if cache_key is None:
+            return ExactLookup(None)
+        tenant = cache_key.tenant
+        access = self.modes.access(tenant, requested=requested)
+        if not access.reads:
+            return ExactLookup(cache_key)
+        if self.config.repeatable_only and not cache_key.repeatable:
+            self._note("skipped", tenant)
+            return ExactLookup(cache_key)
+        mark = self._invalidations.count
+        stored = await self._store.get(cache_key)
+        if stored is None:
+            self._note("unreachable", tenant)
+            return ExactLookup(cache_key, access, mark=mark)
+        entry = None if stored.data is None else self._entry(cache_key, stored.data)
+        if entry is not None and self._is_outdated(mark, cache_key):
+            entry = None
+        age_s = 0.0 if entry is None else self._clock() - entry.made
+        ttl_s = self.ttl_s(cache_key.tags)
+        is_fresh = age_s < ttl_s
+        if entry is None or age_s < -_MAX_CLOCK_SKEW_S or age_s >= ttl_s + (self._stale_s if stale else 0.0):
+            self._note("miss", tenant)
+            return ExactLookup(cache_key, access, writes=access.writes, ticket=stored.ticket, mark=mark)
+        if not access.serves:
+            # Leave the entry in place, or none would reach its time to live in this mode.
+            self._note("would_hit", tenant)
+            return ExactLookup(cache_key, access, entry=entry, mark=mark)
+        self._note("hit" if is_fresh else "stale", tenant)
+        hit = CacheHit(
+            entry.pieces, n=cache_key.n, age_s=max(0.0, age_s), stale=not is_fresh, machine_s=entry.machine_s
+        )
+        return ExactLookup(cache_key, access, hit, mark=mark)
+
+    def _is_outdated(self, mark: int, cache_key: CacheKey) -> bool:
+        return self._invalidations.covers_since(mark, cache_key.tenant, cache_key.tags, cache_key.digest)
+
+    def _entry(self, cache_key: CacheKey, data: bytes) -> ExactEntry | None:
+        entry = unpack(data, key=cache_key.digest, secret=self._secret)
+        if entry is None or not is_complete(entry.pieces, cache_key.choices):
+            self._note("corrupt", cache_key.tenant)
             return None
         return entry
 
-    def ttl(self, tags: Sequence[str]) -> float:
-        """Seconds."""
-        ttls = self.options.tag_ttls
-        return min((ttls[tag] for tag in tags if tag in ttls), default=self.options.ttl_s)
+    def ttl_s(self, tags: Sequence[str]) -> float:
+        """Return the time to live of an entry: the shortest of its tags'."""
+        ttls = self._tag_ttl_s
+        return min((ttls[tag] for tag in tags if tag in ttls), default=self._ttl_s)
 
-    def generate(self, looked: ExactLookup, terms: JoinTerms, start: Callable[[], ShareableSource]) -> AnswerSource:
-        """An answer where there was no hit. `start` begins a generation; it is called at once, or not at all."""
-        wanted = looked.wanted
-        if wanted is None or not looked.uses.looks:
+    def generate(self, lookup: ExactLookup, terms: JoinTerms, start: Callable[[], ShareableSource]) -> AnswerSource:
+        """Return the answer after a miss. `start` begins a generation; it is called at once or not at all."""
+        cache_key = lookup.cache_key
+        if cache_key is None or not lookup.access.reads:
             return UncachedAnswer(start())
-        flight = self.flights.find(wanted.key, terms) if self.options.joins else None
-        if flight is not None and not self._removals.since(flight.mark, wanted):
-            if looked.uses.serves:
-                self._note("joined", wanted.tenant)
+        flight = self.flights.find(cache_key.digest, terms) if self.config.joins else None
+        if flight is not None and not self._is_outdated(flight.mark, cache_key):
+            if lookup.access.serves:
+                self._note("joined", cache_key.tenant)
                 return flight.join("joiner")
-            self._note("would_join", wanted.tenant)
-        ended = partial(self._ended, wanted, looked)
-        return self.flights.lead(wanted.key, terms, start(), n=wanted.n, ended=ended, mark=looked.mark)
+            self._note("would_join", cache_key.tenant)
+        ended = partial(self._ended, cache_key, lookup)
+        return self.flights.lead(cache_key.digest, terms, start(), n=cache_key.n, ended=ended, mark=lookup.mark)
 
-    async def _ended(self, wanted: CacheKey, looked: ExactLookup, flight: Flight) -> None:
-        """A generation is over."""
-        tenant = wanted.tenant
+    async def _ended(self, cache_key: CacheKey, lookup: ExactLookup, flight: Flight) -> None:
+        """Store the answer of a finished generation if it may be stored."""
+        tenant = cache_key.tenant
         if flight.error is None and not flight.source.keeps():
             self._note("stood_in", tenant)
             return
-        if flight.error is not None or not (flight.whole and is_complete(flight.pieces, wanted.choices)):
+        if flight.error is not None or not (flight.whole and is_complete(flight.pieces, cache_key.choices)):
             self._note("unfinished" if flight.whole else "too_long", tenant)
             return
-        if looked.entry is not None:
-            self._note("same" if is_same_answer(flight.pieces, looked.entry.pieces) else "different", tenant)
-        if not looked.stored:
+        if lookup.entry is not None:
+            self._note("same" if is_same_answer(flight.pieces, lookup.entry.pieces) else "different", tenant)
+        if not lookup.writes:
             return
-        if self._removals.since(looked.mark, wanted):
+        if self._is_outdated(lookup.mark, cache_key):
             self._note("outdated", tenant)
             return
-        options = self.options
         try:
-            data = pack(flight.pieces, key=wanted.key, made=self._clock(), secret=options.secret)
+            data = pack(flight.pieces, key=cache_key.digest, made=self._clock(), secret=self._secret)
         except ValueError:
             self._note("unstored", tenant)
             return
-        if len(data) > options.entry_bytes:
+        if len(data) > self.config.entry_bytes:
             self._note("too_long", tenant)
             return
-        kept = await self._store.put(wanted, data, self.ttl(wanted.tags) + options.stale_s, looked.ticket)
-        self._note("unstored" if kept is None else "stored" if kept else "too_long", tenant)
+        stored = await self._store.put(cache_key, data, self.ttl_s(cache_key.tags) + self._stale_s, lookup.ticket)
+        self._note("unstored" if stored is None else "stored" if stored else "too_long", tenant)
 
-    # What an administrator may ask for.
+    # Administration
 
     async def invalidate(
         self, *, tenant: str | None = None, tag: str | None = None, key: bytes | None = None
     ) -> int | None:
-        """How many entries are gone: those that have all of what is given, and every entry where nothing is. None where
-        the store is shared and cannot tell. ApiError where it could not be done.
+        """Remove the entries that match all given fields, or every entry without any.
 
-        What is being generated is neither stored then nor shared with who comes after."""
+        Returns their number; None if the store is shared and cannot count them. ApiError if it fails. Answers under
+        generation are then neither stored nor shared with later requests.
+        """
         if key is not None and tenant is None:
-            raise ValueError("a key is one tenant's")
-        scope = InvalidationScope(tenant=tenant, tag=tag, key=key)
-        self._removals.add(scope)
+            raise ValueError("A key needs its tenant.")
+        scope = InvalidationScope(tenant=tenant, tag=tag, digest=key)
+        self._invalidations.add(scope)
         return await self._store.remove(scope)
 
     async def happened(self, event: str, *, tenant: str | None = None) -> dict[str, int | None]:
-        """How many entries an event has ended, by the tag. ApiError for an event that is not in the configuration."""
-        tags = self.options.events.get(event)
+        """Invalidate an event's tags; return the number of removed entries by tag. ApiError for an unknown event."""
+        tags = self.config.events.get(event)
         if tags is None:
-            there = ", ".join(sorted(self.options.events)) or "none"
+            events = ", ".join(sorted(self.config.events)) or "none"
             raise ApiError(
-                f"there is no event '{event[:64]}'; there are: {there}",
+                f"Unknown event '{event[:64]}'. Configured events: {events}.",
                 kind="not_found_error",
                 parameter="event",
                 code="event_not_found",
@@ -379,14 +363,14 @@ class ExactCache:
         return {tag: await self.invalidate(tenant=tenant, tag=tag) for tag in tags}
 
     async def sweep(self) -> int:
-        """Removes what has expired, as far as one short turn goes."""
+        """Remove expired entries, as many as fit in a short turn; return their number."""
         return await self._store.sweep()
 
     async def size(self) -> CacheSize | None:
         return await self._store.size()
 
     async def close(self) -> None:
-        await self.flights.close(ApiError("the server has ended", kind="overloaded_error", code="draining"))
+        await self.flights.close(ApiError("The server is shutting down.", kind="overloaded_error", code="draining"))
         await self._store.close()
 
 

@@ -1,13 +1,13 @@
-"""Identical requests under way share one generation.
+"""Shares one generation among identical requests under way.
 
-Owns Flights (who may join whom), Flight (one generation, and what has come of it) and Reader (one request's way through
-it). What is generated, and what becomes of it in the end, is the callers'; a flight knows neither engine nor store.
+Owns Flights (which requests may join which), Flight (one generation and its output) and FlightReader (one request's
+position in it). Does not generate or store anything itself.
 
-    source ──▶ flight: one list of pieces ──▶ reader, reader, ...: each a place in the list
+    source ──▶ flight: one list of deltas ──▶ reader, reader, ...: each at its own position
 
-A reader is where a client is: it takes what is there at once, and then every piece in the turn of the event loop in
-which it comes. One that reads slowly stays behind in the list and holds up nobody. The generation belongs to no reader:
-it ends early only when the last one has left. One of them pays for it: the first, and where that one leaves, the next.
+A reader gets all earlier deltas at once, and then each delta in the turn of the event loop in which it arrives. A slow
+reader falls behind in the list and delays no other. The generation belongs to no reader: it ends early only when the
+last one has left. Exactly one reader pays for it: the first, and if that one leaves, the next.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, Token
 
 log: Final = logging.getLogger(__name__)
 
-_AT_ONCE: Final = 128  # pieces that one reader takes before others have a turn
-_TRIMMED: Final = 256  # pieces that everybody has read, before they are dropped from a list that is too long
+_BATCH: Final = 128  # deltas that one reader takes before others have a turn
+_TRIM_AT: Final = 256  # deltas read by all, before they are dropped from a list that is too long
 
 Role = Literal["leader", "joiner", "hit", "alone"]
 
 
 class PieceSource(Protocol):
-    """What makes pieces: an engine's answer, or an upstream's."""
+    """Produces deltas: an engine's answer, or an upstream's."""
 
     async def run(self, take: TakeDelta) -> bool:
-        """Hands pieces over as they come. True once all have; False as soon as `take` wants no more for now."""
+        """Pass deltas to `take` as they come. True once all have; False as soon as `take` returns False."""
         ...
 
     def cancel(self) -> None:
-        """Nobody wants it any more. A `run` that is under way ends."""
+        """Stop; a `run` under way ends."""
         ...
 
 
 class ShareableSource(PieceSource, Protocol):
-    """One that several may have, and that may be kept."""
+    """A source whose answer may be shared and stored."""
 
     def keeps(self) -> bool:
-        """After its end: whether the answer is by whom the key names, and may be kept under it."""
+        """Whether the finished answer is by the variant of the cache key, and so may be stored under it."""
         ...
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """How an answer came about, for the ledger, the headers and the metrics. Final once it has been read or left."""
+    """How an answer came about, for the ledger, headers and metrics. Final once it has been read or left."""
 
     role: Role
-    pays: bool  # for the generation; of those that share one, exactly one does
-    saved: TokenUsage  # what need not be computed for this one
+    pays: bool  # for the generation; exactly one of its readers does
+    saved: TokenUsage  # what did not have to be computed for this answer
     age_s: float = 0.0  # of a hit
 
 
 class JoinTerms(msgspec.Struct, frozen=True):
-    """When a request runs. A request joins only what runs on terms that are no worse than its own."""
+    """When a request runs. A request joins only a generation whose terms are no worse than its own."""
 
     deadline: float | None = None  # on the monotonic clock
     surface: str = ""
     priority: int = 0
-    whole: bool = False  # nobody is to hear of it before it is whole: what breaks is begun anew
+    whole: bool = False  # the client sees only the complete answer, so a broken one may start again
 
     def as_good_as(self, other: JoinTerms, slack_s: float) -> bool:
-        """`slack_s`: that these may be cut before the other's own deadline. They are never cut after it."""
+        """Whether the other may join. `slack_s`: how much earlier than the other's deadline this one may be."""
         if self.surface != other.surface or self.priority < other.priority:
             return False
         if self.deadline is None or other.deadline is None:
@@ -77,7 +77,7 @@ class JoinTerms(msgspec.Struct, frozen=True):
 
 
 class FlightReader:
-    """One request's way through a flight. To be left by `cancel` in the end, however it ends."""
+    """One request's position in a flight. Call `cancel` once it ends, however it ends."""
 
     __slots__ = ("_at", "_flight", "_later", "_over", "_take", "gone", "role")
 
@@ -85,19 +85,19 @@ class FlightReader:
         self.role: Role = role
         self.gone = False
         self._flight = flight
-        self._at = 0  # the next piece
+        self._at = 0  # index of the next delta
         self._take: TakeDelta | None = None
-        self._over: asyncio.Future[bool] | None = None  # of the `run` that waits
-        self._later: asyncio.Handle | None = None  # where it was a long way behind
+        self._over: asyncio.Future[bool] | None = None  # result of the waiting `run`
+        self._later: asyncio.Handle | None = None  # continues a reader that was far behind
 
     @property
     def source(self) -> ShareableSource:
-        """What generates the answer, whoever began it."""
+        """The source of the answer, whichever request started it."""
         return self._flight.source
 
     @property
     def pays(self) -> bool:
-        """For the generation, as things stand."""
+        """Whether this reader currently pays for the generation."""
         return self._flight.payer is self
 
     @property
@@ -105,7 +105,7 @@ class FlightReader:
         return self._at
 
     async def run(self, take: TakeDelta) -> bool:
-        """As a Source's. The pieces are everybody's: nobody changes them."""
+        """Pass the deltas on, as PieceSource.run does. They are shared: do not modify them."""
         if self.gone:
             return True
         self._over, self._take = asyncio.get_running_loop().create_future(), take
@@ -119,12 +119,12 @@ class FlightReader:
                 self._later = None
 
     def deliver(self) -> None:
-        """Called by the flight whenever something has come."""
+        """Pass on what has arrived; called by the flight."""
         over, take, flight = self._over, self._take, self._flight
         if over is None or take is None or over.done() or self._later is not None:
             return
         try:
-            for _ in range(_AT_ONCE):
+            for _ in range(_BATCH):
                 if self._at >= flight.end:
                     break
                 piece = flight.piece(self._at)
@@ -135,7 +135,7 @@ class FlightReader:
                     over.set_result(False)
                     return
             if self._at < flight.end:
-                self._later = asyncio.get_running_loop().call_soon(self._go_on)
+                self._later = asyncio.get_running_loop().call_soon(self._continue)
             elif flight.over:
                 if flight.error is not None:
                     raise flight.error.with_traceback(None)
@@ -144,12 +144,12 @@ class FlightReader:
             if not over.done():
                 over.set_exception(error)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._later = None
         self.deliver()
 
     def cancel(self) -> None:
-        """Leaves. The others go on."""
+        """Leave the flight; other readers continue."""
         if self.gone:
             return
         self.gone = True
@@ -159,9 +159,9 @@ class FlightReader:
 
     def facts(self) -> AnswerFacts:
         flight, pays = self._flight, self.pays
-        heard = flight.over and self._at >= flight.end
+        is_read = flight.over and self._at >= flight.end
         return AnswerFacts(
-            self.role, pays, total_usage(flight.usages, flight.n) if heard and not pays else TokenUsage()
+            self.role, pays, total_usage(flight.usages, flight.n) if is_read and not pays else TokenUsage()
         )
 
 
@@ -171,10 +171,10 @@ class Flight:
     def __init__(self, source: ShareableSource, terms: JoinTerms, *, n: int, most_bytes: int) -> None:
         self.terms = terms
         self.n = n  # choices of each prompt
-        self.mark = 0  # the caller's own, of when it began
+        self.mark = 0  # invalidations before it started
         self.pieces: list[ChoiceDelta] = []
         self.usages: dict[int, TokenUsage] = {}  # of the choices that have ended
-        self.whole = True  # nothing of it was dropped, so that it can be read from its beginning
+        self.whole = True  # nothing was dropped, so that it can be read from its beginning
         self.over = False
         self.error: Exception | None = None
         self.readers: list[FlightReader] = []
@@ -182,7 +182,7 @@ class Flight:
         self.source = source
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._dropped = 0  # pieces before the first in the list
+        self._dropped = 0  # deltas before the first in the list
 
     @property
     def end(self) -> int:
@@ -190,11 +190,11 @@ class Flight:
 
     @property
     def abandoned(self) -> bool:
-        """Everybody left before its end."""
+        """Whether all readers left before its end."""
         return not self.readers and not self.over
 
-    def piece(self, place: int) -> ChoiceDelta:
-        return self.pieces[place - self._dropped]
+    def piece(self, index: int) -> ChoiceDelta:
+        return self.pieces[index - self._dropped]
 
     def join(self, role: Role) -> FlightReader:
         reader = FlightReader(self, role)
@@ -210,23 +210,23 @@ class Flight:
         if not self.readers:
             self.source.cancel()
         elif self.payer is reader:
-            self.payer = self.readers[0]  # who has waited longest
+            self.payer = self.readers[0]  # the one that has waited longest
 
     async def run(self) -> None:
-        """To the end of the generation, which may be an error; raises none."""
+        """Run the generation to its end; an error is kept in `error`, not raised."""
         try:
             await self.source.run(self._append)
         except Exception as error:
             self.error = error
         self.over = True
-        self._tell()
+        self._notify()
 
     def stop(self, error: Exception) -> None:
-        """The server ends."""
+        """End it because the server shuts down."""
         if not self.over:
             self.over, self.error = True, error
             self.source.cancel()
-            self._tell()
+            self._notify()
 
     def _append(self, piece: ChoiceDelta) -> bool:
         self.pieces.append(piece)
@@ -235,34 +235,34 @@ class Flight:
         self._bytes += _bytes_of(piece)
         if self._bytes > self._most_bytes:
             self.whole = False
-        self._tell()
+        self._notify()
         if not self.whole:
             self._trim()
         return True
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for reader in tuple(self.readers):
             reader.deliver()
 
     def _trim(self) -> None:
-        """Of what is too long to be shared or kept, what all have read goes. Who reads slowly holds back the rest, up
-        to the length of one answer; whoever writes to clients cuts those that do not read at all."""
+        """Drop what all readers have read of an answer too long to be shared or stored. A slow reader holds back at
+        most one answer; the writer disconnects clients that do not read at all."""
         read = min((reader.at for reader in self.readers), default=self.end) - self._dropped
-        if read >= _TRIMMED:
+        if read >= _TRIM_AT:
             del self.pieces[:read]
             self._dropped += read
 
 
 class Flights:
-    """All generations that may be joined."""
+    """The generations that further requests may join."""
 
     def __init__(
         self,
         *,
-        most: int = 4096,  # that may be joined at once; further ones run alone
-        readers: int = 1024,  # of one
-        slack_s: float = 1.0,  # that an answer may be cut before a joiner's deadline, because its leader's is earlier
-        most_bytes: int = 8 * 1024**2,  # 8 MiB of one answer; of a longer one not all is kept, so nobody can join
+        most: int = 4096,  # joinable at once; further ones run alone
+        readers: int = 1024,  # of one flight
+        slack_s: float = 1.0,  # how much earlier than a joiner's deadline its leader's may be
+        most_bytes: int = 8 * 1024**2,  # 8 MiB of one answer; longer ones cannot be joined
     ) -> None:
         self._most = most
         self._readers = readers
@@ -276,13 +276,13 @@ class Flights:
         return len(self._tasks)
 
     def find(self, key: bytes, terms: JoinTerms) -> Flight | None:
-        """One that a request may join."""
+        """Return a flight that a request may join."""
         flight = self._open.get(key)
         if flight is None or not flight.whole or flight.abandoned or flight.error is not None:
             return None
         if len(flight.readers) >= self._readers or (flight.terms.whole and not terms.whole):
             return None
-        # What has ended already is cut by no deadline any more.
+        # No deadline can cut a flight that has ended already.
         return flight if flight.over or flight.terms.as_good_as(terms, self._slack_s) else None
 
     def lead(
@@ -295,8 +295,11 @@ class Flights:
         ended: Callable[[Flight], Awaitable[None]],
         mark: int = 0,
     ) -> FlightReader:
-        """Begins a generation, which the next may join in place of any before it. `ended` is called when it is over,
-        and until that has returned it can be joined: so whatever it stores is there when the flight no longer is."""
+        """Start a generation, which further requests join in place of an earlier one.
+
+        `ended` is called when it is over; until that returns the flight can be joined, so that its entry is stored
+        before the flight disappears.
+        """
         flight = Flight(source, terms, n=n, most_bytes=self._most_bytes)
         flight.mark = mark
         reader = flight.join("leader")
@@ -312,13 +315,13 @@ class Flights:
             await flight.run()
             await ended(flight)
         except Exception:
-            log.exception("what became of a shared answer could not be kept")
+            log.exception("The result of a shared answer could not be stored")
         finally:
             if self._open.get(key) is flight:
                 del self._open[key]
 
     async def close(self, error: Exception) -> None:
-        """Ends all; their readers are told the error."""
+        """End all generations; their readers get the error."""
         self._open.clear()
         running = list(self._tasks.items())
         for task, flight in running:
@@ -328,16 +331,15 @@ class Flights:
 
 
 def total_usage(usages: Mapping[int, TokenUsage], n: int) -> TokenUsage:
-    """What all choices together took: tokens, and the machine's time. A prompt counts once, however many choices it
-    has."""
-    found = combine_usages([usages[index] for index in sorted(usages)], n)
-    found.drafted = found.accepted = 0
-    found.queue_s = 0.0
-    return found
+    """Return the tokens and compute time of all choices. A prompt counts once, however many choices it has."""
+    usage = combine_usages([usages[index] for index in sorted(usages)], n)
+    usage.drafted = usage.accepted = 0
+    usage.queue_s = 0.0
+    return usage
 
 
 def _without_times(piece: ChoiceDelta, usage: TokenUsage) -> ChoiceDelta:
-    """For who waited for no engine. The tokens are the answer's own."""
+    """Keep the tokens and drop the times, for a reader that waited for no engine."""
     return replace(
         piece,
         usage=replace(usage, drafted=0, accepted=0, queue_s=0.0, prefill_s=0.0, decode_s=0.0),
@@ -345,7 +347,7 @@ def _without_times(piece: ChoiceDelta, usage: TokenUsage) -> ChoiceDelta:
 
 
 def _bytes_of(piece: ChoiceDelta) -> int:
-    """About what it takes in memory."""
+    """Estimate the memory that a delta takes."""
     size = 160 + len(piece.content) + len(piece.reasoning)
     for call in piece.calls:
         size += 120 + len(call.arguments)

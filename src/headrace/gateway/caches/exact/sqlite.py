@@ -1,8 +1,8 @@
-"""Entries in the server's sqlite file: they outlive a restart.
+"""Stores entries of the exact cache in the server's sqlite file, so that they survive a restart.
 
-Owns SqliteStore with its tables, which it makes itself the first time that it is used. The least recently used goes
-first, with a bound on the bytes of all entries and one on each tenant's, as in memory. A use is remembered in memory
-and written with the next entry: no read waits for a disk to sync.
+Owns SqliteStore and its tables, which it creates on first use. Evicts the least recently used entry, with one bound for
+all entries and one for each tenant's. Uses are collected in memory and written with the next entry, so that no read
+waits for a disk sync.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from headrace.gateway.caches.exact.cache_key import CacheKey
-from headrace.gateway.caches.exact.entry_store import CacheSize, InvalidationScope, LookupBatcher, StoreLookup
+from headrace.gateway.caches.exact.entry_store import CacheSize, LookupBatcher, StoreLookup
+from headrace.gateway.caches.invalidation_log import InvalidationScope
 from headrace.gateway.database import Database
 
 Result = TypeVar("Result")
 
-# One statement each: sqlite3's `executescript` would end the transaction that they are to be made in.
+# One statement each, because sqlite3's `executescript` would end the transaction.
 SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS exact_entries (
@@ -42,7 +43,7 @@ SCHEMA: Final = (
     ) WITHOUT ROWID
     """,
     "CREATE INDEX IF NOT EXISTS exact_tags_of_entry ON exact_tags (entry)",
-    # What a tenant's entries are together: summing them up for each new one would look at all.
+    # Totals by tenant, because summing them up for each new entry would read all entries.
     """
     CREATE TABLE IF NOT EXISTS exact_totals (
         tenant TEXT PRIMARY KEY,
@@ -64,10 +65,10 @@ SCHEMA: Final = (
     """,
 )
 
-_ENTRY: Final = 320  # bytes of an entry beside its answer: its row, and its places in five indexes
-_TAG: Final = 160
-_TURN: Final = 1000  # entries that one transaction removes for their age
-_USES: Final = 4096  # that are remembered before they are written
+_ENTRY_BYTES: Final = 320  # overhead of an entry: its row and its places in five indexes
+_TAG_BYTES: Final = 160
+_BATCH: Final = 1000  # entries that one transaction removes
+_MAX_USES: Final = 4096  # collected before they are written
 
 
 class SqliteStore:
@@ -76,37 +77,37 @@ class SqliteStore:
         database: Database,
         *,
         most_bytes: int = 1024**3,  # 1 GiB
-        tenant_bytes: int | None = None,  # of one tenant; all by default
-        bound_s: float = 0.05,  # of one transaction that looks for entries
+        tenant_bytes: int | None = None,  # of one tenant; by default the same
+        bound_s: float = 0.05,  # timeout of one lookup transaction
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.most_bytes = most_bytes
         self.tenant_bytes = most_bytes if tenant_bytes is None else min(tenant_bytes, most_bytes)
         self._database = database
         self._clock = clock
-        self._gathering = LookupBatcher(self._find, seconds=bound_s)
-        # Used by the database's thread alone.
+        self._batcher = LookupBatcher(self._find, seconds=bound_s)
+        # Used only by the database's thread.
         self._opened: sqlite3.Connection | None = None
         self._use = 0
-        self._uses: dict[bytes, int] = {}  # not written yet, by the key
+        self._uses: dict[bytes, int] = {}  # not written yet, by digest
 
     async def open(self) -> None:
-        """Makes the tables. Whatever comes first does it, too."""
+        """Create the tables. The first other call does so too."""
         await self._run(lambda connection: None)
 
-    async def get(self, wanted: CacheKey) -> StoreLookup:
-        return await self._gathering.get(wanted)
+    async def get(self, cache_key: CacheKey) -> StoreLookup:
+        return await self._batcher.get(cache_key)
 
-    async def _find(self, wanteds: Sequence[CacheKey]) -> Sequence[StoreLookup]:
+    async def _find(self, cache_keys: Sequence[CacheKey]) -> Sequence[StoreLookup]:
         now = self._clock()
 
         def find(connection: sqlite3.Connection) -> list[StoreLookup]:
-            return [StoreLookup(self._select(connection, wanted, now)) for wanted in wanteds]
+            return [StoreLookup(self._select(connection, cache_key, now)) for cache_key in cache_keys]
 
         return await self._run(find)
 
-    async def put(self, wanted: CacheKey, data: bytes, seconds: float, ticket: Any = None) -> bool:
-        size = len(data) + _ENTRY + len(wanted.tags) * _TAG
+    async def put(self, cache_key: CacheKey, data: bytes, seconds: float, ticket: Any = None) -> bool:
+        size = len(data) + _ENTRY_BYTES + len(cache_key.tags) * _TAG_BYTES
         if size > self.tenant_bytes:
             return False
         now = self._clock()
@@ -114,14 +115,14 @@ class SqliteStore:
         def put(connection: sqlite3.Connection) -> None:
             self._write_uses(connection)
             _sweep(connection, now)
-            connection.execute("DELETE FROM exact_entries WHERE key = ?", (wanted.key,))
-            self._make_room(connection, wanted.tenant, size)
+            connection.execute("DELETE FROM exact_entries WHERE key = ?", (cache_key.digest,))
+            self._make_room(connection, cache_key.tenant, size)
             self._use += 1
             seq = connection.execute(
                 "INSERT INTO exact_entries (key, tenant, expires, used, bytes, answer) VALUES (?, ?, ?, ?, ?, ?)",
-                (wanted.key, wanted.tenant, now + seconds, self._use, size, data),
+                (cache_key.digest, cache_key.tenant, now + seconds, self._use, size, data),
             ).lastrowid
-            connection.executemany("INSERT INTO exact_tags VALUES (?, ?)", [(tag, seq) for tag in wanted.tags])
+            connection.executemany("INSERT INTO exact_tags VALUES (?, ?)", [(tag, seq) for tag in cache_key.tags])
 
         await self._run(put)
         return True
@@ -132,31 +133,31 @@ class SqliteStore:
         if scope.tenant is not None:
             where.append("tenant = ?")
             values.append(scope.tenant)
-        if scope.key is not None:
+        if scope.digest is not None:
             where.append("key = ?")
-            values.append(scope.key)
+            values.append(scope.digest)
         if scope.tag is not None:
             where.append("seq IN (SELECT entry FROM exact_tags WHERE tag = ?)")
             values.append(scope.tag)
-        meant = " AND ".join(where)  # of our own words; what a client said is in the values
+        condition = " AND ".join(where)  # constant texts; client input is only in `values`
 
         def last(connection: sqlite3.Connection) -> int:
             return connection.execute("SELECT COALESCE(MAX(seq), 0) FROM exact_entries").fetchone()[0]
 
         def remove(connection: sqlite3.Connection) -> tuple[int, int]:
             rows = connection.execute(
-                f"SELECT seq, expires > ? FROM exact_entries WHERE {meant} AND seq <= ? LIMIT ?",
-                (now, *values, latest, _TURN),
+                f"SELECT seq, expires > ? FROM exact_entries WHERE {condition} AND seq <= ? LIMIT ?",
+                (now, *values, latest, _BATCH),
             ).fetchall()
             connection.executemany("DELETE FROM exact_entries WHERE seq = ?", [(seq,) for seq, _ in rows])
             return len(rows), sum(live for _, live in rows)
 
-        # Bit by bit, because others wait for this thread, too.
+        # In batches, because others wait for this thread too.
         latest, count = await self._run(last), 0
         while True:
             gone, live = await self._run(remove)
             count += live
-            if gone < _TURN:
+            if gone < _BATCH:
                 return count
 
     async def sweep(self) -> int:
@@ -167,12 +168,12 @@ class SqliteStore:
         return await self._run(_total)
 
     async def close(self) -> None:
-        """The database is its owner's."""
-        await self._gathering.close()
+        """Stop lookups. The database belongs to its owner."""
+        await self._batcher.close()
 
     async def _run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         def with_tables(connection: sqlite3.Connection) -> Result:
-            # The database opens its file anew after an error, and it may be another file by then.
+            # The database reopens its file after an error, and it may be another file by then.
             if self._opened is not connection:
                 for statement in SCHEMA:
                     connection.execute(statement)
@@ -187,18 +188,18 @@ class SqliteStore:
 
         return await self._database.run(with_tables)
 
-    # In the database's thread, in a transaction.
+    # These run in the database's thread, in a transaction.
 
-    def _select(self, connection: sqlite3.Connection, wanted: CacheKey, now: float) -> bytes | None:
+    def _select(self, connection: sqlite3.Connection, cache_key: CacheKey, now: float) -> bytes | None:
         row = connection.execute(
             "SELECT answer FROM exact_entries WHERE key = ? AND tenant = ? AND expires > ?",
-            (wanted.key, wanted.tenant, now),
+            (cache_key.digest, cache_key.tenant, now),
         ).fetchone()
         if row is None:
             return None
         self._use += 1
-        self._uses[wanted.key] = self._use
-        if len(self._uses) >= _USES:
+        self._uses[cache_key.digest] = self._use
+        if len(self._uses) >= _MAX_USES:
             self._write_uses(connection)
         return row[0]
 
@@ -218,7 +219,7 @@ class SqliteStore:
 
 
 def _drop_oldest(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> bool:
-    """False where there is none, whatever the totals say; then they are counted anew."""
+    """Evict one entry. False if there is none although the totals say so; then recount them."""
     dropped = connection.execute(
         f"DELETE FROM exact_entries WHERE seq = (SELECT seq FROM exact_entries WHERE {where} ORDER BY used LIMIT 1)",
         values,
@@ -243,5 +244,5 @@ def _total(connection: sqlite3.Connection, tenant: str | None = None) -> CacheSi
 def _sweep(connection: sqlite3.Connection, now: float) -> int:
     return connection.execute(
         "DELETE FROM exact_entries WHERE seq IN (SELECT seq FROM exact_entries WHERE expires <= ? LIMIT ?)",
-        (now, _TURN),
+        (now, _BATCH),
     ).rowcount

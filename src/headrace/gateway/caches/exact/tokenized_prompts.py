@@ -1,7 +1,7 @@
-"""Prompts that were cut into tokens of late: a request that comes again is not rendered and tokenised again.
+"""Caches tokenised prompts, so that a repeated request is not rendered and tokenised again.
 
-Owns Prompts, with its bounds, and what two prompts must have in common to be one. Knows no answers. A tenant's prompts
-are its own: how quickly another's is answered would tell that it is there.
+Owns the bounds and the identity of a prompt. Does not know answers. Each tenant's prompts are separate, because a fast
+response would reveal that another tenant had sent the same one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class TokenizedPrompts:
-    """All of it belongs to one event loop. A request is to be asked for and kept under the same name."""
+    """Recently tokenised prompts. Used from one event loop only."""
 
     def __init__(
         self,
         *,
         most: int = 4096,
-        most_tokens: int = 1024**2,  # of all together: 4 MiB
+        most_tokens: int = 1024**2,  # of all prompts together: 4 MiB
     ) -> None:
         self._most = most
         self._most_tokens = most_tokens
@@ -36,16 +36,16 @@ class TokenizedPrompts:
         return len(self._kept)
 
     def name(self, exchange: Exchange) -> bytes | None:
-        """What the prompt is kept under; None for one that is not. All that answering cuts it from is in it."""
+        """Return the key of an exchange's prompt: all that it is made of. None if it cannot be cached."""
         asked, served = exchange.asked, exchange.served
         if asked.messages is None or served.upstream is not None or served.tokenizer.uses_clock:
             return None
         tools = None if asked.choosing == "none" else asked.tools
-        made_of = (exchange.caller.tenant, served.name, asked.messages, tools, asked.template, asked.think)
+        ingredients = (exchange.caller.tenant, served.name, asked.messages, tools, asked.template, asked.think)
         try:
-            return hashlib.blake2b(_encode(made_of), digest_size=16).digest()
+            return hashlib.blake2b(_encode(ingredients), digest_size=16).digest()
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return None  # of what cannot be written down, such as half a character
+            return None  # not encodable, such as half a surrogate pair
 
     def find(self, name: bytes) -> list[Prompt] | None:
         kept = self._kept.get(name)

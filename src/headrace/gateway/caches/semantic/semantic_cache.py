@@ -173,8 +173,8 @@ class SemanticCache:
         self, tenant: str, asked: TextRequest, embedder: Embedder, variant: str, surface: str
     ) -> SemanticLookup:
         options = self.options
-        uses = self.modes.uses(tenant, wish=asked.cache)
-        if not uses.looks:
+        uses = self.modes.access(tenant, requested=asked.cache)
+        if not uses.reads:
             return SemanticLookup("off", tenant)
         subject = semantic_key_for(
             asked,

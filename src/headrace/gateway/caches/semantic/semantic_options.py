@@ -9,9 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config.cache_section import SemanticConfig
+from headrace.config.cache_section import SemanticConfig, lifetime_s
 from headrace.gateway.caches.cache_modes import CacheMode
-from headrace.gateway.caches.exact.exact_cache import seconds_of
 from headrace.gateway.caches.semantic.agreement import AgreementMethod
 from headrace.gateway.caches.semantic.vector_index import EXACT, VectorFormat
 
@@ -73,8 +72,8 @@ class SemanticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             entries=config.entries,
             tenant_bytes=config.tenant_bytes,
             total_bytes=config.total_bytes,
-            ttl_s=seconds_of(config.ttl),
-            tag_ttl_s={tag: seconds_of(span) for tag, span in config.tags.items()},
+            ttl_s=lifetime_s(config.ttl),
+            tag_ttl_s={tag: lifetime_s(span) for tag, span in config.tags.items()},
             vectors=config.vectors,
             embed_wait_s=config.wait_ms / 1e3,
         )
