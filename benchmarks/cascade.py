@@ -1,13 +1,11 @@
-"""What a cascade from draft to mini saves, and what it costs in quality: the curve on the held-out questions.
+"""Measures what a cascade from draft to mini saves and what it costs in quality, on the held-out questions.
 
     python benchmarks/cascade.py [--sample N] [--answers FILE] [--labelled FILE] [--out benchmarks/cascade/results.md]
 
 Both models answer the questions greedily. Thresholds are fitted on one half of the questions, for each measure of the
-log-probabilities and each moment of decision, and every number of the tables is of the other half. A cost is tokens
-times the bytes of the weights that each passes through; an answer that is given up counts up to there. `--labelled`
-writes the rows of the first half as a cascade's `calibration` file.
-
-Owns the tables. The answers are training.routing's, the fit is the gateway's own.
+log-probabilities and each decision point; the tables show the other half. A cost is tokens times the bytes of weights
+that each token reads; an abandoned answer counts up to its end. `--labelled` writes the rows of the first half as a
+cascade's `calibration` file.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def labelled_of(pairs: Pairs, half: Sequence[Pair], after: int | None) -> list[L
 def with_whole_answers(
     pairs: Pairs, half: Sequence[Pair], labelled: Sequence[LabelledAnswer], point: CurvePoint, measure: Measure
 ) -> CurvePoint:
-    """The same, where the answers that are taken are written to their end: what is decided early costs that too."""
+    """Like the early decision, plus the cost of completing the accepted answers."""
     small = pairs.weight_bytes["draft"]
     rest, alone = 0.0, 0.0
     for pair, each in zip(half, labelled, strict=True):

@@ -67,7 +67,7 @@ class NoEngine:
 
 
 class Said:
-    """An answer that is there already."""
+    """A ready-made answer."""
 
     def __init__(self, pieces: list[ChoiceDelta]) -> None:
         self._pieces = pieces
@@ -94,7 +94,7 @@ def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> CacheKey:
 
 
 async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...]) -> int:
-    """The bytes written."""
+    """Return the bytes written."""
     lookup = await cache.look(key_of(served, prompt))
     assert lookup.hit is not None
     events = ChatStream(Exchange(caller=Caller(tenant="a"), asked=ASKED, served=served))
@@ -110,7 +110,7 @@ async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...])
 
 
 async def timed(work: Callable[[tuple[int, ...]], Awaitable[object]], asked: list[Any], seconds: float) -> list[float]:
-    """Microseconds, sorted."""
+    """Return sorted microseconds."""
     source = random.Random(2)
     found: list[float] = []
     end = time.perf_counter() + seconds
@@ -158,7 +158,7 @@ async def measured(
 
 
 def body(number: int, *, stream: bool) -> bytes:
-    """A chat, as it goes over the wire."""
+    """Return the bytes of a chat request."""
     asked = {
         "model": "mini",
         "messages": [{"role": "user", "content": f"What turns the wheel of mill number {number}, and where is it?"}],
@@ -179,7 +179,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: list[str], port: int, path: str, *, seconds: float = 120.0) -> Generator[int, None, None]:
-    """A server that answers on `path`; its port. It ends with the block."""
+    """Run a server until the block ends; yield its port once it answers on `path`."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         end = time.monotonic() + seconds
@@ -223,7 +223,7 @@ def echo() -> Generator[int, None, None]:
 
 
 async def asked_of(port: int, *, stream: bool, requests: int) -> list[float]:
-    """Seconds that each answer took."""
+    """Return the seconds of each response."""
     connection = await Connection.open(port)
     source = random.Random(3)
     try:

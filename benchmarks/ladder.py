@@ -1,11 +1,11 @@
-"""What the degradation ladder is worth: answers under overload (simulated), and answers quoted from sources (measured).
+"""Measures the degradation ladder: answers under overload (simulated) and answers quoted from sources (measured).
 
     python benchmarks/ladder.py                      both, and writes benchmarks/ladder/results.md
     python benchmarks/ladder.py serve [--loads 1,2,4] [--seconds 180] [--seeds 3]
     python benchmarks/ladder.py extract
-    python benchmarks/ladder.py fit [--learn 5000]   fits the weights of gateway/ladder/extract.py anew, and prints them
+    python benchmarks/ladder.py fit [--learn 5000]   fits the weights of extractive_answer.py again, and prints them
 
-Owns the command, its tables and the page. Runs in the environment that `make test` makes, on one core.
+Runs in the environment that `make test` creates, on one core.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS: Final = ("full", "trimmed", "cut", "half", "stale", "extracted", "refused
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of one strategy at one load; means over the seeds."""
+    """The outcome of one strategy at one load; means over the seeds."""
 
     load: float
     strategy: serving.Strategy

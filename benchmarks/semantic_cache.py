@@ -118,7 +118,7 @@ class Way:
     verifier: bool
 
     def score(self, pair: Pair, vectors: Vectors) -> float:
-        """-1 where a guard refuses."""
+        """Return the score; -1 if a guard rejects."""
         if self.guards and refusal_reason(pair.other, pair.one) is not None:
             return -1.0
         near = cosine(vectors, pair.one, pair.other)
@@ -179,7 +179,7 @@ def by_category(found: Sequence[Pair]) -> None:
 
 
 def together(found: Sequence[Pair]) -> dict[str, str]:
-    """Each question of a pair that may share an answer, with one that stands for all that share it, however linked."""
+    """Map each question to a representative of all questions that may share its answer, directly or indirectly."""
     same: dict[str, str] = {}
     for pair in found:
         if pair.shared:
@@ -191,7 +191,7 @@ def together(found: Sequence[Pair]) -> dict[str, str]:
 
 
 def in_a_cache(found: Sequence[Pair], vectors: Vectors) -> None:
-    """All first questions are kept; then each second one is asked."""
+    """Store all first questions, then ask each second one."""
     kept = sorted({pair.one for pair in found})
     index = ExactVectors(len(next(iter(vectors.values()))))
     for id, text in enumerate(kept):
@@ -246,7 +246,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def timed(work: Callable[[], object], rounds: int) -> float:
-    """Median, in microseconds."""
+    """Return the median in microseconds."""
     found: list[float] = []
     for _ in range(rounds):
         began = time.perf_counter()

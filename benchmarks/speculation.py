@@ -1,13 +1,11 @@
-"""What speculation gains: by a drafter of known acceptance, and by the bundled draft for the bundled mini.
+"""Measures what speculation gains: with drafts of known acceptance, and with the bundled draft model for mini.
 
     python benchmarks/speculation.py replay MODEL [--weights int8] [--streams 1] [--repeat 3]
     python benchmarks/speculation.py mini [--weights bf16] [--streams 1] [--questions 40] [--repeat 3]
 
-`replay` first lets the model write, then lets a drafter propose what it wrote, each token right with a given
-probability. `mini` answers held-out questions of every task, without drafts, with n-gram drafts and with the draft
-model. Ways take turns within a round; medians over the rounds. Outputs are compared: they must be the same tokens.
-
-Owns the two measurements and their tables. Runs in the environment that `make test` makes.
+`replay` generates first, then drafts what was generated, each token correct with a given probability. `mini` answers
+held-out questions of every task without drafts, with n-gram drafts and with the draft model. Methods alternate within a
+round; the tables have medians over the rounds. Outputs must be the same tokens. Runs in the environment of `make test`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Run:
 
 
 def run_of(llm: LLM, prompts: list[list[int]], streams: int, **wanted: Any) -> Run:
-    """All prompts, so many at a time."""
+    """Run all prompts, `streams` at a time."""
     outputs: list[list[int]] = []
     seconds, drafted, held = 0.0, 0, 0
     for start in range(0, len(prompts), streams):
@@ -56,7 +54,7 @@ def run_of(llm: LLM, prompts: list[list[int]], streams: int, **wanted: Any) -> R
 
 
 def show(title: str, ways: dict[str, list[Run]]) -> None:
-    """A table of the ways, the first of which is without drafts."""
+    """Build a table of the methods; the first is without drafts."""
     plain, *others = ways
     wanted = ways[plain][0].outputs
     for name in others:
@@ -89,7 +87,7 @@ def replay(options: argparse.Namespace) -> None:
 
 
 class Known(ReplayDrafter):
-    """Proposes what is known by the order of requests: their ids are made anew in every run."""
+    """Drafts the known outputs by the order of requests, because their ids change in every run."""
 
     def __init__(self, outputs: list[list[int]], acceptance: float) -> None:
         super().__init__({}, acceptance)

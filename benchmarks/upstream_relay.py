@@ -52,7 +52,7 @@ class NoEngine:
 
 
 def recorded(chunks: int, burst: int) -> list[bytes]:
-    """A stream in the parts in which it is written: `burst` chunks each."""
+    """Split a stream into writes of `burst` chunks."""
     head = {"id": "chatcmpl-5f2c9a", "object": "chat.completion.chunk", "created": 1760000000, "model": "served-there"}
 
     def event(choice: list[dict[str, Any]], **more: Any) -> bytes:
@@ -104,7 +104,7 @@ def serve(chunks: int, burst: int) -> None:
 
 
 class Client:
-    """Where an answer goes: the transport of a connection, as the server's edge has one."""
+    """A connection's transport, like the one of the server's HTTP edge."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport

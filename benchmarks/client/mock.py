@@ -1,9 +1,9 @@
-"""A server that answers every chat without reading it: at once, or at a known pace.
+"""A server that answers every chat without reading it, immediately or at a known pace.
 
     python benchmarks/client/mock.py --first 0.05 --pace 0.02
 
-Owns the pace. It prints its port, and ends with the program that started it. What a client says of it beyond that
-pace is the client's own doing, and this machine's.
+It prints its port, and stops with the program that started it. Deviations from the pace are due to the client or the
+machine.
 """
 
 from __future__ import annotations

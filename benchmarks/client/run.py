@@ -1,9 +1,9 @@
-"""Is the client of `headrace bench` the bottleneck, and does it say what another tool says?
+"""Checks whether the client of `headrace bench` is a bottleneck, and whether it agrees with another tool.
 
     python benchmarks/client/run.py --repeat 3 --out benchmarks/client/results/NAME.json
 
-Owns both measurements: the ceiling, against a server that answers at once or at a known pace, and the agreement with
-guidellm, in turns before the same server. Results are written after each.
+Ceiling: against a server with a known pace. Agreement: with guidellm, alternating on the same server. Results are
+written after each measurement.
 """
 
 from __future__ import annotations

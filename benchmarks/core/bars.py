@@ -1,6 +1,6 @@
-"""The bars that Headrace set itself for the core and for the engine, and whether a run's numbers reach them.
+"""Headrace's own bars for the core and the engine, and whether a run meets them.
 
-Owns the bars. A bar that could not be judged, for want of our number or of a peer's, says so and is not passed.
+A bar that lacks our number or a peer's says so and does not count as passed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verdicts(results: dict[str, Any], shape: str) -> list[Verdict]:
-    """Those of the board that the results are of."""
+    """Return the bars of the results' board."""
     summary = Summary(results)
     if results.get("board") == "engine":
         return [verdict for name in ("int8", "int4") for verdict in _of_engine(summary, shape, name)]

@@ -38,7 +38,7 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class EngineError(Exception):
-    """The engine said so, died, or did not answer in time; the message says which."""
+    """The engine reported an error, died or timed out; the message says which."""
 
 
 class Child:
@@ -77,7 +77,7 @@ class Child:
             stdout.close()
 
     def wait_ready(self) -> float:
-        """Seconds from the process's start until it could serve."""
+        """Return the seconds from the process's start until it was ready."""
         answer = self._answer(START_SECONDS)
         seconds = time.perf_counter() - self.started
         self.facts = answer.get("facts", {})
@@ -105,7 +105,7 @@ class Child:
         return answer
 
     def peak_memory(self) -> int:
-        """Bytes resident at most so far, in the process and those that it started."""
+        """Return the peak resident bytes of the process and its children."""
         total = 0
         for pid in _family(self._process.pid):
             with contextlib.suppress(OSError):

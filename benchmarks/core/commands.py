@@ -1,7 +1,6 @@
-"""Commands that the benchmark runs to their end: installs, builds and conversions, each bounded and logged.
+"""Runs installs, builds and conversions with a timeout and a log.
 
-Owns the bound and the log, and that a command's whole process group ends with it. Engines, which are talked to while
-they run, are child.py's.
+A command's whole process group ends with it. Engines, which stay alive, are in child.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _TAIL: Final = 400  # characters of a log that say why
 
 
 class CommandError(Exception):
-    """A command that ended badly or not in time; the message says why."""
+    """A command failed or timed out; the message says why."""
 
 
 def run(
@@ -31,7 +30,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> None:
-    """Runs a command and appends its output to logs/LOG.log."""
+    """Run a command and append its output to logs/LOG.log."""
     places.LOGS.mkdir(parents=True, exist_ok=True)
     path = places.LOGS / f"{log}.log"
     words = [str(word) for word in command]
@@ -58,7 +57,7 @@ def run(
 
 
 def end_group(process: subprocess.Popen[bytes], *, patience: float = 5.0) -> None:
-    """Ends a process that leads its own session, and all that it started."""
+    """Kill a session leader and all its descendants."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None and kind is signal.SIGTERM:
             kind = signal.SIGKILL  # the leader is gone; what it left behind has no reason to stay
@@ -74,7 +73,7 @@ def end_group(process: subprocess.Popen[bytes], *, patience: float = 5.0) -> Non
 
 
 def tail(path: Path) -> str:
-    """The end of a log on one line."""
+    """Return the end of a log on one line."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -83,7 +82,7 @@ def tail(path: Path) -> str:
 
 
 def without_places(text: str) -> str:
-    """A message that may be committed: without the folders of this machine."""
+    """Remove this machine's folders from a message, so that it can be committed."""
     return text.replace(str(places.REPOSITORY), ".").replace(str(Path.home()), "~")
 
 

@@ -1,6 +1,6 @@
-"""Makes the models once in each form that an engine takes, from one folder of random weights per shape.
+"""Creates the models in each form that an engine needs, from one folder of random weights per shape.
 
-Owns which program converts what. A model appears under its name only when it is whole.
+A model gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b")
 
 
 def model(shape: str, form: str) -> Path:
-    """Where the shape's model lies in this form; makes it where it is not there yet."""
+    """Return the path of the shape's model in this form; create it if needed."""
     target = places.model(shape, form)
     if target.exists():
         return target

@@ -1,7 +1,6 @@
-"""The engines under measurement: which peer, at which precision, started how, on which converted model.
+"""The table of measured engines: peer, precision, command and converted model.
 
-Owns the table and each engine's configuration as a reader should know it. Installing is install.py's, converting
-convert.py's.
+Installing is in install.py, converting in convert.py.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TR
 
 
 def engines(board: str, peers: list[str], precisions: list[str], kinds: list[str]) -> list[Engine]:
-    """Headrace and the peers asked for, where they have to do with those kinds; the same bits next to each other."""
+    """Return Headrace and the selected peers for these kinds, ordered by bits."""
     return [
         engine
         for precision in precisions

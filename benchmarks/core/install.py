@@ -1,7 +1,7 @@
-"""Sets up the peers on first use: an environment for each, llama.cpp built from source, and what vLLM wants preloaded.
+"""Installs the peers on first use: one environment each, llama.cpp from source, and the libraries vLLM preloads.
 
-Owns what is installed and the stamps that say which versions are there; a stamp of other requirements sets up anew.
-A peer that cannot be set up raises CommandError; the others are no worse for it.
+Stamps record the installed versions; changed requirements install again. A peer that cannot be installed raises
+CommandError, and the others continue.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TCMALLOC_PACKAGE: Final = "libtcmalloc-minimal4"  # Debian's
 
 
 def with_converters(peers: Iterable[str]) -> list[str]:
-    """The peers, and before them transformers' environment where models for them are converted in it."""
+    """Return the peers, preceded by transformers' environment if it converts models for them."""
     wanted = list(peers)
     needed = {"llama.cpp", "vllm"} & set(wanted)
     return ["transformers", *wanted] if needed and "transformers" not in wanted else wanted
 
 
 def set_up(peer: str) -> dict[str, str]:
-    """The versions of what the peer is made of; installs it where that is not done yet."""
+    """Install the peer if needed; return the versions of its packages."""
     places.STAMPS.mkdir(parents=True, exist_ok=True)
     stamp = places.STAMPS / f"{peer}.json"
     wanted = [*REQUIREMENTS[peer], TORCH if peer in WITH_TORCH else "native build"]
@@ -63,7 +63,7 @@ def set_up(peer: str) -> dict[str, str]:
 
 
 def set_up_server(peer: str) -> None:
-    """What a peer's server needs beside that; ../serve measures it."""
+    """Install what a peer's server needs in addition, for ../serve."""
     if peer == "llama.cpp" and not places.LLAMA_SERVER.exists():
         _install_tools()
         _configure_llama(_llama_source(), "-DWITH_SERVER=ON")
@@ -75,7 +75,7 @@ def set_up_server(peer: str) -> None:
 
 
 def vllm_preloads() -> list[Path]:
-    """The allocator and the OpenMP library that vLLM's documentation asks to load first; those that could be had."""
+    """Return the available preloads that vLLM's documentation recommends: allocator and OpenMP library."""
     places_to_look = [
         *(places.BUILD / "tcmalloc").rglob(TCMALLOC),
         *(places.environment("vllm") / "lib").glob("libiomp5.so"),
@@ -113,7 +113,7 @@ def _versions(peer: str) -> dict[str, str]:
 
 
 def _build_llama() -> dict[str, str]:
-    """Builds llama.cpp with every instruction set of this machine, which the wheel has not, and the driver with it."""
+    """Build llama.cpp, with every instruction set of this machine (unlike the wheel), and the driver."""
     _install_tools()
     source = _llama_source()
     _guard_tile_configuration(source)
@@ -155,7 +155,7 @@ def _llama_source() -> Path:
 
 
 def _guard_tile_configuration(source: Path) -> None:
-    """A compiler barrier before AMX tiles are configured.
+    """Add a compiler barrier before AMX tiles are configured.
 
     gcc 12's header names only a part of the configuration as input, so the stores that fill it may be dropped, and the
     first tile instruction then dies with SIGILL.
@@ -170,7 +170,7 @@ def _guard_tile_configuration(source: Path) -> None:
 
 
 def _fetch_tcmalloc() -> None:
-    """Debian's package unpacked into the build folder; without it vLLM runs on the system's allocator."""
+    """Unpack Debian's package into the build folder; without it vLLM uses the system's allocator."""
     target = places.BUILD / "tcmalloc"
     if _has_tcmalloc() or not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         return

@@ -1,7 +1,4 @@
-"""Where the benchmark keeps what it makes: environments, sources, models, caches and logs, all under build/peers.
-
-Owns the folder names. Knows nothing of what is in them.
-"""
+"""The folders of the benchmark under build/peers: environments, sources, models, caches and logs."""
 
 from __future__ import annotations
 
@@ -33,5 +30,5 @@ def python(peer: str) -> Path:
 
 
 def model(shape: str, form: str) -> Path:
-    """A shape's weights in one form: `hf`, `q8_0.gguf`, `openvino-int8`, `w8a8` and so on."""
+    """Return the path of a shape's weights in one form: `hf`, `q8_0.gguf`, `openvino-int8`, `w8a8` and so on."""
     return MODELS / shape / form

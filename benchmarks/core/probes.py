@@ -1,7 +1,7 @@
-"""What the machine can do at this moment, and the floors that follow from it.
+"""Probes the machine next to every timing, and computes the floors of each round.
 
-Owns the short probe beside every timing (compute on shared machines moves by a factor within minutes) and the longer
-one of each round, from which `headrace inspect`'s floors come. Asks the core which instructions there are.
+A short probe surrounds every timing, because shared machines change speed by a factor within minutes. A longer one per
+round gives `headrace inspect`'s floors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prober:
         self._seconds = SECONDS / (len(self._kinds) + 1)
 
     def probe(self) -> Probe:
-        """Operations and bytes per second, each from one short run, and how busy the machine was with others."""
+        """Measure operations and bytes per second in one short run each, and the load by other programs."""
         time.sleep(QUIET)
         found = {kind: _core.measure_peak(self._pool, kind, self._seconds) for kind in self._kinds}
         found["bandwidth"] = _core.measure_bandwidth(self._pool, MEBIBYTES, self._seconds)
@@ -42,7 +42,7 @@ class Prober:
         return found
 
     def floors(self, spec: ModelSpec, precisions: list[str]) -> list[dict[str, Any]]:
-        """What no program could beat now, per precision, as `headrace inspect` counts it."""
+        """Return the current floors per precision, as in `headrace inspect`."""
         self.machine = probe_machine(self._pool)
         found: list[dict[str, Any]] = []
         for precision in precisions:
@@ -66,7 +66,7 @@ class Prober:
 
 
 def share_of_moment(metric: str, value: float, floor_entry: dict[str, Any], probes: list[Probe]) -> float | None:
-    """How much of what the probes beside a timing found the timing reached; None where the metric has no floor."""
+    """Return a timing's share of what its probes found; None if the metric has no floor."""
     if metric == "decode":
         return value * floor_entry["decode_bytes"] / _mean([probe["bandwidth"] for probe in probes])
     if metric.startswith("prefill-"):

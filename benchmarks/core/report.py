@@ -1,8 +1,6 @@
-"""A results file as a Markdown page: the bars with pass or fail, every engine's medians, machine, versions, command.
+"""Renders a results file as a Markdown page: bars, medians of every engine, machine, versions, command.
 
-    python benchmarks/core/report.py RESULTS.json [OUT.md]
-
-Owns the page. The arithmetic is summary.py's, the bars are bars.py's.
+python benchmarks/core/report.py RESULTS.json [OUT.md]
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ def _cell(row: Row | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count."""
+    """Format with three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     if value < 0.1:

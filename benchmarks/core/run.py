@@ -1,10 +1,9 @@
-"""Measures Headrace's bare core against CPU peers, all in one interleaved run.
+"""Measures Headrace's core or engine against CPU peers in one interleaved run.
 
     python benchmarks/core/run.py --peers llama.cpp,openvino --shapes qwen2.5-0.5b --repeat 5 --out FILE.json
     python benchmarks/core/run.py --board engine --repeat 5 --out FILE.json
 
-Owns the command line and the results file, which is written after every turn, so that an ended run leaves what it has.
-See ../README.md.
+The results file is rewritten after every turn, so an interrupted run keeps what it has. See ../README.md.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _set_up(peers: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
-    """The versions of the peers that are there, and why the others are not."""
+    """Return the installed peers' versions, and why the others are missing."""
     versions: dict[str, dict[str, str]] = {}
     failures: list[dict[str, Any]] = []
     for peer in install.with_converters(peers):

@@ -1,7 +1,4 @@
-"""Results condensed: medians and spreads per engine, the best peer, and shares of the floors.
-
-Owns the arithmetic between the raw results and any table. Knows nothing of Markdown or of bars.
-"""
+"""Condenses results: medians and spreads per engine, the best peer, and shares of the floors."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Key = tuple[str, str, str]  # shape, precision, metric
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine's values of one metric."""
+    """The values of one metric for one engine."""
 
     engine: str
     peer: str
@@ -48,7 +45,7 @@ class Summary:
             self.rows[shape, precision, metric].append(Row(engine, peer, metric, tuple(values)))
 
     def ours(self, key: Key, engine: str | None = None) -> Row | None:
-        """Headrace's row at that precision; `engine`: that of another of our engines."""
+        """Return Headrace's row at a precision, or that of `engine`."""
         wanted = engine or f"headrace {key[1]}"
         return next((row for row in self.rows.get(key, []) if row.engine == wanted), None)
 
@@ -60,7 +57,7 @@ class Summary:
         return choose(peers, key=lambda row: row.median)
 
     def floor(self, key: Key) -> float | None:
-        """The best that any round's floor allowed: tokens/s of decode, seconds of a prefill.
+        """Return the best floor of any round: tokens/s for decode, seconds for a prefill.
 
         A round in which others kept the machine busy would make a floor that is easy to beat.
         """
@@ -82,7 +79,7 @@ class Summary:
         return row.median / least if key[2] in HIGHER_IS_BETTER else least / row.median
 
     def share_of_moment(self, key: Key, row: Row) -> float | None:
-        """As share_of_floor, but of what the probes beside each timing found; the median of the shares."""
+        """Like share_of_floor, but relative to the probes next to each timing; the median of the shares."""
         shape, precision, metric = key
         entry = next(
             (each for each in self.results["floors"] if each["shape"] == shape and each["precision"] == precision), None
@@ -98,7 +95,7 @@ class Summary:
         return median(shares) if shares else None
 
     def probe_spread(self) -> dict[str, tuple[float, float, float]]:
-        """Least, median and most of each thing that the probes beside the timings measured."""
+        """Return minimum, median and maximum of each probed rate."""
         found: dict[str, list[float]] = defaultdict(list)
         for timing in self.results["timings"]:
             for probe in timing["probes"]:

@@ -1,7 +1,7 @@
-"""One engine's turn: started, warmed, timed, ended; and the rounds in which engines take their turns.
+"""Runs one engine's turn (start, warm up, time, stop) and the rounds of turns.
 
-Owns the order of things: only one engine lives at a time, every engine has its turn before any has its next, and beside
-every timing stands a probe before it and one after it.
+Only one engine runs at a time, every engine takes its turn before any takes its next, and a probe runs before and after
+every timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class Entrant:
-    """An engine with the converted model that it runs."""
+    """An engine and its converted model."""
 
     engine: Engine
     model: Path
@@ -35,7 +35,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What all turns on one shape have in common."""
+    """What all turns of one shape share."""
 
     shape: str
     workloads: list[Workload]
@@ -49,7 +49,7 @@ class Stage:
 
 
 def play_round(stage: Stage, entrants: list[Entrant], number: int) -> None:
-    """Every engine once; from one round to the next the order moves by one, so that none is always after the same."""
+    """Give every engine a turn; each round starts one engine later, so that no engine always follows the same one."""
     shift = number % len(entrants) if entrants else 0
     for entrant in entrants[shift:] + entrants[:shift]:
         if entrant.failures >= FAILURES_ALLOWED or _is_hopeless(stage, entrant.engine):
@@ -73,7 +73,7 @@ def play_round(stage: Stage, entrants: list[Entrant], number: int) -> None:
 
 
 def warm(stage: Stage, entrants: list[Entrant]) -> None:
-    """Starts each engine once, untimed, so that packed weights and compiled models are where later starts find them."""
+    """Start each engine once, untimed, so that packed weights and compiled models exist."""
     for entrant in entrants:
         try:
             with _child(entrant, f"warm-{stage.shape}") as child:
@@ -84,7 +84,7 @@ def warm(stage: Stage, entrants: list[Entrant]) -> None:
 
 
 def _asked_of(stage: Stage, engine: Engine) -> list[Workload]:
-    """The workloads of an engine's turn: in the first round all; later those where it may yet be the best peer.
+    """Return the workloads of an engine's turn: all in the first round, later those where it may be the best peer.
 
     The slowest take most of a run's time, and their first number says all that a comparison with the best needs.
     """
@@ -161,7 +161,7 @@ def _take_turn(stage: Stage, entrant: Entrant, number: int) -> None:
 
 
 def _note_memory(note: Callable[[str, float, list[Any]], None], child: Child, metric: str, engine: Engine) -> None:
-    """Peak memory, of one stream at a time before the batches are asked for."""
+    """Record the peak memory after the single streams, before the batches."""
     if metric == "memory-batch" or "decode" in engine.kinds:
         note(metric, float(child.peak_memory()), [])
 

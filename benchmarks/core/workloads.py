@@ -1,7 +1,6 @@
-"""What is asked of an engine, and what numbers its answers become.
+"""The requests for an engine, and the numbers computed from its responses.
 
-Owns the workloads, the prompts (random token ids, never the same twice in a run, so that no prefix cache can help where
-that is not what is measured), and the order of requests within one measurement. Knows nothing of engines.
+Prompts are random token ids and never repeat in a run, so prefix caches help only where they are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CACHED_REPEATS: Final = 3  # requests with the same beginning after the first
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A prompt that arrives while others are answered."""
+    """A prompt that arrives during the run."""
 
     at: float  # seconds after them
     prompt: list[int]
@@ -70,7 +69,7 @@ FIRST_PROMPT: Final = 32  # tokens of the request that ends a start
 
 
 class Prompts:
-    """Prompts that no run has seen before in this process; the same seed gives the same run."""
+    """Generates prompts that never repeat in this process; the same seed gives the same run."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -83,7 +82,7 @@ class Prompts:
 
 
 def measure(workload: Workload, prompts: Prompts, generate: Generate) -> dict[str, float]:
-    """One measurement of an engine that is warm: its numbers, by metric."""
+    """Run one measurement on a warm engine; return its numbers by metric."""
     match workload.kind:
         case "cached":
             return _cached(workload, prompts, generate)
@@ -113,7 +112,7 @@ def _at_once(workload: Workload, answer: Answer) -> dict[str, float]:
 
 
 def _cached(workload: Workload, prompts: Prompts, generate: Generate) -> dict[str, float]:
-    """The first token of a prompt, and of further ones that begin like it."""
+    """Measure TTFT of a prompt, and of further ones with the same prefix."""
     (first,) = prompts.draw(1, workload.prompt)
     cold = generate([first], workload.new).times[0][0]
     begin = first[: workload.shared]
@@ -122,7 +121,7 @@ def _cached(workload: Workload, prompts: Prompts, generate: Generate) -> dict[st
 
 
 def _chats(workload: Workload, prompts: Prompts, generate: Generate) -> dict[str, float]:
-    """Gaps between the tokens of running streams, by themselves and while long prompts arrive."""
+    """Measure the gaps between tokens of running streams, alone and while long prompts arrive."""
     alone = generate(prompts.draw(workload.sequences, workload.prompt), workload.new, [])
     late = [Late(at, prompts.draw(1, workload.late_prompt)[0], 2) for at in workload.late]
     beside = generate(prompts.draw(workload.sequences, workload.prompt), workload.new, late)
@@ -134,7 +133,7 @@ def _chats(workload: Workload, prompts: Prompts, generate: Generate) -> dict[str
 
 
 def _gaps(times: Times) -> list[float]:
-    """From one token to the next, once every stream has begun: before, prompts are computed."""
+    """Return the gaps between tokens after every stream has started; before that, prompts are computed."""
     begun = max(stream[0] for stream in times)
     gaps = [(before, after - before) for stream in times for before, after in pairwise(stream)]
     return [gap for since, gap in gaps if since >= begun]
@@ -146,7 +145,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def request_of(prompts: Sequence[Sequence[int]], new: int, late: Sequence[Late] | None = None) -> dict[str, Any]:
-    """As an engine's process reads it."""
+    """Encode a request for an engine's process."""
     found: dict[str, Any] = {"prompts": prompts, "new": new}
     if late is not None:
         found["late"] = [{"at": each.at, "prompt": each.prompt, "new": each.new} for each in late]

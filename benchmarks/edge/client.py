@@ -1,7 +1,6 @@
-"""A client that costs little: HTTP over raw sockets, just enough of it to time answers and the chunks of streams.
+"""A low-overhead HTTP client over raw sockets that times responses and the chunks of streams.
 
-Owns Connection (one request at a time on a connection that is kept) and the bodies of chats. Reads no JSON: it finds
-the end of an answer and counts its events. Times are of this process's monotonic clock.
+It parses no JSON: it finds the end of a response and counts its events. Times are of this process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import Final, cast
 
 import msgspec
 
-KEY: Final = f"sk-{secrets.token_hex(32)}"  # of this run; LiteLLM does not start without one, nobody else asks for it
+KEY: Final = f"sk-{secrets.token_hex(32)}"  # of this run; LiteLLM requires one
 PATH: Final = "/v1/chat/completions"
 _MARK: Final = b"data: {"  # an event with a value; [DONE] has none
 _END: Final = b"0\r\n\r\n"  # of a chunked body: no event of ours ends so
 
 
 class FailedError(Exception):
-    """An answer that is none, or a connection that ended."""
+    """The response is an error, or the connection ended."""
 
 
 class Answer:
-    """What is known of an answer once it is there."""
+    """The times and sizes of one response."""
 
     __slots__ = ("bytes", "done", "events", "first", "sent", "times")
 
@@ -35,7 +34,7 @@ class Answer:
         self.done = 0.0
         self.bytes = 0
         self.events = 0
-        self.times: array[float] | None = array("d") if timed else None  # when events came; one for each read
+        self.times: array[float] | None = array("d") if timed else None  # times of events, one per read
 
     @property
     def seconds(self) -> float:
@@ -118,7 +117,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections that are kept; a new one where all are busy."""
+    """Keep-alive connections; opens a new one if all are busy."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -145,7 +144,7 @@ class Pool:
 
 
 def chat(model: str, *, tokens: int, stream: bool, number: int = 0) -> bytes:
-    """A request for a short chat, as it goes over the wire. Chats of different numbers differ in their text."""
+    """Return the bytes of a request for a short chat; each number has its own text."""
     body = msgspec.json.encode(
         {
             "model": model,

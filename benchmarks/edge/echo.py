@@ -1,9 +1,9 @@
-"""The floor: a bare ASGI server that answers every chat with fixed bytes, by uvicorn, uvloop and httptools.
+"""The baseline: a bare ASGI server under uvicorn, uvloop and httptools that answers every chat with fixed bytes.
 
     python benchmarks/edge/echo.py --tokens-per-s 20
 
-Owns the bytes: of the shape and length of Headrace's own answers, whole or streamed. It reads of a body only which of
-these is asked for; it has no routes, no checks and no log. It stands in for an upstream, too.
+The bytes have the shape and length of Headrace's responses, whole or streamed. It has no routes, validation or log. It
+also serves as an upstream.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Echo:
 
 
 class _Turn:
-    """What a stream waits for between two chunks."""
+    """Lets a stream wait for its next chunk's time."""
 
     def __init__(self) -> None:
         self.over = False
@@ -137,7 +137,7 @@ def _whole(tokens: int) -> bytes:
 
 @functools.cache
 def _events() -> tuple[bytes, list[bytes], bytes]:
-    """What a stream begins with, its chunks, and what it ends with."""
+    """Return the start of a stream, its chunks, and its end."""
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -168,7 +168,7 @@ async def serve(port: int, tokens_per_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The least that a server of chats does.")
+    parser = argparse.ArgumentParser(description="A minimal chat server.")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--tokens-per-s", type=float, default=20.0, help="of each stream of the model `paced`")
     options = parser.parse_args()

@@ -1,7 +1,6 @@
-"""What is asked of a server, and what numbers the answers become.
+"""The four measurements: each takes a running server and returns a flat dict of numbers.
 
-Owns the four measurements. Each takes a running server and gives a flat dict of numbers, seconds unless the name says
-otherwise. Knows neither rounds nor tables.
+Units are seconds unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from servers import Running
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is asked; what `--quick` shortens."""
+    """The size of each measurement; `--quick` shortens it."""
 
     rate: float = 200.0  # requests a second, in the open loop
     open_s: float = 20.0
@@ -45,7 +44,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 async def open_loop(server: Running, sizes: Sizes, *, stream: bool, seed: int) -> dict[str, float]:
-    """Short chats that arrive at random at a fixed rate, whatever became of those before; answered at once."""
+    """Send short chats in an open loop, with random arrivals at a fixed rate; the engine answers immediately."""
     loop = asyncio.get_running_loop()
     requests = [chat("at-once", tokens=sizes.short_tokens, stream=stream, number=number) for number in range(64)]
     pool = Pool(server.port)
@@ -99,7 +98,7 @@ async def open_loop(server: Running, sizes: Sizes, *, stream: bool, seed: int) -
 
 
 async def chunks(server: Running, sizes: Sizes) -> dict[str, float]:
-    """CPU of the server for each token of streams that run beside each other, their requests' beginnings included."""
+    """Measure the server's CPU per token of concurrent streams, including the start of their requests."""
     pool = Pool(server.port)
     request = chat("paced", tokens=sizes.chunk_tokens, stream=True)
 
@@ -126,7 +125,7 @@ async def chunks(server: Running, sizes: Sizes) -> dict[str, float]:
 
 
 async def streams(server: Running, sizes: Sizes) -> dict[str, float]:
-    """Many streams at once, each at the pace of a reader: the gaps between their chunks, and the server's CPU."""
+    """Measure many concurrent streams at reading pace: the gaps between their chunks and the server's CPU."""
     pool = Pool(server.port)
     tokens = round(sizes.streams_s * sizes.tokens_per_s)
     request = chat("paced", tokens=tokens, stream=True)
@@ -134,7 +133,7 @@ async def streams(server: Running, sizes: Sizes) -> dict[str, float]:
     late: list[float] = []
 
     async def watch() -> None:
-        """How late this client is itself: a timer that should ring every 5 ms."""
+        """Measure this client's own lateness with a 5 ms timer."""
         while True:
             due = time.monotonic() + 0.005
             await asyncio.sleep(0.005)
@@ -181,7 +180,7 @@ async def streams(server: Running, sizes: Sizes) -> dict[str, float]:
 
 
 async def memory(server: Running, sizes: Sizes) -> dict[str, float]:
-    """Resident memory after some requests, and after many: half of them streamed, none the same as another."""
+    """Measure resident memory after some and after many different requests, half of them streamed."""
     pool = Pool(server.port)
     numbers = iter(range(sizes.memory_last))
     done = 0

@@ -1,7 +1,7 @@
-"""An engine that computes nothing: the same words over and over, as fast as it is told to.
+"""A mock engine that computes nothing: it repeats the same words at a given pace.
 
-Owns MockEngine, in the place of an engine's client. Outputs go through the client's own OutputStream, one for each
-token, so the server reads them as it reads a worker's; what is left out is the socket from the worker.
+Outputs go through the engine client's own OutputStream, one per token, as from a worker; only the worker's socket is
+missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT: Final = " The river runs past the old mill, turns the wheel and goes on to
 
 class MockEngine:
     def __init__(self, tokenizer: Tokenizer, tokens_per_s: float | None) -> None:
-        """`tokens_per_s`: of each stream; None: all at once."""
+        """`tokens_per_s`: per stream; None: all at once."""
         tokens = tokenizer.encode(TEXT, True)
         self._words = [(token, tokenizer.decode([token])) for token in tokens if tokenizer.decode([token])]
         self._wheel = None if tokens_per_s is None else Wheel(tokens_per_s)
@@ -32,13 +32,13 @@ class MockEngine:
         for index in range(request.n):
             step = self._answer(stream, index)
             if self._wheel is None:
-                asyncio.get_running_loop().call_soon(_all_of_it, step)
+                asyncio.get_running_loop().call_soon(_run_to_end, step)
             else:
                 self._wheel.add(step)
         return stream
 
     def drop(self, stream: OutputStream) -> None:
-        """A stream was left; it is closed, and its turns end with that."""
+        """Forget an abandoned stream; closing it ends its steps."""
 
     async def stats(self) -> list[dict[str, Any]]:
         return []
@@ -63,6 +63,6 @@ class MockEngine:
         return step
 
 
-def _all_of_it(step: Callable[[], bool]) -> None:
+def _run_to_end(step: Callable[[], bool]) -> None:
     while step():
         pass

@@ -1,7 +1,6 @@
-"""One timer for all the streams of a server: each is called once in its period, until it has had enough.
+"""One timer for all streams of a server: it calls each once per period.
 
-Owns Wheel. Knows neither tokens nor sockets. Streams keep the places in which they came, so that a thousand of them do
-not answer in one burst.
+Streams keep their phase, so that a thousand of them do not answer in one burst.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ TICK: Final = 0.005  # seconds; every period is a whole number of these
 
 
 class Wheel:
-    """All of it belongs to one event loop."""
+    """Not thread-safe: belongs to one event loop."""
 
     def __init__(self, per_second: float) -> None:
         self._slots: list[list[Callable[[], bool]]] = [[] for _ in range(max(1, round(1 / per_second / TICK)))]
@@ -23,7 +22,7 @@ class Wheel:
         self._count = 0
 
     def add(self, step: Callable[[], bool]) -> None:
-        """Calls `step` in one period from now and once in every period, until it says False."""
+        """Call `step` once per period, starting one period from now, until it returns False."""
         loop = asyncio.get_running_loop()
         if not self._count:
             self._began, self._tick = loop.time(), 1

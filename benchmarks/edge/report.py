@@ -1,8 +1,6 @@
-"""A results file as a Markdown page: bars with pass or fail, the medians of every server, machine, versions, command.
+"""Renders a results file as a Markdown page: bars, medians of every server, machine, versions, command.
 
-    python benchmarks/edge/report.py RESULTS.json [OUT.md]
-
-Owns the bars and the page.
+python benchmarks/edge/report.py RESULTS.json [OUT.md]
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def bars(results: dict[str, Any]) -> list[tuple[str, str, float | None, bool | None]]:
-    """Each with what was found, and whether that is within it; None where it was not measured."""
+    """Return each bar with the measured value and whether it passes; None if not measured."""
     found: list[tuple[str, str, float | None, bool | None]] = []
 
     def judge(what: str, bar: str, values: list[float], most: float) -> None:
@@ -108,7 +106,7 @@ def bars(results: dict[str, Any]) -> list[tuple[str, str, float | None, bool | N
 
 
 def added(results: dict[str, Any], kind: str, metric: str, server: str = "headrace") -> list[float]:
-    """Over the echo server's in the same round."""
+    """Return the difference to the echo server in the same round."""
     floors = {turn["round"]: turn[metric] for turn in results["turns"] if _is(turn, kind, "echo")}
     return [
         turn[metric] - floors[turn["round"]]

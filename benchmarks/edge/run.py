@@ -1,9 +1,8 @@
-"""Measures what Headrace's gateway costs, before an engine that computes nothing, beside a bare echo server.
+"""Measures the overhead of Headrace's gateway with a mock engine, next to a bare echo server.
 
     python benchmarks/edge/run.py --repeat 5 --out benchmarks/edge/results/NAME.json
 
-Owns the command line, the order of the turns, and the results file, which is written after every turn.
-See ../README.md.
+The results file is rewritten after every turn. See ../README.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Serves the mock engine by Headrace's own gateway, and says its URL on standard output once it is ready.
+"""Serves the mock engine through Headrace's own gateway, and prints its URL once it is ready.
 
     python benchmarks/edge/serve_mock.py --tokens-per-s 20
 
-Owns the models that are served: `at-once`, and `paced` at the given pace. The server is the real one, from its socket
-to its log; only the fleet is another.
+Models: `at-once`, and `paced` at the given pace. The server is the real one from socket to log; only the fleet differs.
 """
 
 from __future__ import annotations

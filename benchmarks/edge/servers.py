@@ -1,7 +1,6 @@
-"""The programs that are measured: how each is started, on which core it runs, and what it has used.
+"""Starts and stops the measured programs, pins them to cores, and reads their CPU time and memory.
 
-Owns Running (a process with its URL, its CPU time and its memory) and the setting up of LiteLLM's proxy. Everything
-waited for has a bound, and every process ends with the run.
+Also installs LiteLLM's proxy. Every wait has a timeout, and every process ends with the run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _READY: Final = re.compile(rb"http://[\w.]+:(\d+) (\d+)\n")
 
 
 class ServerError(Exception):
-    """A server that cannot be set up or does not start; the message says why."""
+    """A server could not be installed or started; the message says why."""
 
 
 class Running:
@@ -40,20 +39,20 @@ class Running:
         self._process = process
 
     def ended(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         return self._process.poll()
 
     def cpu(self) -> float:
-        """Seconds of CPU that the process has used, all its threads together, to the nanosecond."""
+        """Return the CPU seconds of all threads, with nanosecond resolution."""
         return time.clock_gettime((~self._process.pid << 3) | 2)  # the kernel's clock of another process
 
     def memory(self) -> int:
-        """Resident bytes."""
+        """Return the resident bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
     def settle(self, patience: float = 120.0) -> None:
-        """Returns when it has nothing left to do: what it was overloaded with is not to disturb the next one."""
+        """Wait until the server is idle, so that leftover work does not disturb the next measurement."""
         give_up = time.monotonic() + patience
         while time.monotonic() < give_up:
             used = self.cpu()
@@ -71,7 +70,7 @@ class Running:
 
 
 def start(name: str, script: str, arguments: Sequence[str], *, core: int | None) -> Running:
-    """One of our own servers, which says its URL once it is ready."""
+    """Start one of our own servers, which prints its URL once it is ready."""
     process = _spawn(name, [sys.executable, str(HERE / script), *arguments], core, stdout=subprocess.PIPE)
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
@@ -87,7 +86,7 @@ def start(name: str, script: str, arguments: Sequence[str], *, core: int | None)
 
 
 def start_litellm(upstream: Running, *, core: int | None) -> Running:
-    """Its proxy before `upstream`, as its documentation asks for production: no debugging, no log of requests."""
+    """Start the proxy in front of `upstream`, set up for production: no debugging, no request log."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     models = "".join(
@@ -120,7 +119,7 @@ def start_litellm(upstream: Running, *, core: int | None) -> Running:
 
 
 def set_up_litellm() -> str:
-    """Installs it where it is not there; its version."""
+    """Install LiteLLM if needed; return its version."""
     python = LITELLM / "bin" / "python"
     BUILD.mkdir(parents=True, exist_ok=True)
     try:
@@ -165,7 +164,7 @@ def _spawn(
 
 
 def _end_with_parent() -> None:
-    """However the run ends, its servers end too."""
+    """Stop the servers however the run ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -177,6 +176,6 @@ def _tail(name: str) -> str:
 
 
 def _short(text: str) -> str:
-    """The end of it on one line, fit to be committed: without the folders of this machine."""
+    """Return the end of a log on one line, without this machine's folders."""
     line = " | ".join(line.strip() for line in text[-400:].splitlines() if line.strip())
     return line.replace(str(REPOSITORY), ".").replace(str(Path.home()), "~")

@@ -1,8 +1,6 @@
-"""Draws what run.py measured: one SVG for each kind, beside the results file.
+"""Draws the results of run.py: one SVG per kind, next to the results file.
 
-    python benchmarks/growth/plots.py benchmarks/growth/results/NAME.json
-
-Owns what is drawn; drawing is that of `headrace bench`'s reports.
+python benchmarks/growth/plots.py benchmarks/growth/results/NAME.json
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def drawings(timings: list[Timing]) -> dict[str, str]:
 
 
 def _lines(timings: list[Timing], value: str, x_title: str, y_title: str, unit: AxisUnit) -> str:
-    """Both axes logarithmic: what grows in proportion is a straight line."""
+    """Draw with logarithmic axes, where proportional growth is a straight line."""
     xs, ys = [float(each["at"]) for each in timings], [float(each[value]) for each in timings]
     across = Axis(kind="log", low=min(xs), high=max(xs), title=x_title, unit="count", at=tuple(sorted(set(xs))))
     down = Axis(kind="log", low=min(ys) / 1.2, high=max(ys) * 1.2, title=y_title, unit=unit)

@@ -1,10 +1,10 @@
-"""How cost grows: with the prompt's length, the streams at once, the threads and the model. Headrace's engine alone.
+"""Measures how cost grows with prompt length, concurrent streams, threads and model size, in Headrace's engine.
 
     python benchmarks/growth/run.py --out benchmarks/growth/results/NAME.json
     python benchmarks/growth/plots.py benchmarks/growth/results/NAME.json
 
-Owns what is measured. An engine is a worker process of its own, asked through AsyncLLM; each timing is the least of its
-repetitions, since what is wanted is the cost and not what else the machine does.
+An engine is a worker process behind AsyncLLM. Each timing is the minimum of its repetitions, which excludes what else
+the machine does.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Run:
     # One measurement
 
     async def _alone(self, llm: AsyncLLM) -> dict[str, float]:
-        """Of one stream: the first token of 512, and the tokens after it."""
+        """Measure one stream: TTFT of a 512-token prompt, and the tokens after it."""
         firsts, gaps = [], []
         for _ in range(self._repeat):
             times = await self._follow(llm, 512, ANSWER)
@@ -131,7 +131,7 @@ class Run:
         }
 
     async def _follow(self, llm: AsyncLLM, length: int, new: int, surface: str = "chat") -> list[float]:
-        """Seconds until each token. (A chat that would wait for long is refused, work in the background is not.)"""
+        """Return the seconds until each token, of background requests: chats would be rejected for long waits."""
         prompt = [self._random.randrange(1000, 100_000) for _ in range(length)]
         began = time.perf_counter()
         times: list[float] = []
@@ -152,7 +152,7 @@ class Run:
 
 
 class _Engine:
-    """A worker with a model of random weights, made where it is not there yet."""
+    """Start a worker with a model of random weights, created if needed."""
 
     def __init__(self, shape: str, weights: str, options: dict[str, Any]) -> None:
         self._shape = shape

@@ -1,7 +1,6 @@
-"""How good an extracted answer is: on the reading task's held-out questions, and the fit of its weights on the others.
+"""Measures the quality of extracted answers on the reading task's held-out questions, and fits their weights.
 
-Owns the counting and the logistic regression. Training and held-out questions are told apart by the corpus itself
-(training/corpus/instances.py), so nothing that is counted was fitted on.
+The corpus separates training and held-out questions (training/corpus/instances.py).
 """
 
 from __future__ import annotations

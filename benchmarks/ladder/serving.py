@@ -1,9 +1,7 @@
-"""Overload, simulated: the engine's own scheduler on a machine that takes as long as it is told to, with and without
-the ladder in front of it.
+"""Simulates overload with and without the degradation ladder, with the engine's own scheduler.
 
-Owns the loop in which two variants share one machine, what becomes of each call, and what an answer is worth. The
-traffic, the step times and the scheduler are those of `headrace simulate`. What is declared and not measured is in
-Worth and Traits.
+Traffic, step times and scheduler are those of `headrace simulate`; two variants share one machine. Worth and Traits
+hold what is assumed and not measured.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ PATIENCE: Final = 120.0  # seconds after the last arrival for which a run goes o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What an answer is worth that is whole by its deadline; a full one is 1."""
+    """The value of an answer that is complete by its deadline; a full one is 1."""
 
     extracted: float  # measured: right answers on the reading task's held-out questions
     trimmed: float = 0.95
@@ -61,7 +59,7 @@ class Worth:
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the calls."""
+    """Shares of the requests."""
 
     sourced: Mapping[str, float] = msgspec.field(default_factory=lambda: {"chat": 0.5, "agent": 0.3, "voice": 0.2})
     repeated: float = 0.1  # of which the caches have an answer that has expired
@@ -70,7 +68,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Served:
-    """What became of a call."""
+    """The outcome of a request."""
 
     call: SimulatedRequest
     kinds: tuple[Kind, ...] = ()
@@ -92,7 +90,7 @@ class Served:
         return "stale" in self.kinds or "extracted" in self.kinds
 
     def whole(self) -> bool:
-        """By its deadline."""
+        """Whether it finished by its deadline."""
         if self.at_once:
             return True
         return self.finish in (FinishReason.STOP, FinishReason.LENGTH) and self.end <= (self.call.deadline or math.inf)
@@ -112,7 +110,7 @@ class Served:
 
 
 class Engine:
-    """A scheduler with its place on the machine."""
+    """One variant's scheduler on the shared machine."""
 
     def __init__(self, name: str, hardware: Hardware, strategy: Strategy, limits: SchedulerLimits, seed: int) -> None:
         queue, policy, limits = scheduling_parts("fcfs" if strategy == "fifo" else "fair", Policy(), limits)
@@ -186,7 +184,7 @@ class Engine:
 
 
 class Front:
-    """The gateway before the engines: hands calls on, with the ladder or without."""
+    """The gateway: forwards requests to the variants, with or without the ladder."""
 
     def __init__(
         self, engines: Mapping[str, Engine], strategy: Strategy, traits: Traits, clock: Callable[[], float], seed: int
@@ -272,7 +270,7 @@ def run(
     traits: Traits,
     seed: int,
 ) -> tuple[list[Served], Front]:
-    """Every call with what became of it. Steps of two variants that run at once each go at half the pace."""
+    """Simulate all requests. Concurrent steps of two variants each run at half speed."""
     now = 0.0
     engines = {"mini": Engine("mini", hardware, strategy, limits, seed)}
     if strategy == "ladder-half":

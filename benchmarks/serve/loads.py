@@ -1,6 +1,6 @@
-"""What each server is asked, by `headrace bench`, and which numbers of its result count.
+"""The loads that `headrace bench` puts on each server, and the metrics taken from its results.
 
-Owns the loads. How figures are defined is docs/how-to/benchmark-a-server.md's; servers and rounds are the other files'.
+docs/how-to/benchmark-a-server.md defines the metrics.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _goodput(result: BenchmarkResult) -> dict[str, float]:
 
 
 def _closed(users: int, requests: int, prompt: int = PROMPT) -> tuple[str, ...]:
-    """No request begins after 45 seconds; those that run have two minutes to end."""
+    """Start no request after 45 seconds; running ones get two minutes to finish."""
     return (
         *("--concurrency", str(users), "--requests", str(requests), "--seconds", "45", "--drain", "120"),
         *("--warmup", "2"),
@@ -126,7 +126,7 @@ LOADS: Final = (
 
 
 def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: bool) -> dict[str, float]:
-    """LoadError where it did not work, or not in time. `asked`: further flags, of the server."""
+    """Measure one load. `asked`: additional flags for the server. Raises LoadError on failure or timeout."""
     with tempfile.TemporaryDirectory(prefix="headrace-serve-") as folder:
         out = Path(folder) / "result.json"
         command = [

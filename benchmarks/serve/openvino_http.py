@@ -1,9 +1,9 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline behind as little HTTP as a chat needs.
+"""A minimal HTTP server for OpenVINO GenAI's ContinuousBatchingPipeline.
 
     openvino_http.py MODEL PORT THREADS
 
-One thread steps the pipeline; each connection has its own, which waits for its tokens. Nothing here is meant to be
-slow: what is sent is what the pipeline gave in a step. Only what `headrace bench` asks for is there.
+One thread steps the pipeline; each connection has a thread that waits for its tokens and sends what each step produced.
+It implements only what `headrace bench` uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Asked:
 
 
 class Steps(threading.Thread):
-    """Owns the pipeline."""
+    """The thread that steps the pipeline."""
 
     def __init__(self, model: str, threads: int) -> None:
         super().__init__(daemon=True)
@@ -79,7 +79,7 @@ class Steps(threading.Thread):
         self._running.append((asked, self._pipeline.add_request(next(self._numbers), prompt, config)))
 
     def _hand_out(self, asked: Asked, handle: Any) -> bool:
-        """Whether it has ended."""
+        """Return whether it has finished."""
         while handle.can_read():
             for output in handle.read().values():
                 asked.tokens.put(list(output.generated_ids))

@@ -1,8 +1,8 @@
-"""A results file as a Markdown page: bars with pass or fail, medians with their spread, machine, versions, command.
+"""Renders results files as a Markdown page: bars, medians with spread, machine, versions, command.
 
     python benchmarks/serve/report.py RESULTS.json [MORE.json ...] [OUT.md]
 
-Of several files the rounds are put together: each has turns of all that it compares. Owns the bars and the page.
+Rounds of several files are combined; every round must have a turn of each compared server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ITL_ALONE: Final = {"int4": 0.75, "int8": 0.9}
 
 
 def bar_of(metric: str, precision: str) -> float | None:
-    """Of the best peer's: at most so much of its time or memory, at least so many times its rate. None: no bar."""
+    """Return the bar relative to the best peer (maximum for times and memory, minimum for rates), or None."""
     load, _, what = metric.partition("-")
     if metric in ("turns-ttft", "prefix-ttft"):
         return 0.4
@@ -102,13 +102,13 @@ def _section(precision: str, timings: list[dict[str, Any]]) -> list[str]:
 
 
 def best_of(metric: str, medians: dict[str, float]) -> str | None:
-    """The peer that is best at it."""
+    """Return the best peer for a metric."""
     peers = {server: value for server, value in medians.items() if not server.startswith("headrace")}
     return (max if metric in HIGHER_IS_BETTER else min)(peers, key=lambda name: peers[name]) if peers else None
 
 
 def of_best(metric: str, medians: dict[str, float]) -> float | None:
-    """Ours as a multiple of the best peer's; None where one of them is not there."""
+    """Return our number relative to the best peer's; None if one is missing."""
     ours = next((value for server, value in medians.items() if server.startswith("headrace")), None)
     best = best_of(metric, medians)
     return None if ours is None or best is None or not medians[best] else ours / medians[best]
@@ -147,7 +147,7 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run of them all, described as the first."""
+    """Merge several runs; the first describes them."""
     found = dict(runs[0])
     found["timings"] = [timing for run in runs for timing in run["timings"]]
     found["failures"] = [failure for run in runs for failure in run["failures"]]

@@ -1,9 +1,8 @@
-"""Measures Headrace's server beside CPU peers' servers, over HTTP with `headrace bench`, in one interleaved run.
+"""Measures Headrace's server beside CPU peers over HTTP with `headrace bench`, in one interleaved run.
 
     python benchmarks/serve/run.py --peers llama.cpp,openvino,vllm --repeat 3 --out FILE.json
 
-Owns the command line, the order of turns and the results file, which is written after every load, so that an ended run
-leaves what it has. See ../README.md.
+The results file is rewritten after every load, so an interrupted run keeps what it has. See ../README.md.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ class Run:
         )
 
     def _cannot_be_good(self, number: int, shape: str, server: Server) -> bool:
-        """Whether a stream that had the server to itself took longer for a token than the objective of goodput."""
+        """Whether a single stream was slower per token than the goodput objective."""
         mine = [
             each
             for each in self.timings
@@ -186,7 +185,7 @@ class Run:
         return any(each["metric"] == "c1-itl" and each["value"] > loads.OBJECTIVE_TPOT for each in mine)
 
     def _far_behind(self, shape: str, server: Server, load: Load) -> bool:
-        """A peer so far behind the best one cannot be the best: its first numbers say all that a comparison needs."""
+        """Whether a peer is so far behind the best one that its first numbers suffice."""
         if server.peer == "headrace":
             return False
         mine = [each for each in self.timings if (each["shape"], each["precision"]) == (shape, server.precision)]

@@ -1,7 +1,6 @@
-"""The servers under measurement: how each is started, when it is ready, what memory it took, and that it ends.
+"""Starts and stops the measured servers, waits until they are ready, and reads their memory.
 
-Owns the table of servers and their processes. Installing and converting are ../core's; a server whose environment
-cannot be had is left out with its reason.
+Installing and converting is in ../core; a server whose environment is missing is skipped with its reason.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ START_SECONDS: Final = 600.0
 
 
 class ServerError(Exception):
-    """A server does not start, or died; the message says why."""
+    """A server did not start, or died; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +165,12 @@ class Running:
 
     @property
     def flags(self) -> list[str]:
-        """How `headrace bench` has to ask it."""
+        """Return the flags that `headrace bench` needs for it."""
         flags = ["--model", self.launch.model] if self.launch.model is not None else []
         return flags if self.launch.ignores_eos else [*flags, "--no-ignore-eos"]
 
     def memory(self) -> int:
-        """Bytes of all its processes, what they share counted once (PSS)."""
+        """Return the bytes of all its processes, with shared pages counted once (PSS)."""
         return sum(_pss(pid) for pid in _with_children(self._process.pid))
 
     def why(self) -> str:
@@ -191,7 +190,7 @@ class Running:
 
 @contextlib.contextmanager
 def started(server: Server, model: Path) -> Iterator[tuple[Running, float]]:
-    """The server once it answers, and the seconds from its start to its first token. ServerError."""
+    """Start a server; yield it and the seconds to its first token. Raises ServerError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     launch = server.launch(model, port)
@@ -233,7 +232,7 @@ def _wait(running: Running, health: str) -> None:
 
 
 def _first_token(running: Running) -> None:
-    """Returns when the first words of a stream are there."""
+    """Wait for the first words of a stream."""
     url, model = running.url, running.launch.model
     if model is None:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
@@ -267,7 +266,7 @@ def _says(event: dict[str, Any]) -> bool:
 
 
 def _with_children(leader: int) -> list[int]:
-    """A process and all that descend from it, whatever session they have made for themselves."""
+    """Return a process and all its descendants, in any session."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

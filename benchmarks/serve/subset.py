@@ -1,8 +1,6 @@
-"""Headrace's server alone for five minutes, beside what it and the best peer did in the committed run.
+"""Measures Headrace's server alone for five minutes, next to the committed results of it and the best peer.
 
-    python benchmarks/serve/subset.py
-
-Owns the choice of loads and the table. What the ratios to peers are on this machine, run.py says.
+python benchmarks/serve/subset.py
 """
 
 from __future__ import annotations
@@ -36,35 +34,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure Headrace's server beside the committed reference.")
     parser.add_argument("--precisions", type=listed(PRECISIONS), default=list(PRECISIONS), help="of int8,int4")
     parser.add_argument("--loads", type=listed(SUBSET), default=list(SUBSET), help=f"of {','.join(SUBSET)}")
-    parser.add_argument("--reference", type=Path, help="results of run.py, in place of those of a machine as this one")
+    parser.add_argument(
+        "--reference", type=Path, help="results of run.py to compare with; default: the newest on this instruction set"
+    )
     options = parser.parse_args()
     here = describe(Prober(servers.THREADS).machine)
     path = options.reference or _reference(here["isa"])
     reference = json.loads(path.read_text())
     print(f"reference: {path.stem}, {rounds_of(reference)}, {reference['started']}")
-    _say_machines(here, reference["machine"])
+    _print_machines(here, reference["machine"])
     for precision in options.precisions:
         _compare(precision, options.loads, reference)
     return 0
 
 
 def _reference(isa: str) -> Path:
-    """The newest committed run on this instruction set; the newest of all where there is none."""
+    """Return the newest committed run on this instruction set, or else the newest of all."""
     runs = {path: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     whole = [path for path, results in runs.items() if _is_reference(results)]
     return max(whole, key=lambda path: (runs[path]["machine"]["isa"] == isa, runs[path]["started"]))
 
 
 def _is_reference(results: dict[str, Any]) -> bool:
-    """Whether it came to its end, with peers at what is compared."""
+    """Whether a run finished and has peers at the compared precisions."""
     if results["finished"] is None:
         return False
     there = {(each["shape"], each["precision"], each["peer"] != "headrace") for each in results["timings"]}
     return all((SHAPE, precision, True) in there for precision in PRECISIONS)
 
 
-def _say_machines(here: dict[str, Any], then: dict[str, Any]) -> None:
-    """What either can do: a number below is worth what these say."""
+def _print_machines(here: dict[str, Any], then: dict[str, Any]) -> None:
+    """Print both machines' peak rates, which put the numbers below into proportion."""
     for name, machine in (("here", here), ("then", then)):
         peaks = ", ".join(f"{kind} {rate / 1e9:,.0f} Gop/s" for kind, rate in machine["peaks"].items())
         print(f"  {name}: {machine['cpu']}, {machine['threads']} threads, {machine['isa']}: {peaks}", flush=True)

@@ -1,8 +1,6 @@
-"""Headrace's engine as an engine: requests through AsyncLLM to its worker process, and their tokens back.
+"""Adapter for Headrace's engine: requests through AsyncLLM to its worker process.
 
-    drive_engine.py MODEL WEIGHTS KV THREADS
-
-Times are those of the client, when a token has come over the socket; `host` is what the worker says of its own time.
+drive_engine.py MODEL WEIGHTS KV THREADS
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Headrace's bare core as an engine: prompts prefilled in chunks, then all sequences decoded in step.
+"""Adapter for Headrace's bare core: prompts prefilled in chunks, then all sequences decoded together.
 
-    drive_headrace.py MODEL WEIGHTS THREADS CACHE
-
-Drives engine.cpu through engine.offline's Runner: no server, no scheduler, no text.
+drive_headrace.py MODEL WEIGHTS THREADS CACHE
 """
 
 from __future__ import annotations

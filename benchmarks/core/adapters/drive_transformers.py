@@ -1,7 +1,4 @@
-"""transformers as an engine, the floor that any server should clear: `generate` in bf16 on a static batch.
-
-drive_transformers.py MODEL THREADS
-"""
+"""Adapter for transformers, the baseline for any server: `generate` in bf16 on a static batch."""
 
 from __future__ import annotations
 

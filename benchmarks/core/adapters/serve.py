@@ -23,7 +23,7 @@ Generate = Callable[[Prompts, int, list[Late] | None], dict[str, Any]]  # an ans
 
 @dataclass
 class Arrival:
-    """A request of a run, which its engine is to hear of at `at` seconds after the start."""
+    """A request that arrives `at` seconds after the start of the run."""
 
     prompt: list[int]
     new: int
@@ -32,7 +32,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The requests of one run, in the order in which they come; the run starts when this is made."""
+    """The requests of one run in order of arrival; the run starts on construction."""
 
     def __init__(self, prompts: Prompts, new: int, late: list[Late] | None) -> None:
         self._first = [Arrival(prompt, new) for prompt in prompts]
@@ -42,11 +42,11 @@ class Arrivals:
 
     @property
     def more(self) -> bool:
-        """Whether any are still to come."""
+        """Whether more requests will arrive."""
         return bool(self._coming)
 
     def due(self) -> Iterator[Arrival]:
-        """Those whose time has come since the last call."""
+        """Return the requests that have arrived since the last call."""
         while self._coming and self.now() >= self._coming[0].at:
             yield self._coming.pop(0)
 
@@ -58,7 +58,7 @@ class Arrivals:
 
 
 def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
-    """Loads the engine, says that it is ready and what it is, and answers until stdin ends."""
+    """Load the engine, report that it is ready, and serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
