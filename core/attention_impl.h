@@ -49,7 +49,7 @@ template <typename Unit>
 struct Chunk {
   const typename Unit::Value* keys[kAttentionChunk / kBlock];
   const typename Unit::Value* values[kAttentionChunk / kBlock];
-  // What scores and weights are still to be multiplied by, [64] each, or none.
+  // Remaining factors of scores and weights, [64] each, or null.
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;
 };
@@ -116,7 +116,7 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
   return buffer;
 }
 
-// Where a chunk's block is, and what it needs of the buffers, each [64][size] floats, and of scales, [64] each.
+// A chunk's block, and its parts of the buffers ([64][size] floats each) and scales ([64] each).
 struct Buffers {
   float* keys;
   float* values;

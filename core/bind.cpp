@@ -1,4 +1,4 @@
-// The Python module `headrace._core`: checks what comes in, lets the GIL go, and calls the core. Owns no arithmetic.
+// The Python module `headrace._core`: checks arguments, releases the GIL and calls the core. Does no arithmetic.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -163,7 +163,7 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   });
 }
 
-// A model and what its weights point into.
+// A model and the buffers that its weights point into.
 struct BoundModel {
   std::unique_ptr<Model> model;
   nb::object tensors;

@@ -8,9 +8,9 @@
 
 namespace headrace {
 
-std::vector<std::string> available_isas();          // best first; never empty
-std::vector<std::string> emulated_isas();           // for tests alone: what this machine has not, in plain C++
-std::string default_isa();                          // throws std::invalid_argument when HEADRACE_ISA cannot be had
+std::vector<std::string> available_isas();  // best first; never empty
+std::vector<std::string> emulated_isas();   // for tests only: emulated in plain C++, because this machine lacks them
+std::string default_isa();                  // throws std::invalid_argument when HEADRACE_ISA cannot be had
 const Kernels& kernels_of(const std::string& isa);  // throws std::invalid_argument
 
 }  // namespace headrace

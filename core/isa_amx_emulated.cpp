@@ -1,4 +1,4 @@
-// The kernels for one instruction set: what amx is, with tiles in plain C++. See kernels_impl.h.
+// The AMX kernels with tiles emulated in plain C++. See kernels_impl.h.
 #include "simd_avx512.h"
 // The primitives come first.
 #include "products_tiles_impl.h"

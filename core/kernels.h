@@ -1,4 +1,4 @@
-// The table of kernels that one instruction set provides. Owns the signatures and what each kernel promises.
+// The table of kernels that one instruction set provides. Declares the signatures and the contract of each kernel.
 //
 // Every row of a step is computed by one arithmetic in a fixed order, whatever other rows are there, so each kernel's
 // result for a row depends on that row's inputs alone. Rows are f32, zero beyond their width up to a multiple of 128.

@@ -94,7 +94,7 @@ struct Scale {
   float inverse;
 };
 
-// Codes are made with the scale as it is stored, so that its rounding is no error of its own.
+// Quantise with the scale as stored, so that its rounding adds no error.
 inline Scale scale_of(float peak) {
   constexpr float kMost = 65504.0f;
   float scale = peak / 127.0f;

@@ -20,7 +20,7 @@ namespace headrace {
 
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
-// Of what a record holds. Raise it when that changes: saved KV of another version is of no use.
+// Version of the record layout. Raise it when the layout changes: saved KV of another version cannot be used.
 constexpr int64_t kKvLayoutVersion = 4;
 
 enum class KvType : int { kF32, kBf16, kInt8 };

@@ -27,7 +27,7 @@
 
 namespace headrace {
 
-// Of the packed bytes, where they lie and how they are rounded alike: what another version packed is not read.
+// Version of the packed layout and its rounding. Files packed by another version are not read.
 constexpr int kLayoutVersion = 3;
 constexpr int64_t kPanel = 32;
 constexpr int64_t kMultipleGroup = 32;  // inputs that share a multiple, and groups that share the scale of a block
@@ -52,7 +52,7 @@ struct Layout {
   int64_t groups = 0;         // 0 for f32 and bf16
   int64_t block = 0;          // inputs that share a scale, of a row's too: a group, or with multiples four of them
   int64_t blocks = 0;         // 0 for f32 and bf16
-  int64_t padded_inputs = 0;  // what a panel holds
+  int64_t padded_inputs = 0;  // inputs that a panel holds
   int64_t panels = 0;
   int64_t header_bytes = 0;  // scales and zeros, or scales and multiples, of one block
   int64_t block_bytes = 0;   // header and codes of one block

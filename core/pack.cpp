@@ -70,7 +70,7 @@ HEADRACE_CLONES Fit fit_of(const float* values, int64_t count, float inverse, fl
 
 struct Scaling {
   float scale;    // least-squares scale of the codes
-  float inverse;  // what the codes were rounded with
+  float inverse;  // the inverse scale that the codes were rounded with
 };
 
 constexpr float kMostMultiple = 127.0f;
@@ -180,7 +180,7 @@ void pack_block_by_multiples(const Layout& layout, const float* values, const Sc
   const float scale = f32_from_f16(kept) * gain;
   for (int64_t g = 0; g < groups; ++g) {
     float multiple = scale > 0.0f ? std::rint(scalings[g].scale / scale) : 0.0f;
-    // A group beside one of more than 254 times its size: what is nearest to one step is better than nothing.
+    // For a group beside one more than 254 times its size, the nearest step is better than zero.
     if (multiple == 0.0f && scale > 0.0f) multiple = scalings[g].scale < 0.0f ? -1.0f : scalings[g].scale > 0.0f;
     multiple = std::clamp(multiple, -kMostMultiple, kMostMultiple);
     float inverse = multiple == 0.0f ? 0.0f : 1.0f / (multiple * scale);

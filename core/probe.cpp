@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Adds up what every thread does in `once`, which returns an amount, until the time is over.
+// Sums the amounts that `once` returns on every thread until the time is over.
 template <typename Once>
 double rate(Pool& pool, double seconds, const Once& once) {
   std::lock_guard<std::mutex> turn(pool.turn());

@@ -190,7 +190,7 @@ inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
   }
 }
 
-// So many passes take longer over nibbles than over what is widened, widening included.
+// From this many passes on, widening the nibbles first is faster, widening included.
 constexpr int64_t kWidenPasses = 8;
 
 // What one pass over integer weights reads: kVectors neighbours, of a half of a panel, of one, or of two, and the rows

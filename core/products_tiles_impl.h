@@ -1,4 +1,4 @@
-// Products by AMX tiles: 32 rows by a panel of 32 channels at a time. Owns what replaces product() there.
+// Products by AMX tiles: 32 rows by a panel of 32 channels at a time. Replaces product() on AMX machines.
 //
 // Integer sums of a group are exact, and groups are added in the same order by the same operations as elsewhere, so
 // these products give the same bits as those by dot products, and few rows go by dot products still. bf16 sums are the

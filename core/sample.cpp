@@ -238,7 +238,7 @@ int32_t Sampler::draw(const float* logits, const SampleRow& row, float peak, Scr
     return pick(kept, share);
   }
   if (row.top_p >= 1.0f) return draw_from_all(logits, share, peak, scale, scratch);
-  // The nucleus is within the tokens above a weight once these together reach what is wanted; usually a few hundred do.
+  // The nucleus lies within the tokens above a weight once these reach top_p together; usually a few hundred do.
   const double wanted = row.top_p * sum_weights(logits, peak, scale, scratch);
   for (float weight = 1e-3f;; weight *= 1e-3f) {
     collect(logits, least_logit(weight, peak, scale), scratch);
@@ -283,7 +283,7 @@ double Sampler::sum_weights(const float* logits, float peak, float scale, Scratc
   return total;
 }
 
-// Tokens whose logits are at least so high, in the order of tokens.
+// Tokens whose logits are at least this high, in token order.
 void Sampler::collect(const float* logits, float least, Scratch& scratch) {
   std::vector<Candidate>& found = scratch.candidates;
   found.clear();

@@ -29,7 +29,7 @@ struct SampleRow {
   float presence = 0.0f;    // where that count is not 0
   uint64_t seed = 0;
   uint64_t position = 0;
-  int32_t logprobs = -1;  // how many top log-probabilities; -1: none, not the chosen token's either
+  int32_t logprobs = -1;  // how many top log-probabilities; -1: none, not even the chosen token's
 
   int64_t seen_count = 0;
   const int32_t* seen = nullptr;    // tokens of prompt and output, each once
@@ -37,13 +37,13 @@ struct SampleRow {
   int64_t bias_count = 0;
   const int32_t* bias_tokens = nullptr;
   const float* biases = nullptr;
-  const uint32_t* mask = nullptr;  // a bit per token, set where it is allowed; null: all are
+  const uint32_t* mask = nullptr;  // one bit per token, set if the token is allowed; null: all are allowed
 };
 
 struct SampleResult {
   int32_t* tokens;      // [rows]; -1 where no token can be chosen (all masked, or NaN)
   float* logprobs;      // [rows] of the chosen tokens, 0 where not wanted
-  int32_t* top;         // [rows][top_stride] likeliest first; -1 beyond what was wanted
+  int32_t* top;         // [rows][top_stride] most likely first; -1 beyond the requested count
   float* top_logprobs;  // [rows][top_stride]
   int64_t top_stride;
 };
@@ -71,8 +71,8 @@ class Sampler {
     std::vector<float> weights;  // of some tokens
     std::vector<double> sums;    // of pieces of the row, or of weights that are nearly equal
     std::vector<Candidate> candidates;
-    std::vector<Candidate> edge;    // of a nucleus: those whose order decides
-    std::vector<Candidate> before;  // tokens whose logits were changed, with what they were
+    std::vector<Candidate> edge;    // of a nucleus: candidates whose order decides
+    std::vector<Candidate> before;  // tokens whose logits were changed, with their original logits
   };
 
   void choose_row(float* logits, const float* peaks, const SampleRow& row, const SampleResult& result, int64_t index,

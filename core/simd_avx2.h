@@ -176,7 +176,7 @@ using SmallSums = I16;
 inline int32_t small_start(int32_t start) {
   return static_cast<int32_t>((static_cast<uint32_t>(start / 2) & 0xffff) * 0x10001u);
 }
-// As asm, because gcc multiplies first and adds later, and has no registers for what it multiplied.
+// Inline asm, because gcc multiplies first, adds later, and runs out of registers for the products.
 inline __m256i add_small8(__m256i sum, __m256i codes, __m256i row) {
   __m256i products;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(row));

@@ -18,7 +18,7 @@
 namespace headrace {
 
 #if defined(HEADRACE_X86)
-bool amx_allowed();  // the kernel's leave to use tiles, which a process asks for once
+bool amx_allowed();  // whether the kernel permits tiles; requested once per process
 #endif
 
 constexpr int64_t kTileRows = 16;
