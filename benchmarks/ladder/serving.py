@@ -23,7 +23,7 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, SequenceEvent, StepPlan
+from headrace.engine.scheduling.step_plan import SchedulerLimits, SequenceEvent, ShareOutcome, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.gateway.degradation.ladder.ladder_config import preset_steps
 from headrace.gateway.degradation.ladder.ladder_steps import AllowedSteps, DegradationPlan, plan_degradation
@@ -137,7 +137,7 @@ class Engine:
     def finish(self, now: float) -> list[SequenceEvent]:
         plan, self.plan = self.plan, None
         assert plan is not None
-        outcomes = [Outcome([1] if share.wanted else []) for share in plan.shares]
+        outcomes = [ShareOutcome([1] if share.wanted else []) for share in plan.shares]
         return self.scheduler.settle(plan, outcomes, now, now - self.began)
 
     def admit(self, served: Served, prompt: tuple[int, ...], answer: int, wait: WaitTicket | None, now: float) -> bool:

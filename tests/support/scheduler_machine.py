@@ -11,11 +11,18 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest, S
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Admission, Outcome, SchedulerLimits, SequenceEvent, Share, StepPlan
+from headrace.engine.scheduling.step_plan import (
+    AdmissionDecision,
+    SchedulerLimits,
+    SequenceEvent,
+    Share,
+    ShareOutcome,
+    StepPlan,
+)
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 
 FIXED, PER_ROW, PER_PAIR = 10e-3, 1e-3, 20e-9
-Answers = Callable[[Share], Outcome]
+Answers = Callable[[Share], ShareOutcome]
 
 
 def exact(rows: int, pairs: int) -> float:
@@ -26,8 +33,8 @@ def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple((seed * 7919 + place * (seed % 89 + 1)) % 50_021 for place in range(count))
 
 
-def one_token(share: Share) -> Outcome:
-    return Outcome([7] if share.wanted and share.sequence.request.kind == "generate" else [])
+def one_token(share: Share) -> ShareOutcome:
+    return ShareOutcome([7] if share.wanted and share.sequence.request.kind == "generate" else [])
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Machine:
         self.times: dict[SequenceState, list[float]] = {}  # of each token
         self.endings: dict[SequenceState, list[tuple[FinishReason, str, float]]] = {}
 
-    def send(self, id: str, tokens: int | tuple[int, ...] = 100, **wishes: Any) -> Admission:
+    def send(self, id: str, tokens: int | tuple[int, ...] = 100, **wishes: Any) -> AdmissionDecision:
         output = wishes.pop("output", ())
         made = prompt(tokens, seed=len(self.times) + 1) if isinstance(tokens, int) else tokens
         wishes.setdefault("arrival", self.now)

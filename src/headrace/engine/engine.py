@@ -28,7 +28,7 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest, S
 from headrace.engine.interface.sampling import MOST_LOGPROBS, SampleRow
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import Admission, Outcome, SequenceEvent, StepPlan
+from headrace.engine.scheduling.step_plan import AdmissionDecision, SequenceEvent, ShareOutcome, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.sequence_progress import SequenceProgress
 from headrace.engine.speculation.draft_model import DraftModelDrafter
@@ -113,7 +113,7 @@ class Engine:
 
     def submit(
         self, request: GenerationRequest, *, output: tuple[int, ...] = (), grammar: GrammarState | None = None
-    ) -> Admission:
+    ) -> AdmissionDecision:
         """Queue a request, or return why it is rejected. Raise RequestError if it can never be served.
 
         `output` holds tokens that another engine generated and delivered: text, penalties, grammar and sampling
@@ -364,7 +364,7 @@ class Engine:
             log.exception("a step of %d rows failed", plan.rows)
             done, seconds = self._clock(), 0.0
             why = f"the step failed: {error}"
-            outcomes = [Outcome([], FinishReason.FAILED, why) for _ in plan.shares]
+            outcomes = [ShareOutcome([], FinishReason.FAILED, why) for _ in plan.shares]
         for share, outcome in zip(plan.shares, outcomes, strict=True):
             if outcome.finish is FinishReason.FAILED:
                 share.count = 0  # must not be found in the cache: wrong, or not computed
@@ -380,13 +380,13 @@ class Engine:
         if self.speculator is not None:
             self._decoding = [event.sequence for event in events if event.tokens and event.finish is None]
 
-    def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch) -> list[ShareOutcome]:
+        outcomes: list[ShareOutcome] = []
         at = 0
         speculator = self.speculator
         for place, share in enumerate(step.plan.shares):
             if not share.wanted:
-                outcomes.append(Outcome())
+                outcomes.append(ShareOutcome())
                 continue
             progress = step.running[place]
             before = progress.accepted
@@ -397,8 +397,8 @@ class Engine:
                 speculator.observe(share.sequence, share.wanted - 1, progress.accepted - before)
         return outcomes
 
-    def _pooled(self, step: _Step, values: Any) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def _pooled(self, step: _Step, values: Any) -> list[ShareOutcome]:
+        outcomes: list[ShareOutcome] = []
         at = 0
         for share, progress in zip(step.plan.shares, step.running, strict=True):
             outcomes.append(progress.pool_states(share, values[at : at + share.wanted], self._spec))

@@ -53,16 +53,16 @@ class PinnedPrefixes:
         for why in loaded.left_out:
             log.warning("a saved prefix was not restored: %s", why)
 
-    def pin(self, tokens: Sequence[int], salt: str, told: PinCallback, *, public: bool = False) -> None:
-        """Keep a prefix and compute what is missing of it. `told` is called with None when that is done, else with the
-        reason."""
+    def pin(self, tokens: Sequence[int], salt: str, on_done: PinCallback, *, public: bool = False) -> None:
+        """Keep a prefix and compute what is missing of it. `on_done` is called with None when that is done, else with
+        the reason."""
         blocks = self._engine.blocks
         if public:
             blocks.declare_public(tokens)
         computed = blocks.pin(tokens, salt)
         whole = len(tokens) // blocks.block_tokens * blocks.block_tokens
         if computed >= whole:
-            self._done(None, told)
+            self._done(None, on_done)
             return
         id = f"{_MARK}{next(self._numbers)}"
         # Generate one token, which nobody sees, so that the prompt is computed.
@@ -74,7 +74,7 @@ class PinnedPrefixes:
         if not admission.accepted:
             blocks.unpin(tokens, salt)
             raise RequestError(admission.why, parameter="pin")
-        self._waiting[id] = told
+        self._waiting[id] = on_done
 
     def unpin(self, tokens: Sequence[int], salt: str) -> None:
         if not self._engine.blocks.unpin(tokens, salt):
@@ -84,21 +84,21 @@ class PinnedPrefixes:
     def takes(self, output: SequenceOutput) -> bool:
         """Return whether an output belongs to a prefix that is being computed for a pin. If so, no client waits for
         it."""
-        told = self._waiting.get(output.request)
-        if told is None:
+        on_done = self._waiting.get(output.request)
+        if on_done is None:
             return False
         if output.ending is not None:
             del self._waiting[output.request]
-            self._done(output.ending.why or None, told)
+            self._done(output.ending.why or None, on_done)
         return True
 
-    def _done(self, why: str | None, told: PinCallback) -> None:
+    def _done(self, why: str | None, on_done: PinCallback) -> None:
         if why is None:
             try:
                 self._save()
             except (OSError, HeadraceError) as error:
                 why = f"pinned, but not saved: {error}"
-        told(why)
+        on_done(why)
 
     def _save(self) -> None:
         if self._path is not None and self._identity is not None:

@@ -18,7 +18,7 @@ from headrace.engine.interface.output_text import OutputText
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, SequenceState
 from headrace.engine.interface.sampling import SampledToken, SampleRow, SamplingParams, sequence_seed
-from headrace.engine.scheduling.step_plan import Outcome, SequenceEvent, Share
+from headrace.engine.scheduling.step_plan import SequenceEvent, Share, ShareOutcome
 from headrace.engine.speculation.drafters import Mask, sample_rows, verify
 from headrace.errors import HeadraceError
 from headrace.models.spec import ModelSpec
@@ -112,7 +112,7 @@ class SequenceProgress:
 
     # After the results
 
-    def outcome(self, share: Share, tokens: list[int], at: int, rows: SampleBatch, masks: int | None) -> Outcome:
+    def outcome(self, share: Share, tokens: list[int], at: int, rows: SampleBatch, masks: int | None) -> ShareOutcome:
         """Return the step's outcome for the sequence. `at` is the index of its first row; `masks` is how many its
         grammar had."""
         sequence = self.sequence
@@ -122,7 +122,7 @@ class SequenceProgress:
             at += share.wanted - sampled
         if not sampled:
             whole = sequence.computed + share.count >= len(sequence.tokens)
-            return Outcome([], FinishReason.STOP if whole and sequence.request.kind == "score" else None)
+            return ShareOutcome([], FinishReason.STOP if whole and sequence.request.kind == "score" else None)
         if sampled == 1 and self.grammar is None and tokens[at] >= 0:
             accepted = [tokens[at]]
         else:
@@ -131,7 +131,7 @@ class SequenceProgress:
             accepted = self._verified(sequence, tokens[at : at + sampled], share.wanted - 1)
             if not accepted:
                 why = self.grammar.error if self.grammar is not None else None
-                return Outcome([], FinishReason.FAILED, why or _NO_CHOICE)
+                return ShareOutcome([], FinishReason.FAILED, why or _NO_CHOICE)
         if not self.blind:
             self.chosen += [rows.chosen(at + place) for place in range(len(accepted))]
         finish = None
@@ -139,14 +139,14 @@ class SequenceProgress:
             try:
                 finish = self._follow(self.grammar, accepted)
             except HeadraceError as error:
-                return Outcome(accepted, FinishReason.FAILED, str(error))
+                return ShareOutcome(accepted, FinishReason.FAILED, str(error))
         if self.careful and self.text is not None:
             before = self.text.count
             self.held_text += self.text.push(accepted)
             if isinstance(self.text.ended, str):
                 del accepted[self.text.count - before :]
                 finish = FinishReason.STOP
-        return Outcome(accepted, finish)
+        return ShareOutcome(accepted, finish)
 
     def _verified(self, sequence: SequenceState, sampled: list[int], drafts: int) -> list[int]:
         request = sequence.request
@@ -173,7 +173,7 @@ class SequenceProgress:
         known = len(sequence.tokens) - 1
         self.measured += [rows.chosen(at + place) for place in range(count) if first + place < known]
 
-    def pool_states(self, share: Share, states: NDArray[np.float32], spec: ModelSpec) -> Outcome:
+    def pool_states(self, share: Share, states: NDArray[np.float32], spec: ModelSpec) -> ShareOutcome:
         """Add the hidden states of the share's rows to the pooled vector, which is complete after the last share."""
         sequence = self.sequence
         first = sequence.computed + share.count - len(states)
@@ -188,7 +188,7 @@ class SequenceProgress:
                 rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
                 self.pool = np.add.reduce(rows, axis=0)
         whole = sequence.computed + share.count >= len(sequence.tokens)
-        return Outcome([], FinishReason.STOP if whole else None)
+        return ShareOutcome([], FinishReason.STOP if whole else None)
 
     # Output
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
+from headrace.engine.scheduling.step_plan import SchedulerLimits, Share, ShareOutcome
 from headrace.surfaces import SURFACES
 from tests.support.scheduler_machine import Machine, exact, prompt
 
@@ -277,17 +277,17 @@ def test_the_one_with_least_slack_goes_first(machine: Machine) -> None:
 def test_drafts_that_hold_are_kept_and_the_others_computed_again(machine: Machine) -> None:
     truth = list(range(100, 140))
 
-    def verify(share: Share) -> Outcome:
+    def verify(share: Share) -> ShareOutcome:
         sequence = share.sequence
         if not share.wanted:
-            return Outcome()
+            return ShareOutcome()
         following = truth[sequence.output_count :]
         kept = 0
         for draft, true in zip(sequence.drafted, following, strict=False):
             if draft != true:
                 break
             kept += 1
-        return Outcome(following[: kept + 1])
+        return ShareOutcome(following[: kept + 1])
 
     machine.answers = verify
     sequence = machine.must("a", 50, max_tokens=40)
@@ -310,7 +310,7 @@ def test_drafts_that_hold_are_kept_and_the_others_computed_again(machine: Machin
 
 
 def test_a_stop_id_ends_a_sequence_even_among_drafts(machine: Machine) -> None:
-    machine.answers = lambda share: Outcome([5, 9, 6, 6] if share.wanted else [])
+    machine.answers = lambda share: ShareOutcome([5, 9, 6, 6] if share.wanted else [])
     sequence = machine.must("a", 50, max_tokens=40, stop_ids=frozenset({9}))
     machine.run()
     assert sequence.output == [5, 9]
@@ -318,7 +318,7 @@ def test_a_stop_id_ends_a_sequence_even_among_drafts(machine: Machine) -> None:
 
 
 def test_no_more_tokens_are_kept_than_were_asked_for(machine: Machine) -> None:
-    machine.answers = lambda share: Outcome([5] * 30 if share.wanted else [])
+    machine.answers = lambda share: ShareOutcome([5] * 30 if share.wanted else [])
     sequence = machine.must("a", 50, max_tokens=40)
     machine.run()
     assert len(sequence.output) == 40
@@ -326,8 +326,8 @@ def test_no_more_tokens_are_kept_than_were_asked_for(machine: Machine) -> None:
 
 
 def test_tokens_that_were_forced_are_computed_in_one_step(machine: Machine) -> None:
-    def force(share: Share) -> Outcome:
-        return Outcome([5] * (25 if share.sequence.output_count == 0 else 1) if share.wanted else [])
+    def force(share: Share) -> ShareOutcome:
+        return ShareOutcome([5] * (25 if share.sequence.output_count == 0 else 1) if share.wanted else [])
 
     machine.answers = force
     sequence = machine.must("a", 50, max_tokens=30)
@@ -338,7 +338,7 @@ def test_tokens_that_were_forced_are_computed_in_one_step(machine: Machine) -> N
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.FAILED])
 def test_the_engine_may_end_a_sequence(machine: Machine, finish: FinishReason) -> None:
-    machine.answers = lambda share: Outcome([3], finish, "because")
+    machine.answers = lambda share: ShareOutcome([3], finish, "because")
     sequence = machine.must("a", 50)
     machine.run()
     assert machine.endings[sequence][0][:2] == (finish, "because")
@@ -346,7 +346,7 @@ def test_the_engine_may_end_a_sequence(machine: Machine, finish: FinishReason) -
 
 
 def test_a_token_that_was_not_chosen_is_a_failure_and_no_endless_loop(machine: Machine) -> None:
-    machine.answers = lambda share: Outcome()
+    machine.answers = lambda share: ShareOutcome()
     sequence = machine.must("a", 50)
     machine.run()
     assert machine.finish(sequence) is FinishReason.FAILED
@@ -367,7 +367,7 @@ def test_another_plans_outcome_is_refused(machine: Machine) -> None:
         machine.scheduler.settle(plan, [], machine.now, 0.1)
     machine.settle(plan)
     with pytest.raises(ValueError, match="under way"):
-        machine.scheduler.settle(plan, [Outcome([1])], machine.now, 0.1)
+        machine.scheduler.settle(plan, [ShareOutcome([1])], machine.now, 0.1)
 
 
 # Scoring and embedding

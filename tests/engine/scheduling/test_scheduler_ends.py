@@ -7,7 +7,7 @@ import pytest
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
+from headrace.engine.scheduling.step_plan import SchedulerLimits, Share, ShareOutcome
 from headrace.surfaces import SURFACES
 from tests.support.scheduler_machine import Machine, prompt
 
@@ -215,8 +215,8 @@ def test_the_one_with_most_slack_is_preempted_first() -> None:
 def test_a_preempted_stream_goes_on_where_it_was() -> None:
     machine = Machine(BlockManager(30), policy=Policy(refuse_unmet=False))
 
-    def counting(share: Share) -> Outcome:
-        return Outcome([share.sequence.output_count] if share.wanted else [])
+    def counting(share: Share) -> ShareOutcome:
+        return ShareOutcome([share.sequence.output_count] if share.wanted else [])
 
     machine.answers = counting
     sequences = [machine.must(f"{number}", 60, max_tokens=150) for number in range(4)]

@@ -9,7 +9,7 @@ import pytest
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, Share
+from headrace.engine.scheduling.step_plan import SchedulerLimits, Share, ShareOutcome
 from tests.support.scheduler_machine import Machine, prompt
 
 
@@ -50,19 +50,19 @@ class Traffic:
         assert admission.accepted == bool(admission.sequences)
         assert admission.accepted or admission.why
 
-    def answer(self, share: Share) -> Outcome:
+    def answer(self, share: Share) -> ShareOutcome:
         rng, sequence = self.rng, share.sequence
         if rng.random() < 0.002:
-            return Outcome([], FinishReason.FAILED, "broken")
+            return ShareOutcome([], FinishReason.FAILED, "broken")
         if not share.wanted or sequence.request.kind != "generate":
-            return Outcome()
+            return ShareOutcome()
         if sequence.computed + share.count < len(sequence.tokens):
-            return Outcome()  # results of the prompt alone
+            return ShareOutcome()  # results of the prompt alone
         kept = rng.randint(0, len(sequence.drafted))
         accepted = [*sequence.drafted[:kept], rng.randint(0, 60)]
         if rng.random() < 0.02:
             accepted += [5] * rng.randint(1, 40)  # forced
-        return Outcome(accepted)
+        return ShareOutcome(accepted)
 
     def go(self, steps: int, *, most_waiting: int) -> None:
         rng, machine = self.rng, self.machine

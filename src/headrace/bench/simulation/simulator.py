@@ -19,7 +19,7 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler, SchedulerStats
-from headrace.engine.scheduling.step_plan import Outcome, SchedulerLimits, SequenceEvent
+from headrace.engine.scheduling.step_plan import SchedulerLimits, SequenceEvent, ShareOutcome
 from headrace.engine.scheduling.step_time import StepTimeModel
 
 
@@ -106,7 +106,7 @@ def simulate(
             last = call.at
             clients.send(call, call.at)
             call = next(arrivals, None)
-        outcomes = [Outcome([_TOKEN] if share.wanted else []) for share in plan.shares]
+        outcomes = [ShareOutcome([_TOKEN] if share.wanted else []) for share in plan.shares]
         clients.deliver(scheduler.settle(plan, outcomes, now, seconds), now)
         if progress is not None:
             progress(now)

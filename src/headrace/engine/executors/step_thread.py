@@ -59,10 +59,10 @@ class StepCall(Generic[T]):
         # Both threads may get here at once; each callback is popped by one of them.
         while self._callbacks:
             try:
-                told = self._callbacks.pop()
+                callback = self._callbacks.pop()
             except IndexError:
                 return
-            told(self)
+            callback(self)
 
 
 class StepThread:

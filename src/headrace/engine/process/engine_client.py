@@ -262,7 +262,7 @@ class EngineClient:
                 self._fail(submission, self._wrong)
                 return
             self._waiting.append(submission)
-            self._later(max(0.0, submission.give_up - time.monotonic()), self._lose_patience)
+            self._later(max(0.0, submission.give_up - time.monotonic()), self._fail_overdue)
             return
         request = submission.stream.request
         output = submission.stream.tokens[submission.indices[0]] if len(submission.indices) == 1 else []
@@ -295,7 +295,7 @@ class EngineClient:
         timer = asyncio.get_running_loop().call_later(seconds, run)
         self._retries.add(timer)
 
-    def _lose_patience(self) -> None:
+    def _fail_overdue(self) -> None:
         now = time.monotonic() + 0.001  # timers may fire a little early
         for submission in [submission for submission in self._waiting if submission.give_up <= now]:
             if not self._cut(submission, now):
@@ -440,7 +440,7 @@ class EngineClient:
             try:
                 replica.greeting = asyncio.get_running_loop().create_future()
                 connection.send(wire.Hello(wire.VERSION))
-                welcome = await _unless(connection.closed, replica.greeting, self._waits.silence)
+                welcome = await _wait_unless_closed(connection.closed, replica.greeting, self._waits.silence)
                 if welcome is not None and self._accept(replica, connection, welcome):
                     wait = self._waits.reconnect
                     await self._watch(replica, connection)
@@ -492,9 +492,9 @@ class EngineClient:
 T = TypeVar("T")
 
 
-async def _unless(ended: asyncio.Future[None], wanted: Awaitable[T], seconds: float) -> T | None:
+async def _wait_unless_closed(ended: asyncio.Future[None], awaited: Awaitable[T], seconds: float) -> T | None:
     """Return the awaited value, or None if the connection ends or the time is over first."""
-    task = asyncio.ensure_future(wanted)
+    task = asyncio.ensure_future(awaited)
     await asyncio.wait({ended, task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         return task.result()

@@ -144,7 +144,7 @@ class Worker:
 
     def close(self, *, engine: bool = True) -> None:
         for client in list(self._clients):
-            self._part(client)
+            self._disconnect(client)
         self._listener.close()
         Path(self._config.socket).unlink(missing_ok=True)
         self._selector.close()
@@ -229,7 +229,7 @@ class Worker:
         except OSError:
             data = b""
         if not data:
-            self._part(client)
+            self._disconnect(client)
             return
         try:
             for message in client.frames.feed(data):
@@ -339,18 +339,18 @@ class Worker:
             self.engine.cancel(id)
 
     def _pin(self, client: _Client, message: wire.Pin) -> None:
-        def told(why: str | None) -> None:
+        def report(reason: str | None) -> None:
             if client in self._clients:
-                self._send(client, wire.Pinned(message.number, why))
+                self._send(client, wire.Pinned(message.number, reason))
 
         try:
             if message.keep:
-                self._opened.pins.pin(message.tokens, message.salt, told, public=message.public)
+                self._opened.pins.pin(message.tokens, message.salt, report, public=message.public)
             else:
                 self._opened.pins.unpin(message.tokens, message.salt)
-                told(None)
+                report(None)
         except (HeadraceError, OSError) as error:
-            told(str(error))
+            report(str(error))
 
     # Outputs
 
@@ -385,9 +385,9 @@ class Worker:
                 for output in outputs:
                     self._send_outputs(client, [output])
             else:
-                self._give_up(client, outputs[0], str(error))
+                self._fail_oversized(client, outputs[0], str(error))
 
-    def _give_up(self, client: _Client, output: SequenceOutput, why: str) -> None:
+    def _fail_oversized(self, client: _Client, output: SequenceOutput, why: str) -> None:
         """Fail a sequence whose output is too large for a frame."""
         log.warning("an output of request %s is too large: %s", output.request, why)
         ending = output.ending
@@ -405,7 +405,7 @@ class Worker:
             client.unsent += data
             if len(client.unsent) > _MOST_UNREAD:
                 log.warning("a client left %d bytes unread and is cut off", len(client.unsent))
-                self._part(client)
+                self._disconnect(client)
             return
         client.unsent = data
         self._write(client)
@@ -419,14 +419,14 @@ class Worker:
             self._selector.modify(client.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, _Handler(self, client))
             return
         except OSError:
-            self._part(client)
+            self._disconnect(client)
             return
         if client.leaving:
-            self._part(client)
+            self._disconnect(client)
         else:
-            self._rest(client)
+            self._stop_writing(client)
 
-    def _rest(self, client: _Client) -> None:
+    def _stop_writing(self, client: _Client) -> None:
         key = self._selector.get_key(client.socket)
         if key.events & selectors.EVENT_WRITE:
             self._selector.modify(client.socket, selectors.EVENT_READ, key.data)
@@ -437,9 +437,9 @@ class Worker:
         if client in self._clients:
             client.leaving = True
             if not client.unsent:
-                self._part(client)
+                self._disconnect(client)
 
-    def _part(self, client: _Client) -> None:
+    def _disconnect(self, client: _Client) -> None:
         """Remove a client and cancel its requests."""
         if client not in self._clients:
             return
@@ -507,7 +507,7 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     tell = report or _tell
     try:
         config = read_config()
-        opened = open_variant(config.variant, progress=told_now_and_then(tell), cuts_texts=False)
+        opened = open_variant(config.variant, progress=throttled_progress(tell), cuts_texts=False)
         worker = Worker(opened, config)
     except (HeadraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.StartReport(error=str(error) or type(error).__name__)))
@@ -545,14 +545,15 @@ def _tell(line: bytes) -> None:
     os.write(1, line + b"\n")
 
 
-def told_now_and_then(tell: Callable[[bytes], Any]) -> Callable[[int, int], None]:
-    told = time.monotonic()
+def throttled_progress(tell: Callable[[bytes], Any]) -> Callable[[int, int], None]:
+    """Return a callback that reports progress at most every `_PROGRESS_SECONDS`."""
+    reported_at = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal reported_at
         now = time.monotonic()
-        if now - told >= _PROGRESS_SECONDS:
-            told = now
+        if now - reported_at >= _PROGRESS_SECONDS:
+            reported_at = now
             tell(msgspec.json.encode(wire.LoadProgress(done, total)))
 
     return progress

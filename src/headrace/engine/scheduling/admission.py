@@ -6,7 +6,7 @@ import math
 
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.step_plan import Admission, SchedulerLimits
+from headrace.engine.scheduling.step_plan import AdmissionDecision, SchedulerLimits
 from headrace.engine.scheduling.waiting_queue import FairQueue, SequenceJob
 from headrace.surfaces import MOST_PRIORITY, MOST_WEIGHT, PATIENCE_SERVICES
 
@@ -53,7 +53,7 @@ def impossible(
 
 def no_room(
     job: SequenceJob, queue: FairQueue, limits: SchedulerLimits, *, predicted: float, retry: float
-) -> Admission | None:
+) -> AdmissionDecision | None:
     """Return a rejection if the queue is full. A tenant may fill only what is left of the queue, so every other
     tenant's first request still fits."""
     request, account = job.request, job.account
@@ -65,12 +65,12 @@ def no_room(
         and account.queued_tokens + tokens <= limits.queued_tokens - queue.queued_tokens
     ):
         return None
-    return Admission(False, predicted, retry_after=retry, why="Too many requests are queued.")
+    return AdmissionDecision(False, predicted, retry_after=retry, why="Too many requests are queued.")
 
 
 def too_late(
     job: SequenceJob, now: float, *, wait: float, most: float, least: float, margin: float
-) -> Admission | None:
+) -> AdmissionDecision | None:
     """Return a rejection if the first token would come after the deadline, or the wait would exceed the surface's
     patience.
 
@@ -82,12 +82,12 @@ def too_late(
     if predicted > left:
         why = f"The first token is predicted in {predicted:.2f} s, but the deadline is in {left:.2f} s."
         if least > left:
-            return Admission(False, predicted, why=why, parameter="deadline")
-        return Admission(False, predicted, retry_after=1.1 * (predicted - left) + margin, why=why)
+            return AdmissionDecision(False, predicted, why=why, parameter="deadline")
+        return AdmissionDecision(False, predicted, retry_after=1.1 * (predicted - left) + margin, why=why)
     patience = max(job.surface.patience, PATIENCE_SERVICES * job.service)
     # Even if this request would be in time, the late ones before it must not grow without bound.
     over = max(wait - patience, most - max(_MOST_SECONDS, 3.0 * patience))
     if over > 0.0:
         why = f"The request would wait {max(wait, most):.1f} s; its surface allows {patience:.1f} s."
-        return Admission(False, predicted, retry_after=1.1 * over + margin, why=why)
+        return AdmissionDecision(False, predicted, retry_after=1.1 * over + margin, why=why)
     return None

@@ -28,7 +28,13 @@ from headrace.engine.scheduling.planner import Planner
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.running_set import RunningSet
 from headrace.engine.scheduling.step_builder import StepBuilder
-from headrace.engine.scheduling.step_plan import Admission, Outcome, SchedulerLimits, SequenceEvent, StepPlan
+from headrace.engine.scheduling.step_plan import (
+    AdmissionDecision,
+    SchedulerLimits,
+    SequenceEvent,
+    ShareOutcome,
+    StepPlan,
+)
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.scheduling.waiting_queue import FairQueue, JobState, SequenceJob
 
@@ -96,7 +102,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._jobs and not self._events
 
-    def admit(self, request: GenerationRequest, now: float, *, output: tuple[int, ...] = ()) -> Admission:
+    def admit(self, request: GenerationRequest, now: float, *, output: tuple[int, ...] = ()) -> AdmissionDecision:
         """Queue a request, or return why it is rejected and when to retry. `output` holds tokens generated
         elsewhere."""
         admission = self._admit(request, now, output)
@@ -155,7 +161,7 @@ class Scheduler:
         self._step_ends = now + seconds
         return StepPlan(step.shares, self.blocks.take_copies(), seconds, step.hidden, step.rows, step.pairs)
 
-    def settle(self, plan: StepPlan, outcomes: list[Outcome], now: float, seconds: float) -> list[SequenceEvent]:
+    def settle(self, plan: StepPlan, outcomes: list[ShareOutcome], now: float, seconds: float) -> list[SequenceEvent]:
         """Apply a step's outcomes. `seconds` is how long the step took; a value that is not positive is ignored."""
         step = self._step
         if step is None or step.shares is not plan.shares or len(outcomes) != len(plan.shares):
@@ -180,14 +186,14 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, request: GenerationRequest, now: float, output: tuple[int, ...]) -> Admission:
+    def _admit(self, request: GenerationRequest, now: float, output: tuple[int, ...]) -> AdmissionDecision:
         if request.id in self._jobs:
-            return Admission(False, 0.0, why=f"A request '{request.id}' is already running.", parameter="id")
+            return AdmissionDecision(False, 0.0, why=f"A request '{request.id}' is already running.", parameter="id")
         wrong = impossible(request, len(output), self.limits, self.policy, self.blocks.largest_sequence)
         if wrong is not None:
-            return Admission(False, 0.0, why=wrong[1], parameter=wrong[0])
+            return AdmissionDecision(False, 0.0, why=wrong[1], parameter=wrong[0])
         if self._draining:
-            return Admission(False, 0.0, retry_after=1.0, why="The engine is draining.")
+            return AdmissionDecision(False, 0.0, retry_after=1.0, why="The engine is draining.")
         queue, planner = self.queue, self._planner
         account = queue.account(request.tenant)
         if not any(account.waiting):
@@ -215,9 +221,9 @@ class Scheduler:
             if job.deadline < math.inf:
                 self._with_deadline += 1
                 heapq.heappush(self._deadlines, (job.deadline, job.number, job))
-        return Admission(True, wait + first.service, sequences)
+        return AdmissionDecision(True, wait + first.service, sequences)
 
-    def _refusal(self, job: SequenceJob, now: float, wait: float, most: float) -> Admission | None:
+    def _refusal(self, job: SequenceJob, now: float, wait: float, most: float) -> AdmissionDecision | None:
         forecast = self._forecast
         retry = forecast.place_seconds(job.request.n)
         refused = no_room(job, self.queue, self.limits, predicted=wait + job.service, retry=retry)
@@ -234,7 +240,7 @@ class Scheduler:
 
     # Settling
 
-    def _settle(self, job: SequenceJob, count: int, outcome: Outcome, now: float) -> SequenceEvent | None:
+    def _settle(self, job: SequenceJob, count: int, outcome: ShareOutcome, now: float) -> SequenceEvent | None:
         sequence = job.sequence
         tokens, drafted = sequence.tokens, sequence.drafted
         pending = len(tokens) - sequence.computed

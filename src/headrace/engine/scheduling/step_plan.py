@@ -56,7 +56,7 @@ class StepPlan(msgspec.Struct):
     pairs: int = 0  # KV tokens that all rows together read
 
 
-class Outcome(msgspec.Struct):
+class ShareOutcome(msgspec.Struct):
     """The engine's result for one share."""
 
     accepted: list[int] = []  # new tokens: verified drafts, the sampled one, forced ones
@@ -71,7 +71,7 @@ class SequenceEvent(msgspec.Struct):
     why: str = ""
 
 
-class Admission(msgspec.Struct, frozen=True):
+class AdmissionDecision(msgspec.Struct, frozen=True):
     accepted: bool
     predicted: float  # seconds from now to the first token
     sequences: tuple[SequenceState, ...] = ()  # the request's n sequences, if accepted

@@ -17,7 +17,7 @@ from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import Engine, Fleet
+from headrace.gateway.serving.fleet import EngineConnection, Fleet
 from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
 from headrace.observe import metrics
 
@@ -78,7 +78,7 @@ class Dispatcher:
         return self.health.why_not(variant)
 
 
-async def _probe(engine: Engine) -> None:
+async def _probe(engine: EngineConnection) -> None:
     await engine.stats()
 
 

@@ -34,7 +34,7 @@ Loading = Callable[[str, int, int], None]
 _NO_BOUND: Final = 2**31 - 1  # tokens, where the upstream alone knows its context
 
 
-class Engine(Protocol):
+class EngineConnection(Protocol):
     """What makes outputs of requests: a client of worker processes, or, in tests and benchmarks, something simpler."""
 
     def stream(self, request: GenerationRequest) -> OutputStream: ...
@@ -65,7 +65,7 @@ class ServedVariant(msgspec.Struct, kw_only=True):
     is an ApiError that says so, so that what only engines can do needs no question of its own."""
 
     name: str  # as clients may name it: `mini`, `mini@int4`
-    engine: Engine
+    engine: EngineConnection
     tokenizer: Tokenizer
     context: int  # tokens, prompt and answer together
     kind: str = "decoder"
