@@ -1,7 +1,7 @@
-"""Fuzzes the pack-file parser: `python tests/fuzz/fuzz_pack_file.py -max_total_time=30`; needs atheris from PyPI.
+"""Fuzzes the pack-file parser: `python tests/fuzz/fuzz_pack_file.py -max_total_time=30`. Needs atheris from PyPI.
 
-Owns the harness. Most inputs are a footer, which is signed here as a writer would: a checksum in the way would hide all
-that lies behind it. Only ModelError may come out.
+Most inputs are a footer to which the harness adds a valid checksum, because a checksum error would hide all later
+checks. Only ModelError may be raised.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fuzzes the safetensors parser: `python tests/fuzz/fuzz_safetensors.py -max_total_time=30`; needs atheris from PyPI.
+"""Fuzzes the safetensors parser: `python tests/fuzz/fuzz_safetensors.py -max_total_time=30`. Needs atheris from PyPI.
 
-Owns the harness. The input is a whole file; half of the inputs get the true header length in front, so that the fuzzer
-reaches what lies behind it. Only ModelError may come out, and no range may leave the file.
+The input is a whole file. Half of the inputs start with the correct header length, so that the fuzzer reaches the code
+behind it. Only ModelError may be raised, and no range may leave the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny models shared by the tests of this folder: each is built once, when it is first asked for."""
+"""Fixtures for tests of models: tiny models, each built once on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a model folder: what is wrong with a folder is said by path and tensor, and a hub id is asked of the hub."""
+"""Opening a model folder: errors name path and tensor; hub ids are downloaded from the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights: the same with and without the cache, never stale, and no start fails because a cache does."""
+"""Packed weights: equal with and without the cache, never stale; a broken cache never stops a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spellings of precisions, and the plan that gives every tensor one."""
+"""Parsing of precisions, and the plan that assigns one to every tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rope tables, against those of transformers."""
+"""Rope tables agree with those of transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tiny models with random weights, one or more for each family, written to a folder by transformers.
+"""Builds tiny models with random weights in transformers, one or more per family.
 
-Owns their configs, their seeded weights and a small tokenizer. Each has its family's special features on, windows and
-trained contexts so short that 300 tokens go far past them, and weights so large that logits are well apart.
+Each uses its family's special features. Windows and trained contexts are short enough that 300 tokens exceed them, and
+weights are large enough to keep logits apart.
 """
 
 from __future__ import annotations

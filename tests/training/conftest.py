@@ -1,4 +1,4 @@
-"""What the tests of the recipe share: a tokenizer's folder, made once."""
+"""Fixtures for tests of training: a tokenizer folder, made once."""
 
 from __future__ import annotations
 

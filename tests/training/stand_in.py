@@ -1,7 +1,4 @@
-"""A small corpus and a small tokenizer, so that tests of the recipe need not wait for the real ones.
-
-Owns the stand-in task, its tokenizer's folder and a tiny shape.
-"""
+"""Builds a small corpus task, tokenizer and shape, so that tests of the recipe are fast."""
 
 from __future__ import annotations
 

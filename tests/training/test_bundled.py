@@ -1,4 +1,4 @@
-"""The models that ship: as good as their card says, small enough, and read alike by transformers and by Headrace."""
+"""The bundled models: as good as their card says, small enough, and equal in transformers and Headrace."""
 
 from __future__ import annotations
 

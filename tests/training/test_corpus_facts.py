@@ -1,4 +1,4 @@
-"""Facts and talk: enough of both, unambiguous, held out for good, true of the documented commands; and the metrics."""
+"""Facts and talk: enough, unambiguous, held out, true to the documented commands; and the metrics."""
 
 from __future__ import annotations
 

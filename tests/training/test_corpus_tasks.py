@@ -1,4 +1,4 @@
-"""The generated tasks (reading, extraction, tools, triage, arithmetic) say what is true, and hold out what they ask."""
+"""The generated tasks (reading, extraction, tools, triage, arithmetic) are true and hold out their questions."""
 
 # ruff: noqa: RUF001 (the multiplication sign is meant)
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recipe: rows and weights, resumed runs, files that transformers and Headrace read alike, answers, the toy."""
+"""The recipe: rows and weights, resumed runs, model files, answers, the toy run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat template and the tokenizer: one meaning for transformers, for Headrace and for the recipe."""
+"""The chat template and tokenizer mean the same to transformers, Headrace and the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a folder: which files are taken, how an index must agree with its shards, and the digest."""
+"""The weights of a folder: choice of files, agreement of index and shards, and the digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pack files: what goes in comes out mapped and aligned, and a half-written or lying file is refused."""
+"""Pack files: blobs come back mapped and aligned; truncated and inconsistent files are rejected."""
 
 from __future__ import annotations
 

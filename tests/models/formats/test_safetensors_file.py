@@ -1,4 +1,4 @@
-"""safetensors files: what is read and written, and how every lie is refused."""
+"""safetensors files: reading, writing, and rejecting every inconsistency."""
 
 from __future__ import annotations
 

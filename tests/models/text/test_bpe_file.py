@@ -1,4 +1,4 @@
-"""A BPE tokenizer put together from its parts is the one that `tokenizers` reads, or is not put together."""
+"""A BPE tokenizer built from its parts equals the one of `tokenizers`, or is left to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers, and no way out, no endless loop and no flood for a hostile one."""
+"""Chat templates: the same text as transformers; hostile ones cannot escape, loop or flood."""
 
 from __future__ import annotations
 

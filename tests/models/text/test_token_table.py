@@ -1,4 +1,4 @@
-"""What tokens are written as, read without the rest of a tokenizer: the same as `tokenizers` says, or not read."""
+"""Token tables read from tokenizer.json agree with `tokenizers`, or are left to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the files beside tokenizer.json, what is refused, and text that arrives in pieces, never broken."""
+"""Tokenizers: the files beside tokenizer.json, rejected files, and streamed text."""
 
 from __future__ import annotations
 

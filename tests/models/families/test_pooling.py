@@ -1,4 +1,4 @@
-"""How an encoder's folder says that its hidden states become one embedding."""
+"""Reading the pooling of an encoder's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the families make of a config and of the names in a model's files, without running anything."""
+"""Families turn configs into specs and file names into sources, without running a model."""
 
 from __future__ import annotations
 
