@@ -31,4 +31,4 @@ def test_the_servers_errors_are_shown(server: Server) -> None:
         timeout=120,
         check=False,
     )
-    assert "there is no model 'nobody'" in run.stdout
+    assert "Unknown model 'nobody'" in run.stdout

@@ -89,3 +89,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(
                 "Internal server error. The server's log has the details.", kind="server_error", code="internal_error"
             )
+
+
+def unknown_url(path: str) -> ApiError:
+    """Build the 404 for an unknown path. A hidden admin API must answer with exactly the same error."""
+    return ApiError(f"Unknown path '{path[:200]}'.", kind="not_found_error", code="unknown_url")

@@ -1,13 +1,12 @@
-"""The server's durable state: one sqlite file, used by one thread.
+"""The server's sqlite file, used by one thread so that the event loop never waits for a disk.
 
-Owns the file `headrace.sqlite` in the storage folder, its schema with the steps from one version to the next, the lock
-that keeps a second server out of the folder, and the thread that runs statements, so that the event loop never waits
-for a disk. The stores (files, batches, responses) own the statements; Database knows none of their meaning.
+Owns `headrace.sqlite` in the storage folder, its schema migrations, and the lock that keeps a second server out of the
+folder. The statements belong to the stores (files, batches, responses, ledger, accounts).
 
     event loop ──run(function)──▶ queue, bounded ──▶ thread: BEGIN, function(connection), COMMIT ──▶ result, or ApiError
 
-A full disk, a broken file and a folder that is not there are ApiErrors of the statements that met them. The next
-statement tries again: what has been mended works without a restart.
+A full disk, a broken file or a missing folder raises ApiError from the statement that met it. The next statement tries
+again, so a repaired disk works without a restart.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ListOrder = Literal["asc", "desc"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# Each step leads from the version that is its place to the next. A step that has been released never changes.
+# Migrations: step N leads from version N to N + 1. A released step never changes.
 _STEPS = (
     """
     CREATE TABLE files (
@@ -130,9 +129,9 @@ class Database:
         self,
         folder: Path,
         *,
-        waiting: int = 4096,  # statements, the running one among them; more are refused
-        busy_s: float = 5.0,  # that a statement waits for another program that holds the file
-        limit_bytes: int = 16 * 1024**3,  # 16 GiB, of the file
+        waiting: int = 4096,  # statements queued, including the running one
+        busy_s: float = 5.0,  # how long a statement waits for another program that locks the file
+        limit_bytes: int = 16 * 1024**3,  # 16 GiB, largest file
     ) -> None:
         self.folder = folder.expanduser()
         self.waiting = 0
@@ -142,17 +141,17 @@ class Database:
         self._mutex = threading.Lock()  # of `waiting` and `_closed`
         self._closed = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Used by the thread alone.
+        # Used only by the thread.
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
-        # A daemon: a server that dies without `close` must not wait for it. Commits are whole or not at all anyway.
+        # A daemon, so that a server that dies without `close` does not wait for it. Commits are atomic anyway.
         self._thread = threading.Thread(target=self._serve, name="headrace-database", daemon=True)
         self._thread.start()
 
     async def run(self, function: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
-        """`function`'s result; its statements are one transaction, which an exception takes back.
+        """Run `function` in one transaction and return its result; an exception rolls it back.
 
-        It runs even when the caller is cancelled meanwhile: what was asked to be saved is saved.
+        It runs even if the caller is cancelled in the meantime.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TransactionResult] = loop.create_future()
@@ -162,27 +161,27 @@ class Database:
                 settle = partial(_set_result, future, self._transaction(function))
             except BaseException as error:
                 settle = partial(_set_exception, future, _as_storage_error(error))
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(settle)
 
         with self._mutex:
             if self._closed:
-                raise storage_unavailable("the server is ending")
+                raise storage_unavailable("The server is shutting down.")
             if self.waiting >= self._waiting_limit:
-                raise storage_unavailable("the server's storage is too busy; try again", retry_after=1.0)
+                raise storage_unavailable("The server's storage is too busy. Try again in a moment.", retry_after=1.0)
             self.waiting += 1
             self._jobs.put(job)
         return await future
 
     async def close(self) -> None:
-        """After the statements that are waiting; further ones are refused."""
+        """Run the queued statements, then stop. Further statements are rejected."""
         with self._mutex:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    # In the thread.
+    # In the thread
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -201,7 +200,7 @@ class Database:
                 result = function(connection)
                 connection.execute("COMMIT")
             except BaseException:
-                # sqlite itself takes a transaction back when the disk is full.
+                # sqlite rolls back by itself when the disk is full.
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
@@ -219,7 +218,7 @@ class Database:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
             self._own_folder()
             path = self.folder / "headrace.sqlite"
-            # sqlite would make it readable as the umask says; its other files take this one's mode.
+            # sqlite would use the umask; its other files take the mode of this one.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(path, timeout=self._busy_s, isolation_level=None)
             try:
@@ -231,16 +230,18 @@ class Database:
         return self._connection
 
     def _own_folder(self) -> None:
-        """Two servers on one folder would run every batch twice."""
+        """Lock the folder: two servers on one folder would run every batch twice."""
         if self._lock is None:
             lock = os.open(self.folder / "headrace.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # Not flock: a forked child would go on holding it after the server's death.
+                # Not flock: a forked child would keep it after the server's death.
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(lock)
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise InUseError("another Headrace server uses it; give each its own storage.folder") from None
+                    raise InUseError(
+                        "another Headrace server uses it. Give each server its own storage.folder."
+                    ) from None
                 raise
             self._lock = lock
 
@@ -254,7 +255,9 @@ class Database:
         connection.execute(f"PRAGMA max_page_count = {max(1, self._limit_bytes // page_bytes)}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > len(_STEPS):
-            raise NewerSchemaError(f"its schema is version {version}; this Headrace knows up to {len(_STEPS)}")
+            raise NewerSchemaError(
+                f"its schema is version {version}, newer than this version of Headrace supports ({len(_STEPS)})"
+            )
         for number, step in enumerate(_STEPS[version:], start=version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {step}; PRAGMA user_version = {number}; COMMIT;")
 
@@ -279,7 +282,7 @@ def storage_unavailable(message: str, *, status: int = 503, retry_after: float |
     return ApiError(message, kind="server_error", code="storage_unavailable", status=status, retry_after=retry_after)
 
 
-def storage_full(message: str = "the server's storage is full") -> ApiError:
+def storage_full(message: str = "The server's storage is full.") -> ApiError:
     return storage_unavailable(message, status=507)
 
 
@@ -289,36 +292,36 @@ def _code(error: BaseException) -> int | None:
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Of a statement of ours, not of the disk."""
+    """Return whether the error is a bug in a statement, not a problem of the disk."""
     return isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) or _code(error) == sqlite3.SQLITE_ERROR
 
 
 def _as_storage_error(error: BaseException) -> BaseException:
-    """What a client is told of it. The log has the path and the reason."""
+    """Convert an error for the client. The log has the path and the reason."""
     match error:
         case sqlite3.Error() if _is_mistake(error):
             return error
         case sqlite3.Error() if _code(error) == sqlite3.SQLITE_FULL:
             return storage_full()
         case sqlite3.Error():
-            return storage_unavailable("the server's storage cannot be used")
+            return storage_unavailable("The server's storage cannot be used right now.")
         case OSError():
             return storage_error(error)
         case InUseError() | NewerSchemaError():
-            return storage_unavailable("the server's storage cannot be used")
+            return storage_unavailable("The server's storage cannot be used right now.")
         case _:
             return error
 
 
 def storage_error(error: OSError) -> ApiError:
-    """The disk's errors in a client's words."""
+    """Convert a disk error for the client."""
     if error.errno in _FULL:
         return storage_full()
-    return storage_unavailable("the server's storage cannot be used")
+    return storage_unavailable("The server's storage cannot be used right now.")
 
 
 class ListPage(msgspec.Struct, Generic[PageItem], frozen=True):
-    """A part of a list, with whether more follows."""
+    """A page of a list."""
 
     data: list[PageItem]
     has_more: bool
@@ -345,12 +348,12 @@ def select_page(
     where: str = "TRUE",
     values: tuple[Any, ...] = (),
 ) -> ListPage[sqlite3.Row]:
-    """The tenant's rows by age, from the one with the id `after` on. `table` and `where` are ours, never a client's."""
+    """Return a page of the tenant's rows by age, after the id `after`. Never pass `table` or `where` from clients."""
     sign, start = (">", 0) if order == "asc" else ("<", 2**62)
     if after is not None:
         row = connection.execute(f"SELECT seq FROM {table} WHERE tenant = ? AND id = ?", (tenant, after)).fetchone()
         if row is None:
-            raise invalid_request("there is nothing with this id to list from", "after")
+            raise invalid_request("Unknown id in 'after'.", "after")
         start = row[0]
     rows = rows_of(
         connection,
@@ -361,16 +364,16 @@ def select_page(
 
 
 def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
-    """Rows whose columns have names."""
+    """Return rows with named columns."""
     cursor = connection.cursor()
     cursor.row_factory = sqlite3.Row
     return cursor.execute(statement, values).fetchall()
 
 
 def check_listing(*, limit: int, most: int, order: str) -> ListOrder:
-    """What a client may ask of a list."""
+    """Check a client's list parameters."""
     if not 1 <= limit <= most:
-        raise invalid_request(f"limit must be from 1 to {most}", "limit")
+        raise invalid_request(f"Invalid 'limit'. Expected 1 to {most}.", "limit")
     if order == "asc" or order == "desc":
         return order
-    raise invalid_request("order must be asc or desc", "order")
+    raise invalid_request("Invalid 'order'. Expected asc or desc.", "order")

@@ -63,7 +63,7 @@ def test_what_is_out_of_scope_is_answered_like_what_is_not_there() -> None:
     (hidden, missing) = errors((caller, "mini", "fast"), (caller, "nothing", "fast"))
     assert hidden.message.replace("mini", "nothing") == missing.message
     (wrong,) = errors((scoped(set()), "mini", "standard"))
-    assert "none for this key" in wrong.message
+    assert "none for this API key" in wrong.message
 
 
 def test_a_profile_that_a_model_of_ones_own_lacks_is_named() -> None:

@@ -176,7 +176,7 @@ def test_a_database_that_is_not_there_is_an_error_of_the_storage() -> None:
             error = await refused(store.changes(0))
             assert (error.status, "5432" in error.message) == (503, False)
             await store.close()
-        with pytest.raises(ValueError, match="no name for a schema"):
+        with pytest.raises(ValueError, match="Invalid schema"):
             PostgresAccountStore("", schema="a; DROP TABLE audit")
 
     asynchronous(test)

@@ -76,7 +76,7 @@ async def test_without_an_administrator_there_is_no_admin_api(tmp_path: Path) ->
                 for key in ("", "caller-secret", "wrong"):
                     answer = await running.admin(method, path, {}, key=key)
                     assert (answer.status, answer.error["code"]) == (404, "unknown_url"), path
-                    assert answer.error["message"] == f"there is no /admin/v1/{path}"
+                    assert answer.error["message"] == f"Unknown path '/admin/v1/{path}'."
             document = (await running.ask("GET", "/openapi.json")).body
             assert b"/admin/v1" not in document
 

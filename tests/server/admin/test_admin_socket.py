@@ -23,7 +23,7 @@ def test_what_a_dead_server_has_left_is_replaced_and_a_live_one_is_not(tmp_path:
 def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("mine")
-    with pytest.raises(SocketError, match="no socket"):
+    with pytest.raises(SocketError, match="not a socket"):
         listen_on(path)
     assert path.read_text() == "mine"
 

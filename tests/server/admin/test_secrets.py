@@ -165,7 +165,7 @@ async def test_a_secret_in_a_wrong_place_of_any_request_is_shown_nowhere(tmp_pat
                     assert answer.headers["x-request-id"] != secret
                     replies += [answer.body if secret not in str(body) else b"", repr(answer.headers).encode()]
         unknown = await running.ask("GET", f"/v1/caller-secret/{made}")
-        assert unknown.error["message"] == "there is no /v1/mr-***/mr-***"
+        assert unknown.error["message"] == "Unknown path '/v1/mr-***/mr-***'."
         replies.append((await running.ask("GET", "/metrics")).body)
         log = logged.getvalue()
     assert "unknown_parameter" in log

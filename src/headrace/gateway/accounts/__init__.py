@@ -1,1 +1,1 @@
-"""Who may call, for whom, and what: tenants and keys, those of the configuration and those made while it runs."""
+"""Tenants and API keys, from the configuration and from the admin API, and what they may use."""

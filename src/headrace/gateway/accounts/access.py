@@ -1,8 +1,8 @@
-"""What a caller may use: models, surfaces and profiles, and what it is told where it may not.
+"""Checks which models, surfaces and profiles a caller may use.
 
-Owns the rules. A model out of scope does not exist for the caller: it is answered as a name that nobody serves is, and
-no list has it. Models are often named after whom they were made for, so their names alone are not for everybody; a 403
-would confirm them. Surfaces and profiles are the same names on every server, so these are refused as what they are.
+A model out of scope does not exist for the caller: it gets the same 404 as an unknown model and is not listed. Model
+names can be confidential, and a 403 would confirm them. Surfaces and profiles are the same on every server, so these
+are rejected with 403.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def allows_model(caller: Caller, name: str) -> bool:
-    """`name`: of a variant, in full. A model in a scope allows all its variants."""
+    """Return whether the caller may use a variant. `name`: its full name. A model in the scope allows its variants."""
     if not isinstance(caller, IdentifiedCaller):
         return True
     base = name.partition("@")[0]
@@ -27,33 +27,35 @@ def allows_model(caller: Caller, name: str) -> bool:
 
 
 def visible_models(caller: Caller, fleet: Fleet) -> list[ServedVariant]:
-    """For /v1/models, in the fleet's order."""
+    """Return the models that /v1/models lists, in the fleet's order."""
     return [served for name, served in fleet.served.items() if allows_model(caller, name)]
 
 
 def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard") -> ServedVariant:
-    """As Fleet.find, among what the caller may use. Without a name it is the server's default, or where the caller may
-    not use that, the first that it may. ApiError, the same for what it may not use and for what is not there."""
+    """Find a model among those the caller may use. Raise the same ApiError for forbidden and unknown models.
+
+    Without a name, return the server's default or, if that is not allowed, the first model that is.
+    """
     check_profile(caller, profile)
     if not name and not allows_model(caller, fleet.aliases.get(fleet.default, fleet.default)):
         name = next((served.name for served in visible_models(caller, fleet)), "")
     try:
         served = fleet.find(name, profile)
     except ApiError as error:
-        # A variant that is missing names its model: that a caller may know of its own models alone.
+        # The error about a missing variant names its model, so show it only if the caller may use the model.
         base = (name or fleet.default).partition("@")[0]
         if error.kind != "not_found_error" and allows_model(caller, fleet.aliases.get(base, base)):
             raise
-        raise _no_model(caller, fleet, name or fleet.default) from None
+        raise _unknown_model(caller, fleet, name or fleet.default) from None
     if not allows_model(caller, served.name):
-        raise _no_model(caller, fleet, name or fleet.default)
+        raise _unknown_model(caller, fleet, name or fleet.default)
     return served
 
 
-def _no_model(caller: Caller, fleet: Fleet, wanted: str) -> ApiError:
-    there = ", ".join(sorted(served.name for served in visible_models(caller, fleet))) or "none for this key"
+def _unknown_model(caller: Caller, fleet: Fleet, requested: str) -> ApiError:
+    available = ", ".join(sorted(served.name for served in visible_models(caller, fleet))) or "none for this API key"
     return ApiError(
-        f"there is no model '{wanted[:200]}'; there are: {there}",
+        f"Unknown model '{requested[:200]}'. Available models: {available}.",
         kind="not_found_error",
         parameter="model",
         code="model_not_found",
@@ -66,22 +68,24 @@ def check_profile(caller: Caller, profile: str) -> None:
         raise _forbidden("profile", profile, sorted(allowed))
 
 
-def choose_surface(caller: Caller, asked: str, served: str) -> str:
-    """The surface of a request: the one that it names, the key's own, the model's. Where the caller may not use what
-    nobody asked for, it is the first that it may. ApiError where the request names one that it may not."""
+def choose_surface(caller: Caller, requested: str, served: str) -> str:
+    """Choose the surface: the one the request names, else the key's, else the model's.
+
+    If that default is not allowed, return the first allowed surface. Raise ApiError if the requested one is forbidden.
+    """
     allowed = caller.surfaces if isinstance(caller, IdentifiedCaller) else None
-    surface = asked or caller.surface or served
+    surface = requested or caller.surface or served
     if allowed is None or surface in allowed:
         return surface
-    if asked or not allowed:
+    if requested or not allowed:
         raise _forbidden("surface", surface, allowed)
     return allowed[0]
 
 
 def _forbidden(what: str, name: str, allowed: Sequence[str]) -> ApiError:
-    may = f"it may use {', '.join(allowed)}" if allowed else "it may use none"
+    permitted = ", ".join(allowed) or "none"
     return ApiError(
-        f"the API key may not use the {what} '{name[:100]}'; {may}",
+        f"This API key may not use the {what} '{name[:100]}'. Allowed: {permitted}.",
         kind="permission_error",
         parameter=what,
         code=f"{what}_not_allowed",

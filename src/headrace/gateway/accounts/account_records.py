@@ -1,8 +1,7 @@
-"""What is kept of tenants, keys, fast mode and invalidations when it was made through the admin API.
+"""Records that the admin API creates: tenants, keys, fast mode and cache invalidations, and their JSON.
 
-Owns the kinds of records, their JSON, and how tenants and keys are shown. The storage keeps a record as a text with a
-version and knows nothing of what it says. No record has a key's secret, only its digest, and what is shown of a record
-has not even that.
+The store keeps each record as an opaque string with a version. A key record contains the digest of its secret, never
+the secret; API responses contain neither.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark"]
 
 
 class KeyScope(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a key may do. None is everything that its tenant may."""
+    """What a key may use. None: everything its tenant may use."""
 
     models: tuple[str, ...] | None = None
     surfaces: tuple[str, ...] | None = None
@@ -34,13 +33,13 @@ class KeyScope(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     settings: TenantConfig = TenantConfig()
-    created: int  # seconds since 1970, as all times here
+    created: int  # seconds since 1970, like all times here
     changed: int
-    deleted: int | None = None  # then its name stays taken: what was the old one's must never be a new one's
+    deleted: int | None = None  # a deleted name stays taken, so that a new tenant never inherits data
 
 
 class SecretRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One of a key's secrets. There are several while a rotation's overlap lasts."""
+    """A secret of a key. During a rotation's overlap there are several."""
 
     sha256: str  # in hexadecimal
     last_four: str
@@ -51,7 +50,7 @@ class SecretRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     tenant: str
-    secrets: tuple[SecretRecord, ...]  # the newest is the last
+    secrets: tuple[SecretRecord, ...]  # oldest first
     scope: KeyScope = KeyScope()
     surface: str | None = None  # of requests that name none
     weight: float = 1.0
@@ -62,17 +61,17 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FastRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fast mode of a tenant, or of all, until it expires."""
+    """Fast mode of one tenant or of all, until it expires."""
 
     on: bool
     reason: str
-    by: str  # the key's id
+    by: str  # id of the key that set it
     since: int
     until: int
 
 
 class InvalidationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """That entries of the caches are to go, in every gateway."""
+    """An invalidation of cache entries, to be applied by every gateway."""
 
     at: int
     tags: tuple[str, ...] = ()
@@ -80,7 +79,7 @@ class InvalidationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class MarkRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """That something has happened once. The mark "keys": there has been a key, so not everybody may call."""
+    """Marks that something has happened. The mark "keys": a key has existed, so calls need a key from then on."""
 
     at: int
 
@@ -94,14 +93,14 @@ RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "mark": MarkRecord,
 }
 KEYS_MARK: Final = "keys"
-ALL_TENANTS: Final = "*"  # the id of the fast record that is of all tenants; no tenant has this name
+ALL_TENANTS: Final = "*"  # id of the fast record for all tenants; not a valid tenant name
 
 
 class AccountRecord(msgspec.Struct, frozen=True):
     kind: str
     id: str
-    version: int  # the epoch in which it was written
-    value: RecordValue | None  # None: it was removed
+    version: int  # epoch of the write
+    value: RecordValue | None  # None: removed
 
 
 def encode_value(value: RecordValue) -> str:
@@ -109,24 +108,24 @@ def encode_value(value: RecordValue) -> str:
 
 
 def decode_records(rows: Iterable[tuple[str, str, int, str | None]]) -> tuple[AccountRecord, ...]:
-    """Of rows (kind, id, version, body). What a newer Headrace wrote and this one cannot read counts as removed: what
-    it would have allowed is refused."""
-    found: list[AccountRecord] = []
+    """Decode rows (kind, id, version, body). A record of a newer version that cannot be read counts as removed, so that
+    it grants nothing."""
+    records: list[AccountRecord] = []
     for kind, id, version, body in rows:
         value: RecordValue | None = None
         if kind not in RECORD_TYPES:
-            log.error("a record of the unknown kind %s cannot be read", kind)
+            log.error("cannot read a record of the unknown kind %s", kind)
         elif body is not None:
             try:
                 value = msgspec.json.decode(body, type=RECORD_TYPES[kind])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                log.error("the record %s %s cannot be read: %s", kind, id, error)
-        found.append(AccountRecord(kind, id, version, value))
-    return tuple(found)
+                log.error("cannot read the record %s %s: %s", kind, id, error)
+        records.append(AccountRecord(kind, id, version, value))
+    return tuple(records)
 
 
 def earliest_expiry(*times: int | None) -> float:
-    """The first of them; None is never."""
+    """Return the earliest of the times; None means never."""
     return min((each for each in times if each is not None), default=math.inf)
 
 
@@ -138,7 +137,7 @@ def status_of(key: KeyRecord, now: float) -> Literal["live", "revoked", "expired
 
 
 def tenant_json(name: str, settings: TenantConfig, record: TenantRecord | None) -> dict[str, Any]:
-    """`record`: None where the configuration declares it."""
+    """Return a tenant as JSON. `record`: None if the configuration declares it."""
     return {
         "object": "tenant",
         "name": name,
@@ -151,7 +150,7 @@ def tenant_json(name: str, settings: TenantConfig, record: TenantRecord | None) 
 
 
 def key_json(id: str, key: KeyRecord, now: float, *, source: str = "admin", used: int | None = None) -> dict[str, Any]:
-    """What may be known of a key: never a secret, nor a secret's digest."""
+    """Return a key as JSON, without secrets and digests."""
     return {
         "object": "key",
         "id": id,

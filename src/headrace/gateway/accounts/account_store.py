@@ -1,9 +1,8 @@
-"""Where the shared state lives: records with versions, one epoch that every change bumps, and the audit log.
+"""Stores account records with versions, an epoch that every change increments, and the audit log.
 
-Owns what a storage must do (Store), what a change is, and the storage in the server's sqlite file. A change is one
-transaction: it is made only if the records that it replaces are still those that its maker saw; with it go the audit
-entry and the next epoch. So the epoch tells whether there is anything new, and nobody's change is lost. What records
-mean is not known here.
+Defines the interface AccountStore and its sqlite implementation. A change is one transaction that succeeds only if the
+replaced records still have the expected versions; it also writes the audit entry and the next epoch. So the epoch tells
+whether anything is new, and no change is lost. Does not interpret records.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from headrace.gateway.database import Database, storage_unavailable
 
 Result = TypeVar("Result")
 
-REMEMBERED: Final = 1000  # removed records of which it is still known that they were removed
+REMEMBERED: Final = 1000  # removed records that are remembered as removed
 _DAY: Final = 86_400  # seconds
-_LEAST: Final = 1000  # of the newest rows of the audit log, kept whatever their age
+_LEAST: Final = 1000  # newest audit rows, kept at any age
 
 SCHEMA: Final = (
     """
@@ -54,15 +53,15 @@ SCHEMA: Final = (
         seq INTEGER PRIMARY KEY, at INTEGER NOT NULL, body TEXT NOT NULL, hash TEXT NOT NULL
     )
     """,
-    # Against mistakes of ours; who means harm can remove them, and then the chain tells.
+    # Guards against bugs. An attacker can drop the triggers, but the hash chain then shows the change.
     """
     CREATE TRIGGER IF NOT EXISTS audit_never_changes BEFORE UPDATE ON audit
-    BEGIN SELECT RAISE(ABORT, 'the audit log is only added to'); END
+    BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
     """,
     """
     CREATE TRIGGER IF NOT EXISTS audit_keeps_its_end BEFORE DELETE ON audit
     WHEN OLD.seq > (SELECT anchor_seq FROM shared_state)
-    BEGIN SELECT RAISE(ABORT, 'only what is older than the anchor is removed'); END
+    BEGIN SELECT RAISE(ABORT, 'only rows before the anchor can be deleted'); END
     """,
 )
 
@@ -71,53 +70,55 @@ class RecordWrite(msgspec.Struct, frozen=True):
     kind: str
     id: str
     value: RecordValue | None  # None removes it
-    replaces: int  # the version that it had; 0: there is none
+    replaces: int  # expected version; 0: the record must not exist
 
 
 class AccountChange(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it, or nothing."""
+    """A change, applied completely or not at all."""
 
     entry: AuditEntry
     writes: tuple[RecordWrite, ...] = ()
-    expects: tuple[tuple[str, str, int], ...] = ()  # kind, id and version of what was relied on and stays as it is
+    expects: tuple[tuple[str, str, int], ...] = ()  # (kind, id, version) of records that must not have changed
 
 
 class AccountChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new since an epoch."""
+    """The changes since an epoch."""
 
     epoch: int
-    now: float  # the storage's clock, the one by which all gateways agree
+    now: float  # the clock of the store, shared by all gateways
     records: tuple[AccountRecord, ...]
-    whole: bool = False  # these are all that there are; what is not among them was removed
+    whole: bool = False  # True: all records; every other record was removed
 
 
 class CommitResult(msgspec.Struct, frozen=True):
     epoch: int
     now: float
-    head: ChainPosition  # of the audit log
+    head: ChainPosition  # end of the audit log
 
 
 class AuditCut(msgspec.Struct, frozen=True):
-    """That the audit log's rows up to one of them are to go."""
+    """A decision to prune the audit log up to a row."""
 
     through: int
     why: str
-    younger: float | None = None  # what is from this time on stays, whatever `through` says
+    younger: float | None = None  # rows from this time on stay, even before `through`
 
     def before(self, young: int | None) -> AuditCut:
-        """`young`: the first row from that time on; None where there is none."""
+        """Keep rows from `young` on: the first row at or after `younger`, or None."""
         return self if young is None else replace(self, through=min(self.through, young - 1))
 
 
 class AuditRetention(msgspec.Struct, frozen=True):
-    """What the audit log keeps."""
+    """How many audit rows to keep, and for how long."""
 
     rows: int = 100_000
-    days: int = 400  # the newest rows stay all the same: a clock that jumps ahead must not empty the log
+    days: int = 400  # the newest rows always stay, so that a clock jump cannot empty the log
 
     def cut(self, head: int, anchor: int, oldest: float | None, now: float) -> AuditCut | None:
-        """Of rows after `anchor` up to `head`, the oldest of this time. A tenth of too many goes at once, and rows are
-        a day older than they may be before any goes, or each change would remove one."""
+        """Decide what to prune of the rows after `anchor` up to `head`. `oldest`: time of the oldest row.
+
+        Prunes a tenth of the rows at once, and only when rows are a day too old, so that not every change prunes.
+        """
         keep = max(1, self.rows * 9 // 10)
         if head - anchor > self.rows:
             return AuditCut(head - keep + 1, f"more than {self.rows} rows")
@@ -128,7 +129,7 @@ class AuditRetention(msgspec.Struct, frozen=True):
 
 
 class AuditPage(msgspec.Struct, frozen=True):
-    """A part of the audit log, with both its ends."""
+    """A page of the audit log, with both ends of the log."""
 
     rows: tuple[AuditRow, ...]
     head: ChainPosition
@@ -136,22 +137,22 @@ class AuditPage(msgspec.Struct, frozen=True):
 
 
 class VersionConflictError(Exception):
-    """Somebody else was faster. To be tried again with what is there now."""
+    """A record was changed by another gateway. Retry with the current records."""
 
 
 class AccountStore(Protocol):
-    """Every method answers within a bound, or raises ApiError."""
+    """Every method returns within a timeout or raises ApiError."""
 
-    shared: bool  # other gateways change it too
+    shared: bool  # whether other gateways change it too
 
     async def changes(self, since: int) -> AccountChanges: ...
 
     async def commit(self, change: AccountChange) -> CommitResult:
-        """ConflictError where a record is not what the change says that it replaces."""
+        """Apply a change. Raise VersionConflictError if a record has another version than expected."""
         ...
 
     async def touch(self, uses: Mapping[str, int]) -> None:
-        """Keeps when keys were last used, where that is later than what is known."""
+        """Record when keys were last used, if later than known."""
         ...
 
     async def uses(self) -> dict[str, int]: ...
@@ -159,25 +160,25 @@ class AccountStore(Protocol):
     async def audit(
         self, *, after: int = 0, before: int | None = None, limit: int = 100, newest: bool = False
     ) -> AuditPage:
-        """Rows with numbers between the two."""
+        """Return the rows between `after` and `before`, both exclusive."""
         ...
 
     async def close(self) -> None: ...
 
 
-async def bounded(work: Awaitable[Result], seconds: float) -> Result:
+async def with_timeout(work: Awaitable[Result], seconds: float) -> Result:
     try:
         async with asyncio.timeout(seconds):
             return await work
     except TimeoutError:
         raise storage_unavailable(
-            f"the server's storage did not answer within {seconds:g} s; a change may have been made or not",
+            f"The server's storage did not answer within {seconds:g} s. A change may or may not have been made.",
             retry_after=1.0,
         ) from None
 
 
 class SqliteAccountStore:
-    """In the server's own file, which no other server can open."""
+    """The store in the server's own sqlite file, which no other server can open."""
 
     shared = False
 
@@ -202,8 +203,8 @@ class SqliteAccountStore:
                     connection.execute(statement)
             return function(connection)
 
-        result = await bounded(self._database.run(opened), self._answer_s)
-        self._opened = True  # now that it is committed
+        result = await with_timeout(self._database.run(opened), self._answer_s)
+        self._opened = True  # only now that the tables are committed
         return result
 
     async def changes(self, since: int) -> AccountChanges:
@@ -212,7 +213,7 @@ class SqliteAccountStore:
             now = self._clock()
             if since == epoch:
                 return AccountChanges(epoch=epoch, now=now, records=())
-            whole = since < forgotten or since > epoch  # the latter: the file is an older one, put back
+            whole = since < forgotten or since > epoch  # the latter: an older file was restored
             rows = connection.execute(
                 "SELECT kind, id, version, body FROM shared_records WHERE version > ?", (0 if whole else since,)
             )
@@ -234,7 +235,7 @@ class SqliteAccountStore:
                 "INSERT OR REPLACE INTO shared_records (kind, id, version, body) VALUES (?, ?, ?, ?)",
                 (write.kind, write.id, epoch, body),
             )
-        _forget(connection)
+        _drop_tombstones(connection)
         head = _append(connection, change.entry)
         head = self._prune(connection, head)
         return CommitResult(epoch, self._clock(), head)
@@ -250,7 +251,7 @@ class SqliteAccountStore:
             cut = cut.before(young)
         row = connection.execute("SELECT hash FROM audit WHERE seq = ?", (cut.through,)).fetchone()
         if row is None or cut.through <= anchor:
-            return head  # where somebody else removed it, that is for verification to tell
+            return head  # if a row is missing, verification will report it
         connection.execute("UPDATE shared_state SET anchor_seq = ?, anchor_hash = ?", (cut.through, row[0]))
         removed = connection.execute("DELETE FROM audit WHERE seq <= ?", (cut.through,)).rowcount
         last = ChainPosition(cut.through, row[0])
@@ -294,7 +295,7 @@ class SqliteAccountStore:
         return await self._run(audit)
 
     async def close(self) -> None:
-        """The database is its owner's."""
+        """The owner of the database closes it."""
 
 
 def _check(connection: sqlite3.Connection, kind: str, id: str, version: int) -> None:
@@ -315,8 +316,8 @@ def _append(connection: sqlite3.Connection, entry: AuditEntry) -> ChainPosition:
     return ChainPosition(row.seq, row.hash)
 
 
-def _forget(connection: sqlite3.Connection) -> None:
-    """The longest removed of too many removed records. Who has not heard of them by now is told everything anew."""
+def _drop_tombstones(connection: sqlite3.Connection) -> None:
+    """Drop the oldest tombstones beyond REMEMBERED. Gateways that missed them reload everything."""
     row = connection.execute(
         "SELECT version FROM shared_records WHERE body IS NULL ORDER BY version DESC LIMIT 1 OFFSET ?", (REMEMBERED,)
     ).fetchone()

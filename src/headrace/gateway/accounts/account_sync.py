@@ -1,14 +1,13 @@
-"""This gateway's view of the shared state, and how it stays true: changes go out, those of others come in.
+"""Keeps this gateway's copy of the account records up to date and commits changes.
 
-Owns Shared: the records as this gateway knows them, the epoch up to which it does, the poll that finds newer ones, and
-the making of changes. What follows from a record is its listeners' (directory, switches, caches).
+Listeners (directory, fast mode, caches) apply the records.
 
-    commit ──▶ Store: one transaction, epoch + 1 ──▶ applied here at once
+    commit ──▶ AccountStore: one transaction, epoch + 1 ──▶ applied here at once
                  ▲
-    poll, each second: anything newer than applied_epoch? ──▶ applied; so others follow within poll_s + answer_s
+    poll, each second: anything newer than applied_epoch? ──▶ applied; other gateways follow within poll_s + answer_s
 
-A storage that does not answer costs a bounded wait each time. Meanwhile everything goes on with what is known, and
-`age` says how old that is. All of it belongs to one event loop.
+A store that does not answer costs a bounded wait. The gateway then continues with the known records; `age` says how old
+they are. Use from one event loop only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from headrace.gateway.api_errors import ApiError
 
 log: Final = structlog.stdlib.get_logger("headrace.shared")
 
-TRIES: Final = 8  # of a change that others are faster with
+TRIES: Final = 8  # attempts of a change that conflicts with others
 Listener = Callable[[AccountChanges], None]
 
 
@@ -42,49 +41,49 @@ class AccountSync:
         store: AccountStore,
         *,
         poll_s: float = 1.0,
-        uses_s: float = 60.0,  # between two writings of when keys were last used
-        taken_uses: Callable[[], Mapping[str, int]] | None = None,  # hands over what is to be written of that
+        uses_s: float = 60.0,  # interval of writing when keys were last used
+        taken_uses: Callable[[], Mapping[str, int]] | None = None,  # returns the uses to write
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
-        self.epoch = 0  # the newest that is known to exist
-        self.applied_epoch = 0  # up to which everything is applied here
-        self.loaded = False  # the state was read at least once
+        self.epoch = 0  # newest known epoch
+        self.applied_epoch = 0  # everything up to here is applied
+        self.loaded = False  # the records were read at least once
         self._poll_s = poll_s
         self._uses_s = uses_s
         self._taken_uses = taken_uses
         self._monotonic = monotonic
         self._held: dict[str, dict[str, AccountRecord]] = {}
         self._listeners: list[Listener] = []
-        self._seen = monotonic()  # the last answer of the storage
-        self._told: float | None = None  # the storage's clock at that answer
+        self._seen = monotonic()  # time of the store's last answer
+        self._store_time: float | None = None  # the store's clock at that answer
         self._written = monotonic()
         self._failing = False
         self._polling: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # one question to the storage at a time: answers are applied in their order
+        self._call_lock = asyncio.Lock()  # one call to the store at a time, so that answers are applied in order
 
     @property
     def age(self) -> float:
-        """Seconds since the storage last answered; since the start, where it never did."""
+        """Seconds since the store last answered, or since the start."""
         return max(0.0, self._monotonic() - self._seen)
 
     def now(self) -> float:
-        """By the storage's clock, on which all gateways agree. What is kept and compared with it later is in this."""
-        return time.time() if self._told is None else self._told + self.age
+        """Return the time of the store's clock, which all gateways share."""
+        return time.time() if self._store_time is None else self._store_time + self.age
 
     def held(self, kind: str) -> Mapping[str, AccountRecord]:
         return self._held.get(kind, {})
 
     def get(self, kind: str, id: str) -> AccountRecord:
-        """With the version 0 and no value where there is none."""
+        """Return a record; with version 0 and no value if it does not exist."""
         return self.held(kind).get(id) or AccountRecord(kind, id, 0, None)
 
     def listen(self, listener: Listener) -> None:
-        """Hears of all that is applied, in the order of epochs for each record. Must not wait."""
+        """Call `listener` with all changes, per record in order of epochs. It must not block."""
         self._listeners.append(listener)
 
     async def start(self) -> None:
-        """Reads the state, where the storage answers; if not, the poll goes on trying."""
+        """Read the records and start polling. If the store does not answer, polling retries."""
         await self.refresh()
         self._polling = asyncio.create_task(self._poll())
 
@@ -104,30 +103,30 @@ class AccountSync:
                 await self._write_uses()
 
     async def refresh(self) -> bool:
-        """Applies what is new; whether the storage answered."""
-        async with self._turn:
+        """Apply new changes. Return whether the store answered."""
+        async with self._call_lock:
             return await self._refresh()
 
     async def _refresh(self) -> bool:
         try:
             self._take(await self.store.changes(self.applied_epoch))
         except ApiError as error:
-            if not self._failing:  # once, not each second
-                log.error("the shared state cannot be read", reason=error.message, applied_epoch=self.applied_epoch)
+            if not self._failing:  # log once, not every second
+                log.error("cannot read the account records", reason=error.message, applied_epoch=self.applied_epoch)
             self._failing = True
             return False
-        except Exception as error:  # a bug must not end the poll: a revoked key would live on
+        except Exception as error:  # a bug must not stop polling, or a revoked key would stay valid
             if not self._failing:
-                log.error("the shared state cannot be read", exc_info=error)
+                log.error("cannot read the account records", exc_info=error)
             self._failing = True
             return False
         if self._failing:
-            log.info("the shared state can be read again", applied_epoch=self.applied_epoch)
+            log.info("account records can be read again", applied_epoch=self.applied_epoch)
         self._failing = False
         return True
 
     def _take(self, changes: AccountChanges) -> None:
-        self._seen, self._told = self._monotonic(), changes.now
+        self._seen, self._store_time = self._monotonic(), changes.now
         first, self.loaded = not self.loaded, True
         if changes.epoch <= self.applied_epoch and not (changes.whole or first):
             return
@@ -149,19 +148,19 @@ class AccountSync:
                 known.pop(record.id, None)
             else:
                 known[record.id] = record
-        told = AccountChanges(epoch=changes.epoch, now=changes.now, records=tuple(fresh), whole=changes.whole)
+        applied = AccountChanges(epoch=changes.epoch, now=changes.now, records=tuple(fresh), whole=changes.whole)
         for listener in self._listeners:
             try:
-                listener(told)
-            except Exception as error:  # a bug; the others are to hear of it all the same
-                log.error("a change is not followed", exc_info=error)
+                listener(applied)
+            except Exception as error:  # a bug in one listener must not affect the others
+                log.error("a change was not applied", exc_info=error)
 
     async def commit(self, plan: Callable[[], AccountChange]) -> CommitResult:
-        """Makes a change; `plan` says which, from what is held now, and again where somebody else was faster.
+        """Commit the change that `plan` makes from the current records; plan again on a conflict.
 
-        Whatever `plan` raises ends it. ApiError where the storage does not answer.
+        Exceptions of `plan` pass through. Raise ApiError if the store does not answer.
         """
-        async with self._turn:
+        async with self._call_lock:
             for _ in range(TRIES):
                 change = plan()
                 try:
@@ -170,25 +169,25 @@ class AccountSync:
                     if not await self._refresh():
                         break
                     continue
-                self._made(change, done)
+                self._apply_commit(change, done)
                 return done
         raise ApiError(
-            "others change the same at this moment; try again",
+            "Others are changing the same record. Try again.",
             kind="overloaded_error",
             code="conflict",
             retry_after=1.0,
         )
 
-    def _made(self, change: AccountChange, done: CommitResult) -> None:
-        """What was just written holds here at once, whatever else is still to be heard of."""
-        self._seen, self._told = self._monotonic(), done.now
+    def _apply_commit(self, change: AccountChange, done: CommitResult) -> None:
+        """Apply a committed change at once, before the next poll."""
+        self._seen, self._store_time = self._monotonic(), done.now
         self.epoch = max(self.epoch, done.epoch)
         records = tuple(AccountRecord(write.kind, write.id, done.epoch, write.value) for write in change.writes)
         self._apply(AccountChanges(epoch=self.applied_epoch, now=done.now, records=records))
         if done.epoch == self.applied_epoch + 1 and self.loaded:
             self.applied_epoch = done.epoch
         entry = change.entry
-        # The log has the chain's head: whoever remakes the chain would have to change the log as well.
+        # The log contains the chain's head, so a rewritten chain would contradict it.
         log.info(
             "changed",
             what=entry.what,
@@ -206,4 +205,4 @@ class AccountSync:
             try:
                 await self.store.touch(uses)
             except ApiError as error:
-                log.warning("when keys were last used is not written", reason=error.message)
+                log.warning("cannot write when keys were last used", reason=error.message)

@@ -1,9 +1,8 @@
-"""What an administrator can do to tenants, keys, fast mode and caches; each of it one change with its audit entry.
+"""The operations of the admin API on tenants, keys, fast mode and caches, each with its audit entry.
 
-Owns the rules: what may be made, changed and removed, and what stands in the audit log of it. A change is planned from
-what is held now and planned anew where another gateway was faster, so two administrators never undo each other's work
-unseen. What the configuration declares is not changed here: the file would say otherwise at the next start. Knows no
-HTTP.
+A change is planned from the current records and planned again if another gateway was faster, so administrators never
+overwrite each other's changes unseen. What the configuration declares cannot be changed here, because the file would
+restore it at the next start. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 
-LIVE_SECRETS: Final = 4  # of one key at once
-_ENDED_KEYS: Final = 100  # that make room for new ones at once
+LIVE_SECRETS: Final = 4  # per key at once
+_ENDED_KEYS: Final = 100  # keys removed at a time to make room
 
 Result = TypeVar("Result")
-Planned = Callable[[], tuple[AccountChange, Result]]
+ChangePlan = Callable[[], tuple[AccountChange, Result]]
 
 
 class Actor(msgspec.Struct, frozen=True):
-    """Whoever asks, for the audit log."""
+    """Who makes a change, for the audit log."""
 
     key: str
     request: str
@@ -78,7 +77,7 @@ class AdminOperations:
         *,
         served: Collection[str],  # models and variants
         most_fast_s: float = 86_400.0,
-        events: Mapping[str, Sequence[str]] | None = None,  # tags that each event of the caches ends
+        events: Mapping[str, Sequence[str]] | None = None,  # tags by configured cache event
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.shared = shared
@@ -91,7 +90,7 @@ class AdminOperations:
         self._events = events or {}
         self._clock = clock
 
-    async def _make(self, plan: Planned[Result]) -> Result:
+    async def _make(self, plan: ChangePlan[Result]) -> Result:
         made: list[Result] = []
 
         def planned() -> AccountChange:
@@ -128,18 +127,20 @@ class AdminOperations:
     async def create_tenant(self, who: Actor, name: str, settings: TenantConfig) -> dict[str, Any]:
         if not NAME.fullmatch(name) or name in RESERVED:
             raise invalid_request(
-                "'name' must be 1 to 64 letters, digits and . _ -, and neither '-' nor 'other'", "name"
+                "Invalid 'name'. Use 1 to 64 letters, digits and . _ -, but not '-' or 'other'.", "name"
             )
         self._check(settings)
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             if name in self.directory.declared_tenants:
-                raise _conflict(f"the configuration declares the tenant '{name}'", "name", "declared_in_config")
+                raise _conflict(
+                    f"The configuration file already declares the tenant '{name}'.", "name", "declared_in_config"
+                )
             record = self.shared.get("tenant", name)
             if isinstance(record.value, TenantRecord):
                 raise _conflict(
-                    f"the name '{name}' is taken"
-                    + (", by a tenant that is deleted" if record.value.deleted is not None else ""),
+                    f"The name '{name}' is taken"
+                    + (" by a deleted tenant." if record.value.deleted is not None else "."),
                     "name",
                     "name_taken",
                 )
@@ -156,7 +157,7 @@ class AdminOperations:
     async def change_tenant(
         self, who: Actor, name: str, change: Callable[[TenantConfig], TenantConfig], what: str = "tenant.change"
     ) -> dict[str, Any]:
-        """`change`: from the settings that it has to those that it is to have."""
+        """Change a tenant. `change` maps the current settings to the new ones."""
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_tenant(name)
@@ -164,19 +165,23 @@ class AdminOperations:
             self._check(settings)
             made = msgspec.structs.replace(value, settings=settings, changed=int(self._clock()))
             before, after = tenant_json(name, value.settings, value), tenant_json(name, settings, made)
-            told_before, told_after = _differing(before, after)
-            entry = self._entry(who, what, f"tenant:{name}", tenant=name, before=told_before, after=told_after)
+            changed_before, changed_after = _differing(before, after)
+            entry = self._entry(who, what, f"tenant:{name}", tenant=name, before=changed_before, after=changed_after)
             return AccountChange(entry=entry, writes=(RecordWrite("tenant", name, made, record.version),)), after
 
         return await self._make(plan)
 
     async def delete_tenant(self, who: Actor, name: str) -> dict[str, Any]:
-        """With all its keys. Its name stays taken: nobody is to find what was left under it."""
+        """Delete a tenant and revoke its keys. The name stays taken, so that nobody inherits its data."""
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_tenant(name)
             if name in self.directory.declared_names():
-                raise _conflict(f"keys of the configuration are the tenant's '{name}'", "tenant", "declared_in_config")
+                raise _conflict(
+                    f"Keys in the configuration file belong to the tenant '{name}'. Remove them first.",
+                    "tenant",
+                    "declared_in_config",
+                )
             now = int(self._clock())
             made = TenantRecord(created=value.created, changed=now, deleted=now)
             writes = [RecordWrite("tenant", name, made, record.version)]
@@ -197,11 +202,13 @@ class AdminOperations:
         return await self._make(plan)
 
     def _made_tenant(self, name: str) -> tuple[AccountRecord, TenantRecord]:
-        """ApiError for one that cannot be changed here."""
+        """Return a tenant of the admin API; raise ApiError for any other."""
         value = self.directory.made_tenant(name)
         if name in self.directory.declared_tenants or (value is None and name in self.directory.declared_names()):
             raise _conflict(
-                f"the tenant '{name}' is the configuration's: change it there", "tenant", "declared_in_config"
+                f"The tenant '{name}' is declared in the configuration file. Change it there.",
+                "tenant",
+                "declared_in_config",
             )
         if value is None:
             raise no_tenant_error(name)
@@ -209,12 +216,12 @@ class AdminOperations:
 
     def _check(self, settings: TenantConfig) -> None:
         for path, why in check_tenant(settings, self._served):
-            raise invalid_request(f"'{path}': {why}", path)
+            raise invalid_request(f"Invalid '{path}': {why}.", path)
         for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
             if mode not in (None, "off") and cache not in self._invalidations.caches:
                 raise invalid_request(
-                    f"'caches.{cache}': this server has no such cache: the section cache.{cache} of its configuration "
-                    f"names no {'embedder' if cache == 'semantic' else 'store that is there'}",
+                    f"Invalid 'caches.{cache}': this server has no {cache} cache. Configure "
+                    f"{'an embedder' if cache == 'semantic' else 'a store'} in [cache.{cache}] first.",
                     f"caches.{cache}",
                 )
 
@@ -225,7 +232,7 @@ class AdminOperations:
         return [(record, record.value) for record in held if isinstance(record.value, KeyRecord)]
 
     async def keys(self, *, tenant: str | None, after: str | None, limit: int) -> ListPage[dict[str, Any]]:
-        """The configuration's first, then the others by their age."""
+        """List keys: those of the configuration first, then the others by age."""
         now = self._clock()
         found: dict[str, KeyRecord | dict[str, Any]] = {each["id"]: each for each in self.directory.shown_declared(now)}
         found |= {
@@ -246,7 +253,7 @@ class AdminOperations:
         return key_json(id, value, self._clock(), used=(await self.shared.store.uses()).get(id))
 
     async def create_key(self, who: Actor, new: NewKey) -> dict[str, Any]:
-        """With its secret, which is told here and never again."""
+        """Create a key and return it with its secret, which is not shown again."""
         self._check_key(new)
         id, secret = f"key_{secrets.token_hex(8)}", make_secret()
 
@@ -279,14 +286,14 @@ class AdminOperations:
 
     def _check_key(self, new: NewKey) -> None:
         for path, why in check_scope(new.scope, self._served):
-            raise invalid_request(f"'{path}': {why}", path)
+            raise invalid_request(f"Invalid '{path}': {why}.", path)
         if new.surface is not None and new.scope.surfaces is not None and new.surface not in new.scope.surfaces:
-            raise invalid_request(f"'surface': '{new.surface}' is none of the key's surfaces", "surface")
+            raise invalid_request(f"Invalid 'surface': '{new.surface}' is not one of the key's surfaces.", "surface")
         if new.expires is not None and new.expires <= self._clock():
-            raise invalid_request("'expires_at' is in the past", "expires_at")
+            raise invalid_request("'expires_at' is in the past.", "expires_at")
 
     def _room_for_key(self, now: int) -> list[RecordWrite]:
-        """Keys that ended longest ago make room; ApiError where all that there can be are live."""
+        """Remove the keys that ended longest ago if the limit is reached. Raise ApiError if all keys are live."""
         keys = self._keys()
         if len(keys) < self._config.keys:
             return []
@@ -297,20 +304,20 @@ class AdminOperations:
         return [RecordWrite("key", record.id, None, record.version) for record, _ in ended[:_ENDED_KEYS]]
 
     async def rotate_key(self, who: Actor, id: str, overlap_s: float) -> dict[str, Any]:
-        """A new secret; those that there are end after the overlap, or when they would have anyway."""
+        """Add a new secret; the old ones end after the overlap or at their own expiry."""
         secret = make_secret()
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_key(id)
             now = self._clock()
             if status_of(value, now) != "live":
-                raise _conflict(f"the key is {status_of(value, now)}; make a new one", "key", "key_ended")
+                raise _conflict(f"The key is {status_of(value, now)}. Create a new one.", "key", "key_ended")
             until = int(now + overlap_s)
             kept = [_ending(each, until) for each in value.secrets if each.expires is None or each.expires > now]
             kept = [each for each in kept if each.expires is None or each.expires > now]
             if len(kept) >= LIVE_SECRETS:
                 raise _conflict(
-                    f"{len(kept)} secrets of the key are in use; wait for one to end, or rotate with overlap_s 0",
+                    f"The key already has {len(kept)} valid secrets. Wait for one to expire or use overlap_s 0.",
                     "overlap_s",
                     "too_many_secrets",
                 )
@@ -326,7 +333,7 @@ class AdminOperations:
         return await self._make(plan)
 
     async def revoke_key(self, who: Actor, id: str) -> dict[str, Any]:
-        """At once here; in other gateways as soon as they look. Twice is as good as once."""
+        """Revoke a key: here at once, in other gateways with their next poll. Idempotent."""
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             record, value = self._made_key(id)
@@ -346,8 +353,10 @@ class AdminOperations:
         if isinstance(record.value, KeyRecord):
             return record, record.value
         if id in self.directory.declared_keys:
-            raise _conflict(f"the key '{id}' is the configuration's: change it there", "key", "declared_in_config")
-        raise ApiError("there is no key with this id", kind="not_found_error", parameter="key", code="key_not_found")
+            raise _conflict(
+                f"The key '{id}' is declared in the configuration file. Change it there.", "key", "declared_in_config"
+            )
+        raise ApiError("Unknown key id.", kind="not_found_error", parameter="key", code="key_not_found")
 
     # Fast mode
 
@@ -355,11 +364,15 @@ class AdminOperations:
         return [_shown_fast(record.id, value, left) for record, value, left in self.switches.live()]
 
     async def set_fast(self, who: Actor, tenant: str | None, *, on: bool, ttl_s: float, reason: str) -> dict[str, Any]:
-        """Of one tenant, or of all. `on` false of one tenant: it keeps its service while fast mode is on for all."""
+        """Switch fast mode for one tenant or all. `on` False exempts a tenant while fast mode is on for all."""
         if not 0 < ttl_s <= self._most_fast_s:
-            raise invalid_request(f"'ttl_s' must be above 0 and at most {self._most_fast_s:g}", "ttl_s")
-        if on and not self.switches.declared:  # whoever switches it on in need would think that it helps
-            raise _conflict("the section fast of the configuration declares nothing to do", "on", "fast_not_declared")
+            raise invalid_request(
+                f"Invalid 'ttl_s'. Expected more than 0 and at most {self._most_fast_s:g} seconds.", "ttl_s"
+            )
+        if on and not self.switches.declared:  # an operator must not believe that it helps
+            raise _conflict(
+                "Fast mode has no effect: the section [fast] of the configuration is empty.", "on", "fast_not_declared"
+            )
         id = ALL_TENANTS if tenant is None else tenant
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
@@ -381,14 +394,14 @@ class AdminOperations:
         return await self._make(plan)
 
     async def clear_fast(self, who: Actor, tenant: str | None) -> dict[str, Any]:
-        """As if it had never been set."""
+        """Remove a switch."""
         id = ALL_TENANTS if tenant is None else tenant
 
         def plan() -> tuple[AccountChange, dict[str, Any]]:
             record = self.shared.get("fast", id)
             if not isinstance(record.value, FastRecord):
                 raise ApiError(
-                    "fast mode is not set here", kind="not_found_error", parameter="tenant", code="fast_not_set"
+                    "Fast mode is not set here.", kind="not_found_error", parameter="tenant", code="fast_not_set"
                 )
             before = msgspec.to_builtins(record.value)
             entry = self._entry(who, "fast.clear", f"fast:{id}", tenant=tenant or "", before=before)
@@ -409,13 +422,13 @@ class AdminOperations:
         """Entries with one of the tags, or of one of those that the events end; of one tenant, where one is named.
         Everything, of the tenant or at all, only where `all` says so."""
         if all == bool(tags or events):
-            raise invalid_request("name the entries by 'tags' or 'events', or say 'all': true", "all")
+            raise invalid_request("Missing parameter. Set 'tags', 'events' or 'all': true.", "all")
         found = dict.fromkeys(tags)
         for event in events:
             if event not in self._events:
                 there = ", ".join(sorted(self._events)) or "none"
                 raise ApiError(
-                    f"there is no event '{event[:64]}'; there are: {there}",
+                    f"Unknown event '{event[:64]}'. Configured events: {there}.",
                     kind="not_found_error",
                     parameter="events",
                     code="event_not_found",
@@ -445,11 +458,11 @@ class AdminOperations:
 
 
 def page_of(names: Sequence[str], after: str | None, limit: int) -> ListPage[str]:
-    """A part of a list, from the one after `after` on."""
+    """Return the page of a list that follows `after`."""
     start = 0
     if after is not None:
         if after not in names:
-            raise invalid_request("there is nothing with this id to list from", "after")
+            raise invalid_request("Unknown id in 'after'.", "after")
         start = names.index(after) + 1
     return ListPage(list(names[start : start + limit]), len(names) > start + limit)
 
@@ -464,7 +477,7 @@ def _shown(id: str, key: KeyRecord | dict[str, Any], now: float, used: int | Non
 
 def no_tenant_error(name: str, parameter: str = "tenant") -> ApiError:
     return ApiError(
-        f"there is no tenant '{name[:64]}'", kind="not_found_error", parameter=parameter, code="tenant_not_found"
+        f"Unknown tenant '{name[:64]}'.", kind="not_found_error", parameter=parameter, code="tenant_not_found"
     )
 
 
@@ -491,7 +504,7 @@ def _shown_fast(id: str, value: FastRecord, left: float) -> dict[str, Any]:
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of the two is not the same."""
+    """Return the entries that differ, before and after."""
     names = [name for name in after if before.get(name) != after[name]]
     return {name: before.get(name) for name in names}, {name: after[name] for name in names}
 
@@ -501,4 +514,4 @@ def _conflict(message: str, parameter: str, code: str) -> ApiError:
 
 
 def _full(what: str, most: int) -> ApiError:
-    return ApiError(f"there are {most} {what} already, which is the most", code=f"too_many_{what}", status=409)
+    return ApiError(f"The limit of {most} {what} is reached.", code=f"too_many_{what}", status=409)

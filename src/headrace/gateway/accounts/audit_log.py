@@ -1,15 +1,14 @@
-"""The log of what was changed, by whom: a chain of rows in which each has the hash of all before it.
+"""The audit log: a hash chain of entries that say who changed what.
 
     row n:   body = {"seq": n, "at": ..., "who": ..., "what": ..., "before": ..., "after": ...}
              hash = SHA-256(hash of row n-1, newline, body)
 
-Owns the form of an entry, the sealing of one onto the chain, and the verification of a chain. A row that was changed,
-removed from the middle or put between two others breaks the chain from there on. Whoever can write to the storage could
-still cut off its end or make all of it anew: against that, note its head (number and hash) elsewhere and verify
-against it; the server's log has the head of every change.
+Builds entries and verifies chains; does not store them. A row that was changed, removed from the middle or inserted
+breaks the chain from there on. Someone who can write to the storage could still cut off its end or rebuild it: against
+that, keep its head (number and hash) elsewhere and verify against it. The server's log has the head of every change.
 
-The oldest rows go when there are too many or they are too old. What is removed is itself an entry of the chain, with
-the number and the hash of the last row that went, so that the rest is verified from there. Knows no storage.
+The oldest rows are pruned when there are too many or they are too old. Each pruning is itself an entry, with the number
+and hash of the last removed row, so that the rest can be verified from there.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from headrace.gateway.accounts.key_secrets import hidden
 
 ZERO: Final = "0" * 64
 PRUNE: Final = "audit.prune"
-SELF: Final = "headrace"  # who, where it was nobody else
+SELF: Final = "headrace"  # `who` of changes by the server itself
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change."""
+    """A change."""
 
-    at: int  # seconds since 1970, as the machine's clock had it
+    at: int  # seconds since 1970, by the machine's clock
     who: str  # the key's id, or "local"
     what: str  # such as key.create
     target: str = ""  # such as key:key_0123456789abcdef
@@ -42,7 +41,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditRow(msgspec.Struct, frozen=True):
-    """An entry on the chain."""
+    """An entry with its number and hash."""
 
     seq: int
     body: str  # canonical JSON
@@ -50,7 +49,7 @@ class AuditRow(msgspec.Struct, frozen=True):
 
 
 class ChainPosition(msgspec.Struct, frozen=True):
-    """A place of the chain: its head, or the last row that was removed from its beginning."""
+    """A position in the chain: its head, or the last pruned row."""
 
     seq: int = 0
     hash: str = ZERO
@@ -60,7 +59,7 @@ class ChainPosition(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ChainPosition:
-        """ValueError where it is none."""
+        """Parse NUMBER:HASH; raise ValueError if it is invalid."""
         seq, _, hash = text.partition(":")
         if not (seq.isascii() and seq.isdigit() and len(seq) < 19 and len(hash) == 64):
             raise ValueError("expected a number, a colon and 64 hexadecimal digits")
@@ -68,11 +67,11 @@ class ChainPosition(msgspec.Struct, frozen=True):
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """What verification found."""
+    """The result of a verification."""
 
     rows: int
     head: ChainPosition
-    broken_at: int | None = None  # the first row that does not belong where it is
+    broken_at: int | None = None  # number of the first wrong row
     why: str = ""
 
     @property
@@ -81,34 +80,34 @@ class VerificationResult(msgspec.Struct, frozen=True):
 
 
 def canonical_json(value: Any) -> str:
-    """The same text for the same value, whoever writes it."""
+    """Encode a value with sorted keys, so that equal values give equal text."""
     return msgspec.json.encode(value, order="sorted").decode()
 
 
 def seal(before: ChainPosition, entry: AuditEntry) -> AuditRow:
-    """Whatever stands in the entry, no secret of a key gets onto the chain."""
+    """Append an entry after `before`, with all key secrets hidden."""
     seq = before.seq + 1
     body = hidden(canonical_json({"seq": seq, **msgspec.structs.asdict(entry)}))
     return AuditRow(seq, body, _hash(before.hash, body))
 
 
 def pruning_entry(last: ChainPosition, *, at: int, removed: int, why: str) -> AuditEntry:
-    """That the rows up to `last` are gone."""
+    """Build the entry that records a pruning up to `last`."""
     after = {"through": last.seq, "hash": last.hash, "removed": removed}
     return AuditEntry(at=at, who=SELF, what=PRUNE, target="audit", reason=why, after=after)
 
 
 def audit_row_json(row: AuditRow) -> dict[str, Any]:
-    """A row as it is shown: the entry's own fields, and the hash."""
+    """Return a row as JSON: the entry's fields and the hash."""
     return {**msgspec.json.decode(row.body), "hash": row.hash}
 
 
-def parse_audit_row(shown: Mapping[str, Any]) -> AuditRow:
-    """The row that was shown so. ValueError where it cannot be one."""
-    fields = dict(shown)
+def parse_audit_row(json: Mapping[str, Any]) -> AuditRow:
+    """Parse the JSON of a row; raise ValueError if it is not one."""
+    fields = dict(json)
     seq, hash = fields.get("seq"), fields.pop("hash", None)
     if not isinstance(seq, int) or not isinstance(hash, str):
-        raise ValueError("a row has a number and a hash")
+        raise ValueError("expected a row with a number and a hash")
     return AuditRow(seq, canonical_json(fields), hash)
 
 
@@ -117,61 +116,61 @@ def _hash(before: str, body: str) -> str:
 
 
 class ChainVerifier:
-    """Follows a chain from where it begins, row by row."""
+    """Verifies a chain row by row, from its first row."""
 
     def __init__(self, anchor: ChainPosition, *, noted: ChainPosition | None = None) -> None:
-        """`anchor`: the last row that was removed, which a row of the chain must say; `noted`: a head of an earlier
-        time, kept elsewhere."""
+        """`anchor`: the last pruned row, which an entry of the chain must confirm. `noted`: an earlier head, kept
+        elsewhere."""
         self._anchor = anchor
         self._noted = noted
-        self._mark = anchor
+        self._position = anchor
         self._anchored = anchor == ChainPosition()
         self._rows = 0
         self._broken: tuple[int | None, str] | None = None
         if noted is not None and noted.seq <= anchor.seq and noted != anchor:
-            self._broken = (None, f"row {noted.seq}, which was noted, is no longer kept")
+            self._broken = (None, f"row {noted.seq} of the given head has been pruned")
 
     def add(self, row: AuditRow) -> None:
         if self._broken is None:
             self._rows += 1
-            why = self._against(row)
+            why = self._check_row(row)
             if why:
                 self._broken = (row.seq, why)
-            self._mark = ChainPosition(row.seq, row.hash)
+            self._position = ChainPosition(row.seq, row.hash)
 
-    def _against(self, row: AuditRow) -> str:
-        """Why the row does not belong here; empty where it does."""
-        if row.seq != self._mark.seq + 1:
-            return f"row {self._mark.seq + 1} is missing"
-        if row.hash != _hash(self._mark.hash, row.body):
-            return f"row {row.seq} is not what was written, or not where it was written"
+    def _check_row(self, row: AuditRow) -> str:
+        """Return why the row is wrong; empty if it is right."""
+        if row.seq != self._position.seq + 1:
+            return f"row {self._position.seq + 1} is missing"
+        if row.hash != _hash(self._position.hash, row.body):
+            return f"row {row.seq} was changed or moved"
         if self._noted is not None and row.seq == self._noted.seq and row.hash != self._noted.hash:
-            return f"row {row.seq} is not the one that was noted: the chain was made anew"
+            return f"row {row.seq} differs from the given head: the chain was rebuilt"
         try:
             entry = msgspec.json.decode(row.body, type=_Pruned)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return f"row {row.seq} cannot be read"
         if entry.what == PRUNE and entry.after is not None:
-            said = (entry.after.get("through"), entry.after.get("hash"))
-            self._anchored = self._anchored or said == (self._anchor.seq, self._anchor.hash)
+            pruned = (entry.after.get("through"), entry.after.get("hash"))
+            self._anchored = self._anchored or pruned == (self._anchor.seq, self._anchor.hash)
         return ""
 
     def end(self, head: ChainPosition) -> VerificationResult:
-        """`head`: where the storage says that the chain ends."""
+        """Finish the verification. `head`: the end of the chain according to the store."""
         if self._broken is None:
             why = self._at_end(head)
             if why:
                 self._broken = (None, why)
         broken_at, why = self._broken or (None, "")
-        return VerificationResult(self._rows, self._mark, broken_at, why)
+        return VerificationResult(self._rows, self._position, broken_at, why)
 
     def _at_end(self, head: ChainPosition) -> str:
-        if self._mark != head:
-            return f"the chain ends at row {self._mark.seq}, and the storage says {head.seq}"
+        if self._position != head:
+            return f"the chain ends at row {self._position.seq}, but the store says {head.seq}"
         if not self._anchored:
-            return f"rows up to {self._anchor.seq} are missing, and no row says that they were removed"
+            return f"rows up to {self._anchor.seq} are missing without an entry that they were pruned"
         if self._noted is not None and self._noted.seq > head.seq:
-            return f"row {self._noted.seq}, which was noted, is not there: the chain's end was cut off"
+            return f"row {self._noted.seq} of the given head is missing: the chain was cut off"
         return ""
 
 

@@ -1,8 +1,7 @@
-"""Entries of caches that an operator ends: here at once, and in every other gateway as soon as it hears of it.
+"""Applies cache invalidations of operators to this gateway's caches.
 
-Owns the removing in this gateway's caches of what the shared state says. What an operator asks for here is made at
-once, so that its outcome can be told; what others ask for comes in with the epochs, and is tried until it works: what
-should be gone could be served as long as it is not. Which entries a tag means is the caches'.
+An invalidation requested here is applied at once, so that its result can be returned. Those of other gateways arrive
+with the account records and are retried until they succeed, because stale entries could otherwise be served.
 """
 
 from __future__ import annotations
@@ -20,33 +19,37 @@ from headrace.gateway.accounts.account_store import AccountChanges
 
 log: Final = structlog.stdlib.get_logger("headrace.invalidations")
 
-KEPT: Final = 256  # invalidations in the shared state; a gateway that has not heard of older ones was not there
-_REPLAY_S: Final = 3600.0  # at the start: this gateway may have ended before it had made those
+KEPT: Final = 256  # invalidations kept in the account records
+_REPLAY_S: Final = (
+    3600.0  # at start, repeat invalidations of this long: the gateway may have stopped before applying them
+)
 
 
 class InvalidatableCache(Protocol):
-    """A cache of answers, of this gateway or shared."""
+    """A response cache, local or shared."""
 
     async def invalidate(self, *, tenant: str | None = None, tag: str | None = None) -> int | None:
-        """Removes the entries that have all of what is given. How many that were; None where it cannot be told.
-        ApiError where it could not be done. Never waits without a bound."""
+        """Remove the entries that match all arguments. Return how many; None if unknown.
+
+        Raise ApiError on failure. Every wait is bounded.
+        """
         ...
 
 
 class CacheInvalidations:
-    """All of it belongs to one event loop."""
+    """Use from one event loop only."""
 
     def __init__(self, caches: Mapping[str, InvalidatableCache], *, retry_s: float = 1.0) -> None:
         self._caches = caches
         self._retry_s = retry_s
-        self._own: set[str] = set()  # made here by whoever asked for them
+        self._own: set[str] = set()  # ids of invalidations applied by the request that made them
         self._pending: OrderedDict[str, InvalidationRecord] = OrderedDict()
         self._first = True
         self._working: asyncio.Task[None] | None = None
 
     @property
     def caches(self) -> frozenset[str]:
-        """Those that there are, by their names."""
+        """The names of the caches."""
         return frozenset(self._caches)
 
     @property
@@ -55,7 +58,7 @@ class CacheInvalidations:
 
     @contextmanager
     def own(self, id: str) -> Generator[None]:
-        """Around the change that says it: this one is made here, by `make_own`."""
+        """Context of committing an invalidation that `make_own` will apply, so that the listener skips it."""
         self._own.add(id)
         try:
             yield
@@ -63,7 +66,7 @@ class CacheInvalidations:
             self._own.discard(id)
 
     async def make_own(self, id: str, record: InvalidationRecord) -> dict[str, int | None]:
-        """As `make`; where it does not work, it is tried until it does, and the ApiError says so."""
+        """Apply an invalidation of this gateway. On failure, raise and retry in the background."""
         try:
             return await self.make(record)
         except BaseException:
@@ -72,7 +75,7 @@ class CacheInvalidations:
             raise
 
     async def make(self, record: InvalidationRecord) -> dict[str, int | None]:
-        """How many entries went, by the cache; None where a cache cannot tell. ApiError where one failed."""
+        """Apply an invalidation. Return removed entries by cache, None if unknown. Raise ApiError on failure."""
         return {name: await self._forget(cache, record) for name, cache in self._caches.items()}
 
     async def _forget(self, cache: InvalidatableCache, record: InvalidationRecord) -> int | None:
@@ -82,7 +85,7 @@ class CacheInvalidations:
         return sum(known) if len(known) == len(counts) else None
 
     def take(self, changes: AccountChanges) -> None:
-        """What has changed in the shared state."""
+        """Apply changed account records."""
         first, self._first = self._first, False
         for record in changes.records:
             if record.kind != "invalidation":
@@ -93,7 +96,7 @@ class CacheInvalidations:
                 not first or changes.now - record.value.at < _REPLAY_S
             ):
                 self._pending[record.id] = record.value
-        if len(self._pending) > KEPT:  # more than there can be: everything goes, which is what they ask for and more
+        if len(self._pending) > KEPT:  # too many: invalidate everything, which includes them all
             self._pending.clear()
             self._pending["all"] = InvalidationRecord(at=int(changes.now))
         self._begin()
@@ -109,7 +112,11 @@ class CacheInvalidations:
                 try:
                     await self.make(record)
                 except Exception as error:
-                    log.error("a cache's entries are not removed yet", reason=str(error), waiting=len(self._pending))
+                    log.error(
+                        "cache entries could not be invalidated; retrying",
+                        reason=str(error),
+                        waiting=len(self._pending),
+                    )
                     if id in self._pending:
                         self._pending.move_to_end(id)
                     await asyncio.sleep(self._retry_s)

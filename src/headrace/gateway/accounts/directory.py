@@ -1,14 +1,12 @@
-"""Who calls, for whom, and what they may: from the secret in a request's headers to a Caller with its scope.
+"""Identifies callers: from the API key in a request's headers to the tenant and what the key may use.
 
-Owns the tenants and keys that are in force: those of the configuration, which stay as they are, and those made through
-the admin API, which follow the shared state. Everything that a request needs is worked out when a key or a tenant
-changes, so that a request costs one SHA-256 and one look into a dict. No secret is kept, and none leaves this module,
-not even in an error.
+Holds the tenants and keys of the configuration, which do not change, and those of the admin API, which follow the
+account records. Everything is computed when a key or tenant changes, so a request costs one SHA-256 and one dict
+lookup. Secrets are neither stored nor included in errors.
 
-Why a dict, and no comparison with every key in constant time: what is looked up is the SHA-256 of what the client sent.
-A client that measures how long a look takes learns at best how that digest relates to those that are there, and it
-cannot make a secret whose digest begins with bytes of its choice any faster than by trying; Python also hashes bytes
-with a key of its own. The digest that is found is compared once more in constant time.
+A dict lookup instead of constant-time comparisons is safe: the lookup uses the SHA-256 of what the client sent. Timing
+reveals at best how that digest relates to stored ones, a client cannot choose a secret's digest, and Python's hash of
+bytes is keyed. The digest found is then compared in constant time.
 """
 
 from __future__ import annotations
@@ -43,18 +41,18 @@ from headrace.gateway.serving.exchange import Caller
 
 STANDARD: Final = TenantConfig()
 UNLIMITED: Final = LimitSet()
-_PARTS: Final = 64  # of a path that are looked at one by one
+_PARTS: Final = 64  # parts of a path that are checked for secrets
 
 
 class IdentifiedCaller(Caller, frozen=True):
-    """A caller with what it may do. Without any key in the server it is everybody, and may all but administer."""
+    """A caller and what it may use. On a server without keys: everyone, with full access except to the admin API."""
 
-    models: tuple[frozenset[str], ...] = ()  # each allows a model; what is used must be allowed by all of them
-    surfaces: tuple[str, ...] | None = None  # None: every one
+    models: tuple[frozenset[str], ...] = ()  # a model must be in every set
+    surfaces: tuple[str, ...] | None = None  # None: all
     profiles: frozenset[str] | None = None
     admin: str | None = None  # "read" or "write"
-    settings: TenantConfig = STANDARD  # of the tenant
-    limits: LimitSet = UNLIMITED  # of the key itself
+    settings: TenantConfig = STANDARD  # the tenant's settings
+    limits: LimitSet = UNLIMITED  # of the key
 
 
 ANONYMOUS: Final = IdentifiedCaller()
@@ -64,11 +62,11 @@ class _Known(msgspec.Struct, frozen=True):
     digest: bytes
     caller: IdentifiedCaller
     expires: float = math.inf
-    made: bool = False  # through the admin API
+    from_api: bool = False  # made through the admin API
 
 
 class AccountDirectory:
-    """Without any key everybody may call."""
+    """The tenants and keys in force. Without any key, everyone may call."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class AccountDirectory:
         environ: Mapping[str, str],
         *,
         shared: AccountSync | None = None,
-        guarded: bool = False,  # nobody is let in unknown before the shared state was read
+        guarded: bool = False,  # reject calls without a key until the account records were read
         stale_s: float = 300.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -87,11 +85,11 @@ class AccountDirectory:
         self._guarded = guarded
         self._stale_s = stale_s
         self._clock = clock
-        self._closed = bool(keys)  # there is a key, or there was one
+        self._closed = bool(keys)  # a key exists or has existed
         self._made: dict[bytes, _Known] = {}
-        self._digests: dict[str, tuple[bytes, ...]] = {}  # of each key that was made
-        self._keys_of: dict[str, set[str]] = {}  # ids of a tenant's keys that were made
-        self._tenant_of: dict[str, str] = {}  # and back
+        self._digests: dict[str, tuple[bytes, ...]] = {}  # digests by key id
+        self._keys_of: dict[str, set[str]] = {}  # key ids by tenant
+        self._tenant_of: dict[str, str] = {}  # tenant by key id
         self._administrators: set[str] = set()
         self._uses: dict[str, int] = {}
         self._declared = {known.digest: known for known in self._known_of_config(environ)}
@@ -102,33 +100,33 @@ class AccountDirectory:
 
     @property
     def needed(self) -> bool:
-        """Whether a key is needed. Once there was one, it stays so when the last is revoked."""
+        """Whether calls need a key. Stays true after the last key is revoked."""
         return self._closed
 
     @property
     def administered(self) -> bool:
-        """Whether any key has rights on the admin API."""
+        """Whether any key has access to the admin API."""
         return bool(self._administrators) or any(key.admin for key in self.declared_keys.values())
 
     def identify(self, headers: Mapping[str, str]) -> IdentifiedCaller:
-        """By `Authorization: Bearer`, or else by x-api-key. ApiError where the secret is nobody's."""
+        """Identify a caller by `Authorization: Bearer` or x-api-key. Raise ApiError for an unknown key."""
         if not self._closed:
             if self._guarded and not self._loaded():
-                raise _unread()
+                raise _keys_unread()
             return ANONYMOUS
         secret = headers.get("x-api-key", "")
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             secret = token.strip()
         if not secret:
-            raise _unauthenticated("an API key is needed: Authorization: Bearer KEY", "missing_api_key")
+            raise _unauthenticated("Missing API key. Send the header 'Authorization: Bearer KEY'.", "missing_api_key")
         digest = digest_of_secret(secret)
         known = self._declared.get(digest) or self._made.get(digest)
         if known is None or not hmac.compare_digest(known.digest, digest):
             if self._shared is not None and not self._loaded():
-                raise _unread()  # it may be a key that this gateway has not heard of yet
-            raise _unauthenticated("the API key is not known", "invalid_api_key")
-        if known.made:
+                raise _keys_unread()  # the key may be one this gateway has not read yet
+            raise _unauthenticated("Unknown API key.", "invalid_api_key")
+        if known.from_api:
             self._check_made(known)
         if known.caller.settings.suspended:
             raise _suspended(known.caller.tenant)
@@ -137,10 +135,10 @@ class AccountDirectory:
     def _check_made(self, known: _Known) -> None:
         now = self._clock()
         if now >= known.expires:
-            raise _unauthenticated("the API key has expired", "expired_api_key")
+            raise _unauthenticated("This API key has expired.", "expired_api_key")
         if known.caller.settings.fail == "closed" and self._shared is not None and self._shared.age > self._stale_s:
             raise ApiError(
-                "whether the API key still holds cannot be known at this moment",
+                "The server cannot verify this API key right now. Try again later.",
                 kind="overloaded_error",
                 code="keys_stale",
                 retry_after=5.0,
@@ -151,8 +149,10 @@ class AccountDirectory:
         return self._shared is None or self._shared.loaded
 
     def on_behalf(self, tenant: str, *, key: str | None = None, surface: str | None = None) -> IdentifiedCaller:
-        """The caller of work that goes on without a connection, such as a batch. `key`: the name or the id of the one
-        that asked for it; without one, what the tenant may. ApiError where it may nothing any more."""
+        """Return the caller of background work such as a batch. Raise ApiError if its key or tenant is gone.
+
+        `key`: name or id of the key that requested it; None: act for the tenant.
+        """
         if key:
             config, record = self.declared_keys.get(key), self._key(key)
             if config is not None:
@@ -167,7 +167,9 @@ class AccountDirectory:
             )
         if caller is None or caller.tenant != tenant:
             raise ApiError(
-                "the API key that asked for this holds no more" if key else f"there is no tenant '{tenant}' any more",
+                "The API key that requested this is no longer valid."
+                if key
+                else f"The tenant '{tenant}' no longer exists.",
                 kind="permission_error",
                 code="key_ended" if key else "tenant_ended",
             )
@@ -176,7 +178,7 @@ class AccountDirectory:
         return caller if surface is None else replace(caller, surface=surface)
 
     def is_secret(self, text: str) -> bool:
-        """Whether a text is the secret of a key, or holds one of those that the server makes: no log may have it."""
+        """Return whether a text is a key or contains a generated one, and so must not be logged."""
         return holds_secret(text) or self._is_known(text)
 
     def _is_known(self, text: str) -> bool:
@@ -184,20 +186,19 @@ class AccountDirectory:
         return digest in self._declared or digest in self._made
 
     def hidden(self, text: str) -> str:
-        """The text without secrets of keys. Those that the server makes are found wherever they stand, the others
-        where they are the text, or a part of it between slashes."""
+        """Hide keys in a text: generated ones anywhere, others only as the whole text or between slashes."""
         parts = text.split("/", _PARTS)
         return hidden("/".join(HIDDEN if part and self._is_known(part) else part for part in parts))
 
     def taken_uses(self) -> Mapping[str, int]:
-        """When made keys were last used, since this was last asked: at most one entry for each of them."""
+        """Return and clear when keys of the admin API were last used."""
         uses, self._uses = self._uses, {}
         return uses
 
     # Tenants
 
     def settings_of(self, tenant: str) -> TenantConfig:
-        """Of a tenant that is only named by a key, the standard ones."""
+        """Return a tenant's settings; the defaults for one that only a key names."""
         declared = self.declared_tenants.get(tenant)
         if declared is not None:
             return declared
@@ -208,11 +209,11 @@ class AccountDirectory:
         return tenant in self.declared_names() or self.made_tenant(tenant) is not None or not self._closed
 
     def declared_names(self) -> set[str]:
-        """Of tenants that the configuration declares, or names at a key."""
+        """Return the tenants that the configuration declares or names in a key."""
         return {*self.declared_tenants, *(key.tenant or name for name, key in self.declared_keys.items())}
 
     def tenants(self) -> set[str]:
-        """All that there are."""
+        """Return the names of all tenants."""
         held = () if self._shared is None else self._shared.held("tenant")
         return self.declared_names() | {name for name in held if self.made_tenant(name) is not None}
 
@@ -225,7 +226,7 @@ class AccountDirectory:
         return value if isinstance(value, KeyRecord) else None
 
     def _weight_of(self, tenant: str) -> float:
-        """A key's factor where no key is in hand: that of the first that is declared."""
+        """Return the weight factor for work without a key: that of the tenant's first configured key."""
         return next((k.weight for name, k in self.declared_keys.items() if (k.tenant or name) == tenant), 1.0)
 
     # From keys to callers
@@ -235,8 +236,8 @@ class AccountDirectory:
         config = self.declared_keys.get(key)
         record = None if config is not None else self._key(key)
         limits = config.limits if config is not None else UNLIMITED if record is None else record.limits
-        surfaces = _meet(scope.surfaces, settings.surfaces)
-        profiles = _meet(scope.profiles, settings.profiles)
+        surfaces = _intersect(scope.surfaces, settings.surfaces)
+        profiles = _intersect(scope.profiles, settings.profiles)
         return IdentifiedCaller(
             key=key,
             tenant=tenant,
@@ -260,12 +261,14 @@ class AccountDirectory:
             try:
                 digest = bytes.fromhex(digest_of(key, environ))
             except KeyError:
-                raise ConfigError(f"keys: the variable of the key '{name}' is not set: {key.key_env}") from None
+                raise ConfigError(
+                    f"keys: the environment variable {key.key_env} of the key '{name}' is not set"
+                ) from None
             tenant = key.tenant or name
             yield _Known(digest, self._caller(name, tenant, _scope_of(key), key.surface, key.weight))
 
     def _take(self, changes: AccountChanges) -> None:
-        """What has changed in the shared state."""
+        """Apply changed account records."""
         if changes.whole:
             self._made.clear()
             self._digests.clear()
@@ -310,7 +313,7 @@ class AccountDirectory:
         self._digests[id] = tuple(known.digest for known in found)
 
     def _declare_again(self, tenants: set[str]) -> None:
-        """The configuration's keys of tenants that only the shared state describes."""
+        """Recompute the configured keys of tenants that changed."""
         for digest, known in list(self._declared.items()):
             tenant = known.caller.tenant
             if tenant in tenants:
@@ -321,7 +324,7 @@ class AccountDirectory:
     # For the admin API
 
     def shown_declared(self, now: float) -> Iterator[dict[str, Any]]:
-        """The configuration's keys, as they may be seen."""
+        """Yield the configured keys as JSON."""
         for name, key in self.declared_keys.items():
             record = KeyRecord(
                 name=name,
@@ -340,22 +343,25 @@ def _scope_of(key: KeyConfig) -> KeyScope:
     return KeyScope(key.models, key.surfaces, key.profiles, key.admin)
 
 
-def _meet(one: Sequence[str] | None, other: Sequence[str] | None) -> tuple[str, ...] | None:
-    """What both allow, in the order of the first that says anything."""
+def _intersect(one: Sequence[str] | None, other: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return what both allow. None allows everything."""
     if one is None:
         return None if other is None else tuple(other)
     return tuple(each for each in one if other is None or each in other)
 
 
 def _suspended(tenant: str) -> ApiError:
-    return ApiError(f"the tenant '{tenant}' is suspended", kind="permission_error", code="tenant_suspended")
+    return ApiError(f"The tenant '{tenant}' is suspended.", kind="permission_error", code="tenant_suspended")
 
 
 def _unauthenticated(message: str, code: str) -> ApiError:
     return ApiError(message, kind="authentication_error", code=code)
 
 
-def _unread() -> ApiError:
+def _keys_unread() -> ApiError:
     return ApiError(
-        "the keys of this server cannot be read yet", kind="overloaded_error", code="keys_unread", retry_after=1.0
+        "The server has not read its API keys yet. Try again in a moment.",
+        kind="overloaded_error",
+        code="keys_unread",
+        retry_after=1.0,
     )

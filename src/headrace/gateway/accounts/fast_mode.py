@@ -1,12 +1,10 @@
-"""Fast mode: one switch, for one tenant or for all, that makes requests cheap until it expires.
+"""Fast mode: a switch for one tenant or all tenants that makes requests cheaper until it expires.
 
-Owns which switches are on in this gateway, and what fast mode asks of a request, as the section [fast] declares. A
-tenant's own switch, on or off, goes before the one of all. The flow asks for every request, so the answer is a look
-into a dict and at the clock.
+Tracks the active switches and what [fast] changes in a request. A tenant's own switch, on or off, overrides the one for
+all tenants. Every request asks, so a lookup costs one dict access and one clock read.
 
-How long a switch still lasts is worked out once, when it arrives, by the storage's clock alone; from then on the
-monotonic clock counts. So a wall clock that jumps neither ends it early nor keeps it, and after a restart it lasts its
-time to live at most, whatever the clock says meanwhile.
+The remaining time of a switch is computed once on arrival, by the store's clock; after that the monotonic clock counts.
+A jump of the wall clock neither ends nor extends a switch, and after a restart it lasts at most its time to live.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from headrace.gateway.accounts.account_store import AccountChanges
 
 
 class FastModeState(msgspec.Struct, frozen=True):
-    """What fast mode asks of a request. None and empty ask for nothing."""
+    """What fast mode changes in a request. None and empty change nothing."""
 
-    variant: str | None  # that answers instead
-    prompt_tokens: int | None  # that the prompt is trimmed to
-    max_tokens: int | None  # of the answer
-    slow_tools: frozenset[str]  # that the model is not offered
-    tenant: str  # whose switch it is; ALL for the one of all
+    variant: str | None  # variant that answers instead
+    prompt_tokens: int | None  # trim the prompt to this
+    max_tokens: int | None  # output tokens, at most
+    slow_tools: frozenset[str]  # tools to hide from the model
+    tenant: str  # tenant of the switch; ALL_TENANTS for the one for all
     reason: str
 
 
@@ -43,7 +41,7 @@ class FastModeSwitches:
         self,
         config: FastConfig,
         *,
-        served: Collection[str] = (),  # variants by their full names
+        served: Collection[str] = (),  # full names of variants
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -54,20 +52,20 @@ class FastModeSwitches:
 
     @property
     def declared(self) -> bool:
-        """Whether fast mode asks for anything."""
+        """Whether [fast] changes anything."""
         config = self._config
         sizes = (config.prompt_tokens, config.max_tokens)
         return bool(config.variant or config.variants or self._tools) or sizes != (None, None)
 
     def take(self, changes: AccountChanges) -> None:
-        """What has changed in the shared state."""
+        """Apply changed account records."""
         held = {} if changes.whole else self._held
         for record in changes.records:
             if record.kind != "fast":
                 continue
             known = self._held.get(record.id)
             if isinstance(record.value, FastRecord):
-                # What is only told again keeps the end that it has.
+                # A record that is only repeated keeps its end.
                 same = known is not None and known.record.version == record.version
                 held[record.id] = (
                     known if known is not None and same else self._begun(record, record.value, changes.now)
@@ -81,7 +79,7 @@ class FastModeSwitches:
         return _Held(record, value, self._monotonic() + left)
 
     def fast(self, tenant: str, model: str) -> FastModeState | None:
-        """What is asked of a tenant's request to a model or variant; None where fast mode is off."""
+        """Return what to change in a tenant's request to a model or variant; None if fast mode is off."""
         if not self._held:
             return None
         held = self._live(tenant) or self._live(ALL_TENANTS)
@@ -98,10 +96,10 @@ class FastModeSwitches:
         )
 
     def _variant(self, model: str) -> str | None:
-        """That answers in the place of a model; None where that is itself, or is not there."""
+        """Return the variant that replaces a model; None if it is the same or not served."""
         config, base = self._config, model.partition("@")[0]
-        wanted = config.variants.get(model) or config.variants.get(base) or config.variant
-        variant = base + wanted if wanted.startswith("@") else wanted
+        target = config.variants.get(model) or config.variants.get(base) or config.variant
+        variant = base + target if target.startswith("@") else target
         return variant if variant != model and variant in self._served else None
 
     def _live(self, id: str) -> _Held | None:
@@ -109,12 +107,12 @@ class FastModeSwitches:
         return held if held is not None and self._monotonic() < held.end else None
 
     def live(self) -> Iterator[tuple[AccountRecord, FastRecord, float]]:
-        """Those in force, with the seconds that they still last."""
+        """Yield the active switches with their remaining seconds."""
         for id in sorted(self._held):
             held = self._live(id)
             if held is not None:
                 yield held.record, held.value, held.end - self._monotonic()
 
     def expired(self) -> list[AccountRecord]:
-        """Records that say nothing any more."""
+        """Return the expired records."""
         return [held.record for id, held in self._held.items() if self._live(id) is None]

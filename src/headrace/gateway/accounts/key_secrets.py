@@ -1,15 +1,14 @@
-"""The secrets of keys: how one is made, told from any other text, and hidden.
+"""Generates, recognises and hides the secrets of API keys.
 
     mr-  4xW…43 characters…  k3Yd0Q
     │    32 random bytes      CRC-32 of those characters: 4 bytes
     prefix, then base64 for URLs without padding
 
-The checksum is no secret. With it a scanner of repositories and logs knows a leaked key from other text without asking
-anybody: one text in four thousand million of this form passes by chance. Knows no key in particular.
+With the checksum a scanner of repositories and logs recognises leaked keys offline: one in four thousand million texts
+of this form passes by chance.
 
-Only the SHA-256 of a secret is kept. A slow hash (bcrypt, scrypt, Argon2) is for passwords, which people choose from so
-few that all can be tried; it makes each try cost milliseconds. There are 2^256 of these secrets, so that nobody tries
-them at any price, and each request would pay those milliseconds.
+Only the SHA-256 of a secret is stored. Slow hashes (bcrypt, scrypt, Argon2) protect passwords, which can be guessed.
+These secrets have 256 random bits and cannot be guessed, so a slow hash would only cost milliseconds per request.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Final
 PREFIX: Final = "mr-"
 HIDDEN: Final = "mr-***"
 _RANDOM: Final = 32  # bytes
-# Within a lookahead, so that of texts that overlap all are tried.
+# A lookahead, so that overlapping candidates are all tried.
 _FORM: Final = re.compile(r"(?=(mr-([A-Za-z0-9_-]{43})([A-Za-z0-9_-]{6})))")
 
 
@@ -35,20 +34,22 @@ def make_secret() -> str:
 
 
 def digest_of_secret(secret: str) -> bytes:
-    """Of the bytes that came in a header, which decodes them as Latin-1."""
+    """Return the SHA-256 of a secret from a header, which is decoded as Latin-1."""
     return hashlib.sha256(secret.encode("latin-1", "replace")).digest()
 
 
 def last_four(secret: str) -> str:
-    """By these a person knows which of the keys it is. Part of them is the checksum."""
+    """Return the last four characters, by which people identify a key. They are part of the checksum."""
     return secret[-4:]
 
 
 def secrets_in(text: str) -> Iterator[re.Match[str]]:
-    """Where in a text the secrets of keys stand; group 1 of each match is one."""
-    for found in _FORM.finditer(text) if PREFIX in text else ():  # which most texts have not
-        if _checksum(found[2]) == found[3]:
-            yield found
+    """Find the secrets in a text; group 1 of each match is a secret."""
+    if PREFIX not in text:  # fast path: most texts have none
+        return
+    for match in _FORM.finditer(text):
+        if _checksum(match[2]) == match[3]:
+            yield match
 
 
 def holds_secret(text: str) -> bool:
@@ -56,9 +57,9 @@ def holds_secret(text: str) -> bool:
 
 
 def hidden(text: str) -> str:
-    """The text with every secret in it replaced."""
-    for found in reversed(list(secrets_in(text))):
-        text = text[: found.start(1)] + HIDDEN + text[found.end(1) :]
+    """Replace every secret in the text."""
+    for match in reversed(list(secrets_in(text))):
+        text = text[: match.start(1)] + HIDDEN + text[match.end(1) :]
     return text
 
 

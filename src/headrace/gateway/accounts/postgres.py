@@ -30,7 +30,7 @@ from headrace.gateway.postgres_pool import MissingDriverError, PostgresConnectio
 
 Result = TypeVar("Result")
 
-_LOCK: Final = 0x6D696C6C73746174  # so that of gateways that start together one makes the tables
+_LOCK: Final = 0x6865616473746174  # advisory lock: only one gateway creates the tables
 _AT_ONCE: Final = 500  # records that are decoded in the event loop
 _NOW: Final = "extract(epoch FROM clock_timestamp())::double precision"
 
@@ -90,9 +90,9 @@ class PostgresAccountStore:
     ) -> None:
         """NoDriverError where asyncpg is missing, ValueError for a schema that is no plain name."""
         if importlib.util.find_spec("asyncpg") is None:
-            raise MissingDriverError("tenants and keys in Postgres need asyncpg: pip install 'headrace[postgres]'")
+            raise MissingDriverError("Postgres needs the package asyncpg. Run: pip install 'headrace[postgres]'")
         if not SCHEMA.fullmatch(schema):
-            raise ValueError(f"'{schema}' is no name for a schema: small letters, digits and underscores")
+            raise ValueError(f"Invalid schema '{schema}'. Use lower-case letters, digits and underscores.")
         self._schema = schema
         self._connections = PostgresPool(dsn, schema=schema, most=connections)
         self._retention = retention or AuditRetention()
@@ -111,11 +111,11 @@ class PostgresAccountStore:
             raise
         except TimeoutError:
             raise storage_unavailable(
-                f"the database did not answer within {self._answer_s:g} s; a change may have been made or not",
+                f"The database did not answer within {self._answer_s:g} s. A change may or may not have been made.",
                 retry_after=1.0,
             ) from None
-        except Exception as error:  # of asyncpg, the network or the server: none of them is a client's to see
-            raise storage_unavailable("the database cannot be used", retry_after=1.0) from error
+        except Exception as error:  # errors of asyncpg, the network or the server are not shown to clients
+            raise storage_unavailable("The database cannot be used right now.", retry_after=1.0) from error
         self._ready = True
         return result
 
@@ -136,8 +136,10 @@ class PostgresAccountStore:
                 rows: list[Any] = await connection.fetch(
                     "SELECT kind, id, version, body FROM shared_records WHERE version > $1", 0 if whole else since
                 )
-            told = [(row["kind"], row["id"], row["version"], row["body"]) for row in rows]
-            records = decode_records(told) if len(told) <= _AT_ONCE else await asyncio.to_thread(decode_records, told)
+            tuples = [(row["kind"], row["id"], row["version"], row["body"]) for row in rows]
+            records = (
+                decode_records(tuples) if len(tuples) <= _AT_ONCE else await asyncio.to_thread(decode_records, tuples)
+            )
             return AccountChanges(epoch=epoch, now=now, records=records, whole=whole)
 
         return await self._run(changes)
@@ -182,7 +184,7 @@ class PostgresAccountStore:
             cut = cut.before(await connection.fetchval("SELECT min(seq) FROM audit WHERE at >= $1", int(cut.younger)))
         hash = await connection.fetchval("SELECT hash FROM audit WHERE seq = $1", cut.through)
         if hash is None or cut.through <= anchor.seq:
-            return head, anchor  # where somebody else removed it, that is for verification to tell
+            return head, anchor  # if a row is missing, verification will report it
         removed = await connection.fetchval("SELECT count(*) FROM audit WHERE seq <= $1", cut.through)
         await connection.execute("DELETE FROM audit WHERE seq <= $1", cut.through)
         last = ChainPosition(cut.through, hash)

@@ -1,8 +1,8 @@
-"""Tenants as a label of metrics, of which there are never more than so many: those with the most traffic.
+"""Chooses the tenants that get their own metrics label: a bounded number, those with the most traffic.
 
-Owns which tenants have a label of their own; the others are "other" together. Traffic counts less the older it is, and
-who has a label keeps it until another has clearly more, so that two tenants of the same size do not take turns. Knows
-no metric: whoever keeps them is told of each label that is given up, and removes what it has of it.
+All others share the label "other". Older traffic counts less. A tenant keeps its label until another has clearly more
+traffic, so that two tenants of equal size do not alternate. A callback reports each label that is given up, so that its
+metrics can be removed.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-NONE: Final = "-"  # of requests without a tenant
+NONE: Final = "-"  # label of requests without a tenant
 OTHER: Final = "other"
-_MORE: Final = 1.5  # times the traffic of a labelled tenant, to take its label
-_FORGOTTEN: Final = 0.01  # of one request: traffic so old is none
+_MORE: Final = 1.5  # factor of traffic that takes a label from another tenant
+_FORGOTTEN: Final = 0.01  # requests; older traffic is dropped
 
 
 class TenantLabels:
     def __init__(
         self,
-        most: int = 50,  # labels, without NONE and OTHER
+        most: int = 50,  # labels besides NONE and OTHER
         *,
-        counted: int = 20_000,  # tenants whose traffic is counted; as many as there can be
-        half_life_s: float = 3600.0,  # after which traffic counts half
-        rank_s: float = 60.0,  # between two rankings
+        counted: int = 20_000,  # tenants whose traffic is counted
+        half_life_s: float = 3600.0,  # half-life of traffic
+        rank_s: float = 60.0,  # interval of rankings
         given_up: Callable[[str], None] = lambda label: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,7 +44,7 @@ class TenantLabels:
         return frozenset(self._labelled)
 
     def label(self, tenant: str, amount: float = 1.0) -> str:
-        """The label of a tenant, which has just had so much traffic."""
+        """Count `amount` of traffic and return the tenant's label."""
         if not tenant:
             return NONE
         now = self._monotonic()

@@ -1,7 +1,7 @@
-"""What a tenant's settings mean to the parts that keep to them: limits, budgets, caches, label.
+"""Translates a tenant's settings for limits, budgets and caches.
 
-Owns the translation, so that none of those parts needs to know how tenants are declared. What is made here follows the
-directory: a change through the admin API holds for the next request.
+Those packages need not know how tenants are declared. The results follow the directory: a change through the admin API
+applies to the next request.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from headrace.gateway.serving.exchange import Caller
 
 
 def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[LimitScope, ...]:
-    """The limits that a request comes under by its tenant and its key. `model`: of the variant, in full; a limit of a
-    model counts its variants together, one of MODEL@VARIANT that one alone."""
+    """Return the limits of a request by its tenant and key. `model`: full name of the variant.
+
+    A limit on MODEL counts its variants together, a limit on MODEL@VARIANT only that variant.
+    """
     if not isinstance(caller, IdentifiedCaller):
         return ()
-    settings, found = caller.settings, list[LimitScope]()
+    settings, scopes = caller.settings, list[LimitScope]()
     if settings.limits != UNLIMITED:
-        found.append(LimitScope("tenant", caller.tenant, settings.limits))
+        scopes.append(LimitScope("tenant", caller.tenant, settings.limits))
     if caller.limits != UNLIMITED:
-        found.append(LimitScope("key", caller.key, caller.limits))
+        scopes.append(LimitScope("key", caller.key, caller.limits))
     for name in dict.fromkeys((model.partition("@")[0], model)):
         if name in settings.model_limits:
-            found.append(LimitScope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
+            scopes.append(LimitScope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
     if surface in settings.surface_limits:
-        found.append(LimitScope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
-    return tuple(found)
+        scopes.append(LimitScope("surface", f"{caller.tenant}/{surface}", settings.surface_limits[surface]))
+    return tuple(scopes)
 
 
 class LimitScopes:
@@ -69,17 +71,19 @@ def settings_of(caller: Caller) -> TenantConfig:
 def budget_updater(
     directory: AccountDirectory, declare: Callable[[str, TenantBudgets | None], object]
 ) -> Callable[[AccountChanges], None]:
-    """A listener for Shared that keeps the ledger's accounts true, after it has told of the configuration's.
-    `declare`: Accounts.declare."""
+    """Declare the configured tenants' budgets and return a listener that follows changes of the others.
+
+    `declare`: Ledger.declare.
+    """
     for name, settings in directory.declared_tenants.items():
         declare(name, _budgets(settings))
     known: set[str] = set()
 
     def take(changes: AccountChanges) -> None:
-        told = {record.id for record in changes.records if record.kind == "tenant"}
-        for name in told | (known if changes.whole else set[str]()):
+        changed = {record.id for record in changes.records if record.kind == "tenant"}
+        for name in changed | (known if changes.whole else set[str]()):
             if name in directory.declared_tenants:
-                continue  # the configuration has the last word
+                continue  # the configuration takes precedence
             if directory.made_tenant(name) is None:
                 known.discard(name)
                 declare(name, None)
@@ -95,7 +99,7 @@ def _budgets(settings: TenantConfig) -> TenantBudgets:
 
 
 class CacheModes(Mapping[str, CacheMode]):
-    """A cache's modes by tenant, for caches.modes.Modes: those of tenants that have one of their own."""
+    """A cache's modes by tenant, for tenants with a mode of their own."""
 
     def __init__(self, directory: AccountDirectory, cache: Literal["exact", "semantic"]) -> None:
         self._directory = directory

@@ -227,7 +227,7 @@ class Fleet:
         if found is None:
             there = ", ".join(sorted(self.served))
             raise ApiError(
-                f"there is no model '{wanted[:200]}'; there are: {there}",
+                f"Unknown model '{wanted[:200]}'. Available models: {there}.",
                 kind="not_found_error",
                 parameter="model",
                 code="model_not_found",

@@ -1,1 +1,1 @@
-"""What an operator changes while gateways run: tenants, keys, fast mode, caches; and the log of who changed what."""
+"""The admin API: tenants, keys, fast mode, cache invalidation, usage export and the audit log."""

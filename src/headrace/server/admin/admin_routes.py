@@ -1,11 +1,10 @@
-"""`/admin/v1`: the endpoints of administrators.
+"""The endpoints of `/admin/v1` and who may call them. gateway.accounts.admin_operations does the work.
 
-Owns the routes, who may use them, and what goes out. Without an administrator there is no admin API: where no key has
-rights on it, and the call comes by no socket of its own, each of its paths is answered as one that does not exist. A
-key without rights is refused; one with rights to read may only GET. What is done is operations's.
+If no key has access to the admin API and the call does not come by the admin socket, every path answers 404. Keys
+without access get 403, and keys with read access may only GET.
 
-Replies are not for caches on the way, and not for browsers of other origins. A call in which the secret of a key stands
-anywhere but in its headers is refused unread: it would end up in logs.
+Responses must not be cached and are not available to browsers of other origins. A request with a key's secret anywhere
+but in its headers is rejected, because the secret would end up in logs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from headrace.gateway.accounts.admin_operations import Actor, AdminOperations, N
 from headrace.gateway.accounts.audit_log import audit_row_json
 from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.accounts.key_secrets import hidden, holds_secret
-from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.gateway.api_errors import ApiError, invalid_request, unknown_url
 from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 
 log: Final = structlog.stdlib.get_logger("headrace.admin")
 
-LOCAL: Final = "headrace.local"  # in the scope of a call that came by the socket for administrators
+LOCAL: Final = "headrace.local"  # marks the ASGI scope of calls on the admin socket
 _LOCAL_CALLER: Final = IdentifiedCaller(key="local", admin="write")
-_BODY_S: Final = 30.0  # for a body
+_BODY_S: Final = 30.0  # timeout of a request body
 _DAY: Final = 86_400.0  # seconds
 
 Work = Callable[[ApiCall], Awaitable[Any]]
@@ -60,31 +59,39 @@ class AdminRoutes:
         tenant, key = "/admin/v1/tenants/{tenant}", "/admin/v1/keys/{key}"
         fast = "/admin/v1/fast"
         return (
-            self._route("GET", "/admin/v1/epoch", self._epoch, "How new what this gateway knows is."),
-            self._route("GET", "/admin/v1/tenants", self._list_tenants, "The tenants."),
-            self._route("POST", "/admin/v1/tenants", self._create_tenant, "Make one.", tables.TENANT),
-            self._route("GET", tenant, self._tenant, "One of them."),
-            self._route("PATCH", tenant, self._change_tenant, "Change it.", tables.TENANT_CHANGE),
-            self._route("DELETE", tenant, self._delete_tenant, "Remove it, with its keys."),
-            self._route("GET", f"{tenant}/limits", self._limits, "Its limits."),
-            self._route("PUT", f"{tenant}/limits", self._set_limits, "Replace all of its limits.", tables.LIMITS),
-            self._route("GET", f"{tenant}/budgets", self._budgets, "Its budgets."),
-            self._route("PUT", f"{tenant}/budgets", self._set_budgets, "Replace all of its budgets.", tables.BUDGETS),
-            self._route("GET", "/admin/v1/keys", self._list_keys, "The keys."),
-            self._route("POST", "/admin/v1/keys", self._create_key, "Make one; its secret is told once.", tables.KEY),
-            self._route("GET", key, self._key, "One of them."),
-            self._route("DELETE", key, self._revoke_key, "Revoke it."),
-            self._route("POST", f"{key}/rotate", self._rotate_key, "Give it a new secret.", tables.ROTATE),
-            self._route("GET", "/admin/v1/usage", self._export, "What was used, as CSV or JSON."),
             self._route(
-                "POST", "/admin/v1/cache/invalidate", self._invalidate, "End entries of caches.", tables.INVALIDATE
+                "GET", "/admin/v1/epoch", self._epoch, "Show the version of the account records that this gateway has."
             ),
-            self._route("GET", fast, self._fast, "Where fast mode is set."),
-            self._route("PUT", fast, self._set_fast, "Set it for all.", tables.FAST),
-            self._route("DELETE", fast, self._clear_fast, "Clear what is set for all."),
-            self._route("PUT", f"{fast}/{{tenant}}", self._set_fast, "Set it for a tenant.", tables.FAST),
-            self._route("DELETE", f"{fast}/{{tenant}}", self._clear_fast, "Clear what is set for a tenant."),
-            self._route("GET", "/admin/v1/audit", self._audit, "Who changed what."),
+            self._route("GET", "/admin/v1/tenants", self._list_tenants, "List tenants."),
+            self._route("POST", "/admin/v1/tenants", self._create_tenant, "Create a tenant.", tables.TENANT),
+            self._route("GET", tenant, self._tenant, "Show a tenant."),
+            self._route("PATCH", tenant, self._change_tenant, "Change a tenant.", tables.TENANT_CHANGE),
+            self._route("DELETE", tenant, self._delete_tenant, "Delete a tenant and revoke its keys."),
+            self._route("GET", f"{tenant}/limits", self._limits, "Show a tenant's limits."),
+            self._route("PUT", f"{tenant}/limits", self._set_limits, "Replace a tenant's limits.", tables.LIMITS),
+            self._route("GET", f"{tenant}/budgets", self._budgets, "Show a tenant's budgets."),
+            self._route("PUT", f"{tenant}/budgets", self._set_budgets, "Replace a tenant's budgets.", tables.BUDGETS),
+            self._route("GET", "/admin/v1/keys", self._list_keys, "List keys."),
+            self._route(
+                "POST", "/admin/v1/keys", self._create_key, "Create a key. Its secret is shown only once.", tables.KEY
+            ),
+            self._route("GET", key, self._key, "Show a key."),
+            self._route("DELETE", key, self._revoke_key, "Revoke a key."),
+            self._route("POST", f"{key}/rotate", self._rotate_key, "Replace the secret of a key.", tables.ROTATE),
+            self._route("GET", "/admin/v1/usage", self._export, "Export usage as CSV or JSON."),
+            self._route(
+                "POST",
+                "/admin/v1/cache/invalidate",
+                self._invalidate,
+                "Invalidate entries of the response caches.",
+                tables.INVALIDATE,
+            ),
+            self._route("GET", fast, self._fast, "List where fast mode is set."),
+            self._route("PUT", fast, self._set_fast, "Set fast mode for all tenants.", tables.FAST),
+            self._route("DELETE", fast, self._clear_fast, "Clear fast mode for all tenants."),
+            self._route("PUT", f"{fast}/{{tenant}}", self._set_fast, "Set fast mode for a tenant.", tables.FAST),
+            self._route("DELETE", f"{fast}/{{tenant}}", self._clear_fast, "Clear fast mode for a tenant."),
+            self._route("GET", "/admin/v1/audit", self._audit, "Show the audit log."),
         )
 
     def _route(self, method: str, path: str, work: Work, about: str, table: ParameterTable | None = None) -> Route:
@@ -94,14 +101,14 @@ class AdminRoutes:
             call.headers = {name: value for name, value in call.headers.items() if name != "origin"}
             call.caller = self._admitted(call)
             if holds_secret(f"{call.scope['path']} {call.scope['query_string'].decode('latin-1')}"):
-                raise _secret_where_none_belongs()
+                raise _misplaced_secret_error()
             found = await work(call)
             if isinstance(found, dict):
                 await call.reply(_private(Response.json(found)))
             if method != "GET":
                 log.info("done", request=hidden(call.id), who=call.caller.key, route=path, method=method)
 
-        # Open for the application, which would ask for a key before it says that there is no such path.
+        # Open, because the application would otherwise ask for a key before it answers 404.
         return Route(method, path, handler, about, table, open=True, listed=self._listed)
 
     def _admitted(self, call: ApiCall) -> IdentifiedCaller:
@@ -109,29 +116,28 @@ class AdminRoutes:
             return _LOCAL_CALLER
         directory = self._operations.directory
         if not directory.administered:
-            path = directory.hidden(call.scope["path"])[:200]
-            raise ApiError(f"there is no {path}", kind="not_found_error", code="unknown_url")
+            raise unknown_url(directory.hidden(call.scope["path"]))
         caller = directory.identify(call.headers)
         if caller.admin is None:
-            raise ApiError("the API key has no rights on the admin API", kind="permission_error", code="no_admin")
+            raise ApiError("This API key has no access to the admin API.", kind="permission_error", code="no_admin")
         if caller.admin != "write" and call.scope["method"] not in ("GET", "HEAD"):
-            raise ApiError("the API key may only read the admin API", kind="permission_error", code="admin_read_only")
+            raise ApiError("This API key may only read the admin API.", kind="permission_error", code="admin_read_only")
         return caller
 
     async def _given(self, call: ApiCall, table: ParameterTable, *, empty: bool = False) -> dict[str, Any]:
-        """`empty`: a body may be missing."""
+        """Read and convert the body. `empty`: the body may be missing."""
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
-            raise _secret_where_none_belongs()
+            raise _misplaced_secret_error()
         values = {} if empty and not body else parse_body_object(body)
         if not tables.is_utf8(values):
-            raise invalid_request("the body has texts that are no Unicode", code="invalid_value")
+            raise invalid_request("The body contains invalid Unicode.", code="invalid_value")
         return parse_parameters(values, table)
 
     def _who(self, call: ApiCall) -> Actor:
         return Actor(call.caller.key, hidden(call.id))
 
-    # The state
+    # State
 
     async def _epoch(self, call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})
@@ -149,8 +155,8 @@ class AdminRoutes:
     # Tenants
 
     async def _list_tenants(self, call: ApiCall) -> dict[str, Any]:
-        asked = tables.page_query(call)
-        page = self._operations.tenants(after=asked.get("after"), limit=asked["limit"])
+        parameters = tables.page_query(call)
+        page = self._operations.tenants(after=parameters.get("after"), limit=parameters["limit"])
         return _listed(page, "name")
 
     async def _create_tenant(self, call: ApiCall) -> dict[str, Any]:
@@ -201,14 +207,16 @@ class AdminRoutes:
     # Keys
 
     async def _list_keys(self, call: ApiCall) -> dict[str, Any]:
-        asked = tables.page_query(call, tenant=str)
-        page = await self._operations.keys(tenant=asked.get("tenant"), after=asked.get("after"), limit=asked["limit"])
+        parameters = tables.page_query(call, tenant=str)
+        page = await self._operations.keys(
+            tenant=parameters.get("tenant"), after=parameters.get("after"), limit=parameters["limit"]
+        )
         return _listed(page, "id")
 
     async def _create_key(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.KEY)
         if "expires_at" in given and "expires_in_s" in given:
-            raise invalid_request("'expires_at' and 'expires_in_s' say the same", "expires_in_s")
+            raise invalid_request("Set either 'expires_at' or 'expires_in_s', not both.", "expires_in_s")
         expires = given.get("expires_at")
         if "expires_in_s" in given:
             expires = self._operations.seconds_from_now(given["expires_in_s"])
@@ -236,18 +244,20 @@ class AdminRoutes:
     # Usage and caches
 
     async def _export(self, call: ApiCall) -> None:
-        asked = tables.query(call, tables.USAGE)
-        if "by" in asked:
-            asked["by"] = tables.dimensions(asked["by"])
+        parameters = tables.query(call, tables.USAGE)
+        if "by" in parameters:
+            parameters["by"] = tables.dimensions(parameters["by"])
         if self._usage is None:
-            raise ApiError("this server keeps no ledger", kind="not_found_error", code="no_ledger")
-        filters = UsageFilters(**asked)
+            raise ApiError(
+                "This server keeps no usage ledger. Set ledger.keeps to on.", kind="not_found_error", code="no_ledger"
+            )
+        filters = UsageFilters(**parameters)
         most, pieces, length = self._config.export_bytes, list[bytes](), 0
         async for piece in self._usage.usage(filters):
             length += len(piece)
             if length > most:
                 raise ApiError(
-                    f"the export is longer than {most} bytes; ask for less with first_day, last_day, tenant or by",
+                    f"The export is longer than {most} bytes. Narrow it with first_day, last_day, tenant or by.",
                     parameter="by",
                     code="export_too_large",
                     status=413,
@@ -293,11 +303,11 @@ class AdminRoutes:
 
     async def _audit(self, call: ApiCall) -> dict[str, Any]:
         """`order` asc from the oldest on, as verification needs it; desc from the newest on. `after` is a number."""
-        asked = tables.query(call, {"after": int, "limit": int, "order": Literal["asc", "desc"]})
-        limit = asked.get("limit", 100)
+        parameters = tables.query(call, {"after": int, "limit": int, "order": Literal["asc", "desc"]})
+        limit = parameters.get("limit", 100)
         if not 1 <= limit <= tables.MOST_LISTED:
             raise invalid_request(f"'limit' must be 1 to {tables.MOST_LISTED}", "limit")
-        newest, after = asked.get("order", "desc") == "desc", asked.get("after")
+        newest, after = parameters.get("order", "desc") == "desc", parameters.get("after")
         span = await self._operations.shared.store.audit(
             after=0 if newest or after is None else after,
             before=after if newest else None,
@@ -328,9 +338,9 @@ def _private(reply: Response) -> Response:
     return reply
 
 
-def _secret_where_none_belongs() -> ApiError:
+def _misplaced_secret_error() -> ApiError:
     return ApiError(
-        "the secret of a key stands in the request; it belongs into the Authorization header alone, and should be "
-        "rotated where others could read it",
+        "The request contains the secret of an API key. Send it only in the Authorization header, and rotate the key "
+        "if others may have seen it.",
         code="secret_in_request",
     )

@@ -1,7 +1,7 @@
-"""A Unix socket for administrators, on which no key is needed: who may open the file may administer.
+"""A Unix socket for administrators that needs no key: whoever may open the file may administer the server.
 
-Owns the file and the connections on it, and marks what comes by it for the admin API's routes; everything else on it is
-served as on the server's port. The file is for the server's own user alone, from the moment that it is there.
+Marks its calls for the admin routes; all other paths are served as on the server's port. From its creation, only the
+server's own user may open the file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from headrace.errors import HeadraceError
 from headrace.server.admin.admin_routes import LOCAL
 from headrace.server.http.edge import Application, Connection, ConnectionBounds, Edge
 
-_WAITING: Final = 64  # connections that the kernel keeps for us
+_WAITING: Final = 64  # backlog of pending connections
 Message = MutableMapping[str, Any]
 
 
 class SocketError(HeadraceError):
-    """The socket cannot be listened on."""
+    """Cannot listen on the socket."""
 
 
 class AdminSocket:
-    """All of it belongs to one event loop."""
+    """Use from one event loop only."""
 
     def __init__(self, path: Path, application: Application, bounds: ConnectionBounds) -> None:
         self.path = path.expanduser()
@@ -36,7 +36,7 @@ class AdminSocket:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """SocketError where the file cannot be made, or another server listens on it."""
+        """Listen. Raise SocketError if the file cannot be created or another server listens on it."""
         listening = listen_on(self.path)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: Connection(self._edge), sock=listening, backlog=_WAITING)
@@ -61,11 +61,11 @@ def _marked(application: Application) -> Application:
 
 
 def listen_on(path: Path) -> socket.socket:
-    """The socket. What a server that died has left is replaced."""
+    """Create the listening socket. Replaces the file of a server that died."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _make_room(path)
-        before = os.umask(0o177)  # so that at no moment anybody else could open it
+        _remove_stale(path)
+        before = os.umask(0o177)  # so that no other user can open it at any moment
         try:
             listening.bind(str(path))
         finally:
@@ -80,20 +80,20 @@ def listen_on(path: Path) -> socket.socket:
     return listening
 
 
-def _make_room(path: Path) -> None:
+def _remove_stale(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise SocketError(f"admin.socket: {path} is there already, and is no socket")
+        raise SocketError(f"admin.socket: {path} exists and is not a socket. Choose another path.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trying:
         trying.settimeout(1.0)
         try:
             trying.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()  # nobody listens any more
+            path.unlink()  # no server listens any more
             return
         except OSError as error:
-            raise SocketError(f"admin.socket: {path} cannot be looked at: {error.strerror or error}") from None
-    raise SocketError(f"admin.socket: another server listens on {path}")
+            raise SocketError(f"admin.socket: cannot check {path}: {error.strerror or error}") from None
+    raise SocketError(f"admin.socket: another server listens on {path}. Choose another path.")

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.api_errors import ApiError
+from headrace.gateway.api_errors import ApiError, unknown_url
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import ParameterTable
 
@@ -66,7 +66,7 @@ class RouteTable:
             return msgspec.structs.replace(others[0], handler=self._preflight, open=True)
         if others:
             raise MethodError(self._redact(path), {route.method for route in others})
-        raise ApiError(f"there is no {self._redact(path)[:200]}", kind="not_found_error", code="unknown_url")
+        raise unknown_url(self._redact(path))
 
 
 def _pattern(path: str) -> re.Pattern[str]:
