@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_LOGPROBS: Final = 1024
+UNUSED_WHEN_GREEDY: Final = ("top_k", "top_p", "min_p", "seed")  # fields without effect at temperature 0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

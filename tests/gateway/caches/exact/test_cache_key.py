@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY, SamplingParams
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.exact.cache_key import OF_DRAWING, OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
+from headrace.gateway.caches.exact.cache_key import OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
 from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
 from tests.support.exact_caches import asked, served
@@ -104,13 +104,13 @@ def test_the_likeliest_tokens_do_not_depend_on_how_others_would_be_drawn(field: 
     greedy = asked(sampling=SamplingParams())
     changed = asked(sampling=SamplingParams(**{field: OTHER_SAMPLING[field]}))
     for seeded in (True, False):
-        assert (key(changed, seeded=seeded) == key(greedy, seeded=seeded)) is (field in OF_DRAWING)
+        assert (key(changed, seeded=seeded) == key(greedy, seeded=seeded)) is (field in UNUSED_WHEN_GREEDY)
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
     there = set(TextRequest.__struct_fields__)
     assert {*WITHOUT_EFFECT, *OF_THE_PROMPT} <= there
-    assert set(OF_DRAWING) <= set(SamplingParams.__struct_fields__)
+    assert set(UNUSED_WHEN_GREEDY) <= set(SamplingParams.__struct_fields__)
     assert {*OTHER_ASKED, *WITHOUT_EFFECT, *OF_THE_PROMPT} == there
 
 

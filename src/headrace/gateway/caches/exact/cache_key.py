@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY, SamplingParams
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.requests.text_request import TextRequest
 
@@ -51,13 +51,11 @@ WITHOUT_EFFECT: Final = {
     "metadata": "handed back by the endpoint; its cache_tags are in the key as tags",
 }
 
-# Fields of SamplingParams without effect on greedy decoding.
-OF_DRAWING: Final = ("top_k", "top_p", "min_p", "seed")
 
 _ASKED: Final = tuple(
     name for name in TextRequest.__struct_fields__ if name not in WITHOUT_EFFECT and name not in OF_THE_PROMPT
 )
-_GREEDY: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in OF_DRAWING)
+_GREEDY: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in UNUSED_WHEN_GREEDY)
 _UNSEEDED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name != "seed")
 
 _asked_values = attrgetter(*_ASKED)

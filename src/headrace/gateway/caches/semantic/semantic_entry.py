@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.thresholds import Evidence
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenUsage
@@ -114,7 +115,7 @@ def _digest(asked: TextRequest, variant: str, policy: str, script: str, tags: tu
     last = {name: value for name, value in asked.messages[-1].items() if name != "content"}
     sampling = msgspec.structs.asdict(asked.sampling)
     if asked.sampling.temperature == 0.0:
-        for unused in ("seed", "top_k", "top_p", "min_p"):  # the likeliest token is taken whatever they say
+        for unused in UNUSED_WHEN_GREEDY:
             sampling.pop(unused)
     parts = {
         "variant": variant,
