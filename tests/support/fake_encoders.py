@@ -1,4 +1,4 @@
-"""Encoders, a judge that was told what to say, and requests, for the semantic cache's tests."""
+"""Fake encoders and requests for the tests of the semantic cache."""
 
 from __future__ import annotations
 
@@ -49,18 +49,6 @@ class WordEmbedder:
         ]
         total = np.sum(rows, axis=0)
         return (total / np.linalg.norm(total)).astype(np.float32)
-
-
-class Told:
-    """A judge."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.asked: list[tuple[str, str]] = []
-
-    async def same(self, question: str, candidate: str) -> float:
-        self.asked.append((question, candidate))
-        return self.share
 
 
 def asking(

@@ -53,7 +53,7 @@ async def recall(state: FlowState) -> bool:
         return True
     if services.semantic is not None and lookups.semantic is None:
         lookup = lookups.semantic = await look_up_semantic(state)
-        is_served = lookup.outcome == "hit" and services.semantic.options.serve == "answer"
+        is_served = lookup.outcome == "hit" and services.semantic.config.serve == "answer"
         if is_served and lookup.entry is not None:
             answer = lookup.entry.answer
             deltas = answer.pieces(prompt_tokens=exchange.prompt_tokens)

@@ -60,7 +60,7 @@ async def prime(state: FlowState) -> None:
     Runs before `admit`, because the example is paid for as a part of the prompt. There is none where the exact cache
     has the answer, or where the example does not fit."""
     exchange, semantic = state.exchange, state.services.semantic
-    if semantic is None or semantic.options.serve != "prime" or state.degradation.plan is not None:
+    if semantic is None or semantic.config.serve != "prime" or state.degradation.plan is not None:
         return
     access = semantic.modes.access(exchange.caller.tenant, requested=exchange.asked.cache)
     if not access.reads or await look_up_exact(state, stale=False) is not None:

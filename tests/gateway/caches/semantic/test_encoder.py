@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace import LLM
+from headrace.config.cache_section import SemanticConfig
 from headrace.gateway.caches.semantic.guards import refusal_reason
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer
-from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
+from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.caches.semantic.verifier import score
 from tests.gateway.caches.semantic.pairs import pairs
 from tests.support.fake_encoders import asking
@@ -76,7 +77,9 @@ def test_few_wrong_pairs_pass_guards_and_verifier_where_half_of_the_right_ones_d
 
 def test_a_cache_over_it_serves_the_same_question_and_no_opposite(encoder: Encoder) -> None:
     async def test() -> None:
-        cache = SemanticCache(SemanticOptions(mode="on", threshold=0.4, embed_wait_s=10.0, agree_by="normalised"))
+        cache = SemanticCache(
+            SemanticConfig(mode="on", threshold=0.4, wait_ms=10e3), tuning=SemanticTuning(agree_by="normalised")
+        )
 
         async def recall(text: str) -> str:
             found = await cache.recall("a", asking(text), encoder, variant="mini", surface="chat")

@@ -1,38 +1,28 @@
-"""One tenant's part of the semantic cache: its entries, their vectors, and what was learned of them.
+"""Holds one tenant's part of the semantic cache: its entries, their vectors, and what was learned about them.
 
-Owns the entries with their bounds (number, bytes, time to live, tags) and the choice of a candidate: nearest
-vectors, then guards, then the verifier. A namespace belongs to one tenant and has never heard of another; nothing
-here takes two. It does not wait for anything: embeddings, judges and disks are the caller's.
+Owns the bounds (number, bytes, time to live, tags) and the choice of a candidate: nearest vectors, then guards, then
+the verifier. A namespace belongs to one tenant; nothing here takes two. Never waits: embeddings and
+disks are the caller's.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.config.cache_section import SemanticConfig, lifetime_s
 from headrace.gateway.caches.semantic.guards import refusal_reason
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer
 from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds
-from headrace.gateway.caches.semantic.vector_index import EXACT, GrowingVectors, VectorFormat
+from headrace.gateway.caches.semantic.vector_index import EXACT, GrowingVectors
 from headrace.gateway.caches.semantic.verifier import score
 
 Floats = NDArray[np.float32]
-
-
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one namespace."""
-
-    entries: int = 20_000
-    nbytes: int = 64 * 1024 * 1024  # 64 MiB of texts and vectors
-    ttl_s: float = 24 * 3600.0
-    tag_ttl_s: Mapping[str, float] = {}  # the shortest of an entry's tags counts
-    vectors: VectorFormat = "float32"
-    exact: int = EXACT
 
 
 class CacheCandidate(msgspec.Struct, frozen=True):
@@ -42,23 +32,27 @@ class CacheCandidate(msgspec.Struct, frozen=True):
 
 
 class CandidateSearch(msgspec.Struct, frozen=True):
-    """The best candidate, or why the nearest was refused; neither where nothing is near."""
+    """The best candidate, or why the nearest was refused; neither if nothing is near."""
 
     best: CacheCandidate | None
     reason: str = ""
 
 
-_WITHOUT_TEXT: Final = 256 + 4 * CELLS  # bytes that an entry takes beside its texts and its vector, about
+_OVERHEAD_BYTES: Final = 256 + 4 * CELLS  # of an entry beside its texts and vector, about
 
 
 class Namespace:
-    def __init__(self, thresholds: Thresholds, bounds: Bounds) -> None:
+    def __init__(self, thresholds: Thresholds, config: SemanticConfig, *, exact: int = EXACT) -> None:
+        """`exact`: entries of one group up to which the search is exact."""
         self.thresholds = thresholds
-        self.bounds = bounds
+        self.config = config
+        self._exact = exact
+        self._ttl_s = lifetime_s(config.ttl)
+        self._tag_ttl_s = {tag: lifetime_s(ttl) for tag, ttl in config.tags.items()}
         self.nbytes = 0
         self.evicted = 0
-        self._entries: OrderedDict[int, SemanticEntry] = OrderedDict()  # the least used first
-        self._groups: dict[bytes, GrowingVectors] = {}  # by digest: only what has the same may answer
+        self._entries: OrderedDict[int, SemanticEntry] = OrderedDict()  # the least recently used first
+        self._groups: dict[bytes, GrowingVectors] = {}  # by digest: only entries with the same one may answer
         self._tagged: dict[str, set[int]] = {}
         self._sizes: dict[int, int] = {}
         self._next = 1
@@ -72,12 +66,10 @@ class Namespace:
     def get(self, id: int) -> SemanticEntry | None:
         return self._entries.get(id)
 
-    # Looking for
-
     def search(
         self, subject: SemanticKey, vector: Floats, *, now: float, nearest: int, floor: float, guarded: bool = True
     ) -> CandidateSearch:
-        """The candidate that scores best among those near enough that no guard refuses."""
+        """Return the best-scoring candidate among the near entries that no guard refuses."""
         group = self._groups.get(subject.digest)
         if group is None:
             return CandidateSearch(None)
@@ -89,13 +81,13 @@ class Namespace:
             entry = self._entries[id]
             if entry.expires <= now:
                 continue
-            why = refusal_reason(subject.question, entry.question) if guarded else None
-            if why is not None:
-                reason = reason or why
+            refusal = refusal_reason(subject.question, entry.question) if guarded else None
+            if refusal is not None:
+                reason = reason or refusal
                 continue
-            found = CacheCandidate(entry, cosine, score(subject.question, entry.question, cosine))
-            if best is None or found.score > best.score:
-                best = found
+            candidate = CacheCandidate(entry, cosine, score(subject.question, entry.question, cosine))
+            if best is None or candidate.score > best.score:
+                best = candidate
         return CandidateSearch(best, "" if best is not None else reason)
 
     def used(self, entry: SemanticEntry) -> None:
@@ -103,26 +95,24 @@ class Namespace:
         if entry.id in self._entries:
             self._entries.move_to_end(entry.id)
 
-    # Keeping
-
     def add(
         self, subject: SemanticKey, vector: Floats, answer: StoredAnswer, *, now: float
     ) -> tuple[SemanticEntry | None, list[int]]:
-        """The new entry, if there is room for one of its size at all, and the ids of those that made room."""
+        """Add an entry. Returns it, or None if it exceeds the bounds by itself, and the ids of evicted entries."""
         kept = frozenset(subject.tags)
-        ttl = min([self.bounds.ttl_s, *(self.bounds.tag_ttl_s[tag] for tag in kept if tag in self.bounds.tag_ttl_s)])
+        ttl = min([self._ttl_s, *(self._tag_ttl_s[tag] for tag in kept if tag in self._tag_ttl_s)])
         entry = SemanticEntry(
             self._next, subject.digest, subject.question, answer, kept, now, now + ttl, evidence=Evidence()
         )
-        if self._size(entry, vector) > self.bounds.nbytes or ttl <= 0:
+        if self._size(entry, vector) > self.config.tenant_bytes:
             return None, []
         self._next += 1
         return entry, self._put(entry, vector)
 
     def restore(self, entry: SemanticEntry, vector: Floats) -> list[int]:
-        """An entry that a database had kept, left out where it does not fit the others; the ids that made room."""
+        """Restore an entry from the database, unless it does not fit; return the ids of evicted entries."""
         group = self._groups.get(entry.digest)
-        if entry.id in self._entries or self._size(entry, vector) > self.bounds.nbytes:
+        if entry.id in self._entries or self._size(entry, vector) > self.config.tenant_bytes:
             return []
         if group is not None and group.width != len(vector):
             return []
@@ -131,20 +121,20 @@ class Namespace:
         return self._put(entry, vector)
 
     def skip_ids(self, last: int) -> None:
-        """The next entry's id is beyond this one: a database has entries that were not loaded."""
+        """Use only ids after this one: the database has entries that were not loaded."""
         self._next = max(self._next, last + 1)
 
     def _put(self, entry: SemanticEntry, vector: Floats) -> list[int]:
         size = self._size(entry, vector)
         gone: list[int] = []
-        while self._entries and (len(self) >= self.bounds.entries or self.nbytes + size > self.bounds.nbytes):
+        while self._entries and (len(self) >= self.config.entries or self.nbytes + size > self.config.tenant_bytes):
             oldest = next(iter(self._entries))
             self.remove(oldest)
             gone.append(oldest)
         self.evicted += len(gone)
         group = self._groups.get(entry.digest)
         if group is None:
-            group = GrowingVectors(len(vector), kind=self.bounds.vectors, exact=self.bounds.exact)
+            group = GrowingVectors(len(vector), kind=self.config.vectors, exact=self._exact)
             self._groups[entry.digest] = group
         group.add(entry.id, vector)
         self._entries[entry.id] = entry
@@ -155,13 +145,11 @@ class Namespace:
         return gone
 
     def _size(self, entry: SemanticEntry, vector: Floats) -> int:
-        each = 4 if self.bounds.vectors == "float32" else 1
-        return entry.nbytes + each * len(vector) + _WITHOUT_TEXT + sum(map(len, entry.tags))
-
-    # Letting go
+        each = 4 if self.config.vectors == "float32" else 1
+        return entry.nbytes + each * len(vector) + _OVERHEAD_BYTES + sum(map(len, entry.tags))
 
     def remove_oldest(self) -> int | None:
-        """The least used entry; its id, or None where there is none."""
+        """Evict the least recently used entry; return its id, or None if there is none."""
         id = next(iter(self._entries), None)
         if id is not None:
             self.remove(id)
@@ -184,21 +172,21 @@ class Namespace:
         return True
 
     def remove_tags(self, tags: Collection[str]) -> list[int]:
-        """All entries that have one of them."""
+        """Remove all entries with one of the tags; return their ids."""
         ids = sorted({id for tag in tags for id in self._tagged.get(tag, ())})
         for id in ids:
             self.remove(id)
         return ids
 
     def clear(self) -> list[int]:
-        """All of it; what was learned of the tenant's entries as a whole stays."""
+        """Remove all entries; the learned prior stays."""
         ids = list(self._entries)
         for id in ids:
             self.remove(id)
         return ids
 
     def sweep(self, now: float) -> list[int]:
-        """All that have expired."""
+        """Remove all expired entries; return their ids."""
         ids = [entry.id for entry in self if entry.expires <= now]
         for id in ids:
             self.remove(id)

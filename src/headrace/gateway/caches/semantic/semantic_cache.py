@@ -1,14 +1,13 @@
-"""The semantic cache as the flow uses it: recall before an answer is made, record after it.
+"""The semantic cache: answers a question with the stored answer to the same question in other words.
 
-Owns the namespaces, one for each tenant and never two at once, the options, and the order of what happens to a
-request:
+Owns the namespaces, one for each tenant and never two at once, and the order of what happens to a request:
 
-    recall   subject → vector → nearest, guards, verifier, judge → thresholds ─┬▶ hit: the kept answer, or an example
-                                                                               └▶ anything else: generate
-    settle   the fresh answer beside a candidate → was the kept one right? → thresholds; a new entry
-    check    a hit's fresh answer, made in the background for a share of hits → thresholds
+    recall   key → vector → nearest entries, guards, verifier → thresholds ─┬▶ hit: the stored answer, or an example
+                                                                            └▶ anything else: generate
+    settle   compare the fresh answer with the candidate's → thresholds learn; store a new entry
+    check    the same for a share of hits, with a fresh answer made in the background
 
-Off unless it is turned on. Whatever fails here (an encoder, a judge, a disk) costs a bounded wait and a miss.
+Off unless you turn it on. Whatever fails here (an encoder, a disk) costs a bounded wait and a miss.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -32,14 +31,14 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import cache_tags
 from headrace.gateway.caches.exact.entry_store import CacheSize
+from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder, ServedEmbedder
-from headrace.gateway.caches.semantic.namespace import Bounds, CacheCandidate, Namespace
+from headrace.gateway.caches.semantic.namespace import CacheCandidate, Namespace
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer, semantic_key_for
-from headrace.gateway.caches.semantic.semantic_options import SemanticOptions
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
+from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.caches.semantic.thresholds import ServeDecision, Thresholds
-from headrace.gateway.caches.semantic.verifier import Judge
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller
@@ -53,100 +52,68 @@ OUTCOMES: Final = ("off", "none", "unavailable", "miss", "refused", "below", "ex
 
 
 class SemanticLookup(msgspec.Struct):
-    """What the cache had for a request. The flow hands it back to `settle` or `check`."""
+    """The result of a lookup. Pass it back to `settle` or `check`."""
 
     outcome: SemanticOutcome
     tenant: str = ""
-    reason: str = ""  # of no subject, or of a refusal
+    reason: str = ""  # why the request has no key, or why the nearest entry was refused
     subject: SemanticKey | None = None
     vector: NDArray[np.float32] | None = None
     candidate: CacheCandidate | None = None
     decision: ServeDecision | None = None
-    removals: int = 0  # that had been made when it began
+    invalidations: int = 0  # before the lookup
     settled: bool = False
 
     @property
     def entry(self) -> SemanticEntry | None:
-        """To be served or shown to the model; with "record", what would have been."""
+        """The entry to serve or to show to the model; in mode record, what would have been served."""
         return self.candidate.entry if self.candidate is not None and self.outcome in ("hit", "record") else None
 
     @property
     def check(self) -> bool:
-        """Whether a served answer is to be checked: a fresh one made in the background, and given to `check`."""
+        """Whether to check the served answer: generate a fresh one in the background and pass it to `check`."""
         return self.outcome == "hit" and self.decision is not None and self.decision.sampled
 
 
-class Counts(msgspec.Struct):
-    """Since the start; the labels are the code's own words."""
-
-    outcomes: dict[str, int] = {}
-    refusals: dict[str, int] = {}
-    # Right, wrong or unsure: of checks of hits, and of fresh answers beside a candidate.
-    comparisons: dict[str, int] = {}
-
-    def add(self, which: Literal["outcomes", "refusals", "comparisons"], name: str) -> None:
-        table: dict[str, int] = getattr(self, which)
-        table[name] = table.get(name, 0) + 1
-
-
-class Removals:
-    """What an operator let go of lately, so that what had begun before does not bring it back."""
-
-    def __init__(self, kept: int = 256) -> None:
-        self.count = 0
-        self._kept: deque[tuple[str | None, str | None]] = deque(maxlen=kept)
-
-    def add(self, tenant: str | None, tag: str | None) -> None:
-        self.count += 1
-        self._kept.append((tenant, tag))
-
-    def hit(self, since: int, tenant: str, tags: Collection[str]) -> bool:
-        """Whether an entry of what began when there had been `since` removals is among what went."""
-        missed = self.count - since
-        if missed > len(self._kept):
-            return True  # too many to know
-        late = list(self._kept)[len(self._kept) - missed :]
-        return any(whose in (None, tenant) and (tag is None or tag in tags) for whose, tag in late)
-
-
 class SemanticCache:
-    """All of it belongs to one event loop."""
+    """The semantic cache of all tenants. Used from one event loop only."""
 
     def __init__(
         self,
-        options: SemanticOptions,
+        config: SemanticConfig,
         *,
+        tuning: SemanticTuning | None = None,
         store: SemanticStore | None = None,
-        judge: Judge | None = None,
         counted: Callable[[str, str], None] | None = None,  # table and name, for metrics
         encoder: ServedVariant | None = None,  # needed by `embedder_for` only
-        clock: Callable[[], float] = time.time,  # of what is kept
+        clock: Callable[[], float] = time.time,  # wall clock of entries
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
-        self.counts = Counts()
+        self.config = config
+        self.tuning = tuning or SemanticTuning()
         self._store = store
-        self._judge = judge
         self._counted = counted
         self._encoder = encoder
         self._clock = clock
-        self._embedding = BoundedEmbedding(wait_s=options.embed_wait_s, clock=monotonic)
-        self.modes = CachePolicy(mode=options.mode, share=options.share, tenants=options.modes, salt="semantic")
-        self._removals = Removals()
+        self._embedding = BoundedEmbedding(wait_s=config.wait_ms / 1e3, clock=monotonic)
+        self.modes = CachePolicy(mode=config.mode, share=config.share, salt="semantic")
+        self._invalidations = InvalidationLog()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
     def from_config(cls, config: SemanticConfig, database: Database, fleet: Fleet) -> SemanticCache | None:
-        """Return None where no encoder is configured; otherwise even with mode "off", because a tenant's mode can be
-        changed while the server runs. ConfigError where the embedder is not a served encoder."""
+        """Build the cache even with mode "off", because a tenant's mode can change while the server runs.
+
+        None if no encoder is configured. ConfigError if the embedder is not a served encoder.
+        """
         if not config.embedder:
             return None
         encoder = fleet.served.get(config.embedder)
         if encoder is None or encoder.kind != "encoder":
             raise ConfigError(f"cache.semantic.embedder: expected a served encoder, found '{config.embedder}'")
         return cls(
-            SemanticOptions.from_config(config),
+            config,
             store=SemanticStore(database),
             counted=lambda table, name: metrics.of(metrics.semantic, table, name).inc(),
             encoder=encoder,
@@ -157,12 +124,10 @@ class SemanticCache:
         assert self._encoder is not None
         return ServedEmbedder(self._encoder, caller, surface=surface)
 
-    # The way of a request
-
     async def recall(
         self, tenant: str, asked: TextRequest, embedder: Embedder, *, variant: str, surface: str
     ) -> SemanticLookup:
-        """What there is for a request of this tenant. ApiError for tags that are none."""
+        """Look for the answer to a tenant's request. ApiError for invalid tags."""
         recall = await self._recall(tenant, asked, embedder, variant, surface)
         self._count("outcomes", recall.outcome)
         if recall.outcome in ("refused", "none"):
@@ -172,19 +137,19 @@ class SemanticCache:
     async def _recall(
         self, tenant: str, asked: TextRequest, embedder: Embedder, variant: str, surface: str
     ) -> SemanticLookup:
-        options = self.options
-        uses = self.modes.access(tenant, requested=asked.cache)
-        if not uses.reads:
+        config = self.config
+        access = self.modes.access(tenant, requested=asked.cache)
+        if not access.reads:
             return SemanticLookup("off", tenant)
         subject = semantic_key_for(
             asked,
             variant=f"{variant}\n{embedder.name}",
-            policy=options.policy,
-            sampled=options.sampled,
-            tools=options.tools,
-            surfaces=options.surfaces,
+            policy=config.policy,
+            sampled=config.sampled,
+            tools=config.tools,
+            surfaces=config.surfaces,
             surface=surface,
-            longest=options.longest,
+            longest=self.tuning.longest,
             tags=cache_tags(asked),
         )
         if isinstance(subject, str):
@@ -197,93 +162,76 @@ class SemanticCache:
             return SemanticLookup("unavailable", tenant, subject=subject)
         now = self._clock()
         search = namespace.search(
-            subject, vector, now=now, nearest=options.nearest, floor=options.floor, guarded=options.guards
+            subject, vector, now=now, nearest=config.nearest, floor=config.floor, guarded=config.guards
         )
         recall = SemanticLookup(
-            "miss", tenant, search.reason, subject, vector, search.best, removals=self._removals.count
+            "miss", tenant, search.reason, subject, vector, search.best, invalidations=self._invalidations.count
         )
         if search.best is None:
             recall.outcome = "refused" if search.reason else "miss"
             return recall
-        if search.best.score < options.least:
+        if search.best.score < self.tuning.least:
             recall.outcome = "below"
             return recall
-        if not await self._judged(recall, search.best):
-            recall.outcome, recall.reason = "refused", "judge"
-            return recall
-        if namespace.get(search.best.entry.id) is not search.best.entry:  # gone while the judge thought
-            recall.candidate = None
-            return recall
-        decision = self._decided(namespace, search.best)
-        if options.serve == "prime":
-            # An example misleads less than a wrong answer: it needs no bound and no check.
+        decision = self._decide(namespace, search.best)
+        if config.serve == "prime":
+            # An example misleads less than a wrong answer, so it needs no bound and no check.
             decision = replace(decision, serve=True, sampled=False)
         recall.decision = decision
         if not decision.serve:
             recall.outcome = "explore"
-        elif not uses.serves:
+        elif not access.serves:
             recall.outcome = "record"
         else:
             recall.outcome = "hit"
             namespace.used(search.best.entry)
         return recall
 
-    def _decided(self, namespace: Namespace, candidate: CacheCandidate) -> ServeDecision:
+    def _decide(self, namespace: Namespace, candidate: CacheCandidate) -> ServeDecision:
         decision = namespace.thresholds.decide(candidate.entry.id, candidate.entry.evidence, candidate.score)
-        fixed = self.options.threshold
+        fixed = self.config.threshold
         if fixed is None:
             return decision
         return replace(decision, serve=candidate.score >= fixed, good=candidate.score >= fixed)
 
-    async def _judged(self, recall: SemanticLookup, candidate: CacheCandidate) -> bool:
-        if self._judge is None or recall.subject is None:
-            return True
-        try:
-            async with asyncio.timeout(self.options.judge_wait_s):
-                share = await self._judge.same(recall.subject.question, candidate.entry.question)
-        except (TimeoutError, HeadraceError, ApiError, OSError):
-            return False
-        return share >= self.options.judge_least
-
     async def settle(self, recall: SemanticLookup, answer: StoredAnswer | None, embedder: Embedder) -> None:
-        """After a fresh answer, whole and given to the client; None where there is none to keep. Once for a recall."""
+        """Learn from a fresh answer and store it; None if it may not be stored. Call this once for each lookup."""
         if recall.settled or recall.subject is None or recall.vector is None or answer is None:
             return
         if recall.outcome in ("off", "none", "unavailable", "hit"):
             return
         recall.settled = True
-        if len(answer.content.encode()) + len(answer.reasoning.encode()) > self.options.answer_bytes:
+        if len(answer.content.encode()) + len(answer.reasoning.encode()) > self.tuning.answer_bytes:
             return
         same = await self._compare(recall, answer, embedder)
         if same:
-            return  # the entry that is there says it already
+            return  # the existing entry has the same answer
         await self._add(recall, answer, embedder)
 
     async def check(self, recall: SemanticLookup, fresh: StoredAnswer | None, embedder: Embedder) -> bool | None:
-        """After a hit whose `check` is set: whether the fresh answer says the same. None where it cannot be said."""
+        """Compare a hit with a fresh answer; return whether they agree, or None if that is unclear."""
         if recall.settled or fresh is None or recall.outcome != "hit":
             return None
         recall.settled = True
         same = await self._compare(recall, fresh, embedder)
-        if same is False and self.options.serve == "answer":
+        if same is False and self.config.serve == "answer":
             await self._add(recall, fresh, embedder)
         return same
 
     async def _compare(self, recall: SemanticLookup, fresh: StoredAnswer, embedder: Embedder) -> bool | None:
-        """Whether the candidate's answer says what the fresh one does; the thresholds learn of it."""
+        """Return whether the candidate's answer agrees with the fresh one; the thresholds learn from it."""
         candidate = recall.candidate
         if candidate is None or recall.decision is None:
             return None
-        entry = candidate.entry
-        options = self.options
+        entry, tuning = candidate.entry, self.tuning
         try:
-            async with asyncio.timeout(options.agree_wait_s):
+            async with asyncio.timeout(tuning.agree_wait_s):
                 same = await answers_agree(
                     entry.answer.content,
                     fresh.content,
-                    by=options.agree_by,
+                    by=tuning.agree_by,
                     embedder=embedder,
-                    least=options.agree_least,
+                    least=tuning.agree_least,
                 )
         except (TimeoutError, HeadraceError, ApiError, OSError):
             same = None
@@ -301,11 +249,13 @@ class SemanticCache:
         assert recall.subject is not None
         assert recall.vector is not None
         namespace = self._namespace(recall.tenant, embedder)
-        if namespace is None or self._removals.hit(recall.removals, recall.tenant, recall.subject.tags):
+        if namespace is None or self._invalidations.covers_since(
+            recall.invalidations, recall.tenant, recall.subject.tags
+        ):
             return
         entry, gone = namespace.add(recall.subject, recall.vector, answer, now=self._clock())
         if self._store is not None:
-            # In the disk's queue before anything else happens here: an invalidation that comes now finds it there.
+            # Queued before anything else can run here, so that an invalidation that comes next also removes it.
             if entry is not None:
                 await self._store.save(recall.tenant, embedder.name, [StoredEntry(entry, recall.vector)])
             if gone:
@@ -313,10 +263,10 @@ class SemanticCache:
         await self._make_room()
 
     async def _make_room(self) -> None:
-        """Where all tenants together take too much, the one that takes most gives: nobody pushes out another's."""
+        """Evict entries of the tenant that takes the most memory until all tenants together fit."""
         gone: dict[str, list[int]] = {}
         total = sum(namespace.nbytes for namespace in self._namespaces.values())
-        while total > self.options.total_bytes:
+        while total > self.config.total_bytes:
             tenant = max(self._namespaces, key=lambda name: self._namespaces[name].nbytes)
             namespace = self._namespaces[tenant]
             before = namespace.nbytes
@@ -329,12 +279,14 @@ class SemanticCache:
             for tenant, ids in gone.items():
                 await self._store.remove(tenant, ids)
 
-    # What an operator does
+    # Administration
 
     async def invalidate(self, *, tenant: str | None = None, tag: str | None = None) -> int:
-        """Lets go of the entries that have all of what is given, of every tenant where none is named; how many of those
-        in memory. ApiError where the disk keeps its own. What is being generated is not kept then."""
-        self._removals.add(tenant, tag)
+        """Remove the entries that match all given fields; return the number of those in memory.
+
+        ApiError if entries on disk could not be removed. Answers under generation are then not stored.
+        """
+        self._invalidations.add(InvalidationScope(tenant=tenant, tag=tag))
         count = 0
         for name in [tenant] if tenant is not None else list(self._namespaces):
             namespace = self._namespaces.get(name)
@@ -345,7 +297,7 @@ class SemanticCache:
         return count
 
     async def sweep(self) -> int:
-        """Lets go of what has expired; to be called now and then."""
+        """Remove expired entries; return the number of those in memory."""
         now = self._clock()
         count = sum(len(namespace.sweep(now)) for namespace in self._namespaces.values())
         if self._store is not None:
@@ -353,7 +305,7 @@ class SemanticCache:
         return count
 
     def about(self, tenant: str) -> Mapping[str, float]:
-        """For an operator."""
+        """Return statistics of a tenant's namespace."""
         namespace = self._namespaces.get(tenant)
         if namespace is None:
             return {"entries": 0, "bytes": 0, "hits": 0, "evicted": 0, "right": 0, "wrong": 0, "braked": 0}
@@ -369,7 +321,7 @@ class SemanticCache:
         }
 
     async def size(self) -> CacheSize:
-        """Of what is in memory, of all tenants."""
+        """Return the size of all tenants' entries in memory."""
         found = self._namespaces.values()
         return CacheSize(sum(map(len, found)), sum(namespace.nbytes for namespace in found))
 
@@ -380,53 +332,45 @@ class SemanticCache:
     # Namespaces
 
     def _namespace(self, tenant: str, embedder: Embedder) -> Namespace | None:
-        """None while what a database has of the tenant is being read."""
+        """Return a tenant's namespace; None while its entries are read from the database."""
         namespace = self._namespaces.get(tenant)
         if namespace is not None:
             self._namespaces.move_to_end(tenant)
             return namespace if tenant not in self._loading else None
-        options = self.options
-        while len(self._namespaces) >= options.tenants:
+        config = self.config
+        while len(self._namespaces) >= self.tuning.tenants:
             gone, _ = self._namespaces.popitem(last=False)
             if (task := self._loading.pop(gone, None)) is not None:
                 task.cancel()
         thresholds = Thresholds(
-            delta=options.delta, per=options.per, seed=options.seed, check_share=options.check_share
+            delta=config.delta, per=config.per, seed=self.tuning.seed, check_share=config.check_share
         )
-        bounds = Bounds(
-            entries=options.entries,
-            nbytes=options.tenant_bytes,
-            ttl_s=options.ttl_s,
-            tag_ttl_s=options.tag_ttl_s,
-            vectors=options.vectors,
-            exact=options.exact,
-        )
-        namespace = self._namespaces[tenant] = Namespace(thresholds, bounds)
+        namespace = self._namespaces[tenant] = Namespace(thresholds, config, exact=self.tuning.exact)
         if self._store is None:
             return namespace
         self._loading[tenant] = asyncio.ensure_future(self._load(tenant, namespace, embedder.name, self._store))
         return None
 
     async def _load(self, tenant: str, namespace: Namespace, embedder: str, store: SemanticStore) -> None:
-        removals = self._removals.count
+        mark = self._invalidations.count
         try:
-            rows, last = await store.load(tenant, embedder, now=self._clock(), most=namespace.bounds.entries)
+            rows, last = await store.load(tenant, embedder, now=self._clock(), most=namespace.config.entries)
             namespace.skip_ids(last)
             for place, row in enumerate(rows):
-                if not self._removals.hit(removals, tenant, row.entry.tags):
+                if not self._invalidations.covers_since(mark, tenant, row.entry.tags):
                     namespace.restore(row.entry, row.vector)
                 if place % 64 == 63:
-                    await asyncio.sleep(0)  # others have a turn too
+                    await asyncio.sleep(0)  # let others run
         except (ApiError, OSError, sqlite3.Error) as error:
-            # Without it nothing is known of the ids that are taken: the tenant begins again with its next request.
-            log.warning("the semantic cache could not read its table: %s", error)
+            # The ids in use are unknown then, so the tenant starts again with its next request.
+            log.warning("The semantic cache could not read its table: %s", error)
             self._namespaces.pop(tenant, None)
         finally:
             if self._loading.get(tenant) is asyncio.current_task():
                 del self._loading[tenant]
 
     async def load(self, tenant: str, embedder: Embedder) -> None:
-        """Returns when what a database has of the tenant is there; a request does not wait for it."""
+        """Wait until a tenant's entries are loaded; requests do not wait for this."""
         self._namespace(tenant, embedder)
         if (task := self._loading.get(tenant)) is not None:
             await asyncio.shield(task)
@@ -437,6 +381,5 @@ class SemanticCache:
             await asyncio.gather(task, return_exceptions=True)
 
     def _count(self, which: Literal["outcomes", "refusals", "comparisons"], name: str) -> None:
-        self.counts.add(which, name)
         if self._counted is not None:
             self._counted(which, name)
