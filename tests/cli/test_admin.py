@@ -19,7 +19,7 @@ from headrace.cli import FAILED, WRONG_USAGE, app, main
 from headrace.config import LogConfig
 from headrace.config.tenant_section import AdminConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
-from headrace.server.admin.admin_protocols import UsageFilters
+from headrace.server.admin.admin_usage import UsageFilters
 from headrace.server.http.request_log import configure_log
 from tests.support.admin_server import ROOT, administered
 from tests.support.running_server import asynchronous

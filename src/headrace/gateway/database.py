@@ -31,8 +31,8 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 
 log = logging.getLogger(__name__)
 
-TransactionResult = TypeVar("Result")
-PageItem = TypeVar("Item")
+TransactionResult = TypeVar("TransactionResult")
+PageItem = TypeVar("PageItem")
 ListOrder = Literal["asc", "desc"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -86,8 +86,8 @@ class Server:
     def _make(self) -> None:
         """All but the engines, which load meanwhile: therefore these are imported only now."""
         from headrace.gateway.database import Database
+        from headrace.server.admin.admin_usage import LedgerUsage
         from headrace.server.admin.administration import Administration
-        from headrace.server.admin.usage_query import LedgerUsage
         from headrace.server.app import App
         from headrace.server.assemble import assemble
         from headrace.server.durable_state import DurableState

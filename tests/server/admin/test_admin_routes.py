@@ -14,8 +14,8 @@ import pytest
 from headrace.config import CacheConfig, ExactConfig, LedgerConfig
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
 from headrace.gateway.accounts.key_secrets import make_secret
-from headrace.server.admin.admin_protocols import UsageFilters
 from headrace.server.admin.admin_routes import AdminRoutes
+from headrace.server.admin.admin_usage import UsageFilters
 from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, CALLER, READER, Administered, administered
 from tests.support.running_server import CHAT, Client, asynchronous, request, words

@@ -1,4 +1,4 @@
-"""The ledger's tables in Postgres, the steps from one version of them to the next, and the function that holds money.
+"""The ledger's tables in Postgres, their migrations, and the function that holds budget.
 
 Texts compare by their bytes, as Python's do, so that every gateway locks the rows of budgets in one order.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Each step leads from the version that is its place to the next. A step that has been released never changes.
+# Migrations: step N leads from version N to N + 1. A released step never changes.
 STEPS: Final = (
     """
     CREATE TABLE ledger_charges (

@@ -1,13 +1,11 @@
--- Limits counted in Redis or Valkey: one run of this script is one operation over all scopes of a request, all of it
--- or nothing.
+-- Counts rate limits in Redis or Valkey. One run is one operation over all scopes of a request, all or nothing.
 --
 -- KEYS     the clock; then for each scope its book, its leases, and the log of each of its windows
--- ARGV[1]  a msgpack map; `operation` is one of reserve, more, close, look; the fields are those of shared.Ask
+-- ARGV[1]  a msgpack map; `operation` is one of reserve, more, close, look; the fields are those of lua_script.ScriptArguments
 --
--- A scope's book is a hash: what is held and wanted at each pace (1: a second, 2: a minute), what is used of each
--- window, and a record for each reservation. Its leases are a sorted set of reservations by when they lapse. A window's
--- log is a sorted set of "time:amount" by time. Times are whole microseconds; a double holds them exactly, and so does
--- the format %.0f.
+-- A scope's book is a hash: what is held and wanted per pace (1: second, 2: minute), what is used of each window, and a
+-- record per reservation. Its leases are a sorted set of reservations by expiry. A window's log is a sorted set of
+-- "time:amount" by time. Times are whole microseconds, which doubles and the format %.0f represent exactly.
 
 local ask = cmsgpack.unpack(ARGV[1])
 local call = redis.call
@@ -24,7 +22,7 @@ local function amount_of(entry)
   return tonumber(string.match(entry, ':(%d+)$'))
 end
 
--- The server's time, which all gateways share. Where it jumps back, it goes on from where it was.
+-- The time of Redis, which all gateways share. It never goes back, even if the clock does.
 local function read_clock()
   local raw = ask.raw
   if not raw then
@@ -43,7 +41,7 @@ end
 
 local now = read_clock()
 
--- Records: since when it is there, how many tokens it let out, and how many it may, at each pace
+-- Records: start time, tokens delivered, and tokens granted and wanted per pace
 
 local function read_record(line)
   if not line then
@@ -74,7 +72,7 @@ end
 
 -- Windows
 
--- A book without the sum is new, or the server has thrown it away and not the log.
+-- A book without the sum is new, or Redis has evicted the book but not the log.
 local function recount(window)
   local used = 0
   for _, entry in ipairs(call('ZRANGE', window.log, 0, -1)) do
@@ -96,12 +94,12 @@ local function forget(window)
     call('ZREMRANGEBYSCORE', window.log, '-inf', past)
   end
   window.entries = call('ZCARD', window.log)
-  if window.entries == 0 then -- also where the server has thrown the log away
+  if window.entries == 0 then -- also if Redis has evicted the log
     window.used = 0
   end
 end
 
--- Half as many entries or fewer: those of one grain of time become one, as late as its last.
+-- Merges entries within one grain of time, which at least halves their number. The latest time is kept.
 local function merge(window)
   local grain = math.max(1, math.floor(window.span / math.floor(ask.entries / 2)))
   local merged = {}
@@ -147,7 +145,7 @@ local function use(window, time, amount)
   call('PEXPIRE', window.log, ask.keep)
 end
 
--- Takes out again what was used at `since` or later, and turned out not to be; the oldest first.
+-- Removes an amount that was counted at `since` or later and not used after all, oldest entries first.
 local function give_back(window, since, amount)
   if amount <= 0 or since <= now - window.span then
     return
@@ -168,7 +166,7 @@ local function give_back(window, since, amount)
   end
 end
 
--- Microseconds until `short` more is free, and whether that hangs on nobody else.
+-- Microseconds until `short` more is free, and 1 if that does not depend on other requests.
 local function wait_for(window, short)
   local place, page = 0, 64
   while true do
@@ -201,7 +199,7 @@ local function lapse(scope)
     end
   end
   scope.open = call('ZCARD', scope.leases)
-  if scope.open == 0 and (scope.held[1] > 0 or scope.held[2] > 0) then -- the server has thrown the leases away
+  if scope.open == 0 and (scope.held[1] > 0 or scope.held[2] > 0) then -- Redis has evicted the leases
     call('DEL', scope.book)
     scope.held, scope.wanted, scope.record = {0, 0}, {0, 0}, nil
   end
@@ -263,7 +261,7 @@ local function is_output(window)
   return window.meter == 'output_tokens'
 end
 
--- The limit that has no room for longest: what it is, by its places, 0 for concurrent requests
+-- The limit with the longest wait: indexes of scope and window; window 0 means concurrent requests
 local short = {wait = 0, exact = 1, scope = 0, window = 0}
 
 local function fall_short(scope, window, wait, exact)
@@ -273,7 +271,7 @@ local function fall_short(scope, window, wait, exact)
   end
 end
 
--- What the request has let out since `from`: {age, amount}, the oldest first. What was counted already is passed over.
+-- Counts deliveries since `from`: {age, amount}, oldest first. Skips what was counted already.
 local function count_out(scope, record)
   local skip = math.max(0, record.out - ask.from)
   for _, segment in ipairs(ask.segments) do
@@ -320,7 +318,7 @@ function operations.reserve()
   local scopes = load_scopes()
   local known, place = false, 0
   for number, scope in ipairs(scopes) do
-    known = known or scope.record ~= nil -- the same operation once more
+    known = known or scope.record ~= nil -- a repeated call
     if scope.concurrent >= 0 and scope.open >= scope.concurrent then
       fall_short(number, 0, math.max(1000, math.floor(ask.ahead / scope.concurrent)), 0)
     end
@@ -354,8 +352,8 @@ function operations.reserve()
   return standings(scopes, {1, now})
 end
 
--- Counts what was let out, and has `need` tokens granted in all, at best `targets`; the lease is as long again.
--- A pace that has no limit has 0 for its target.
+-- Counts deliveries, grants `need` tokens in total or up to `targets`, and renews the lease. A pace without a limit has
+-- target 0.
 function operations.more()
   local scopes = load_scopes()
   local granted = nil
@@ -394,7 +392,7 @@ function operations.more()
         adds[pace] = math.min(adds[pace], room)
         if room < needs[pace] then
           local wait, exact = wait_for(window, needs[pace] - room)
-          if scope.held[pace] > 0 then -- by others, who may give it back sooner
+          if scope.held[pace] > 0 then -- other requests may give it back sooner
             exact = 0
           end
           fall_short(number, window_number, wait, exact)
@@ -422,7 +420,7 @@ function operations.more()
   return {1, now, total[1], total[2]}
 end
 
--- Counts what was used and gives back the rest. 0 where the reservation is not there: closed already, or lapsed.
+-- Counts what was used and gives back the rest. Returns 0 if the reservation is closed or expired.
 function operations.close()
   local scopes = load_scopes()
   local found = 0

@@ -24,7 +24,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request, unknown_url
 from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
-from headrace.server.admin.admin_protocols import UsageExport, UsageFilters
+from headrace.server.admin.admin_usage import UsageExport, UsageFilters
 from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable, parse_body_object, parse_parameters
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from headrace.config import Config
 from headrace.gateway.accounts.account_services import AccountServices
-from headrace.server.admin.admin_protocols import UsageExport
 from headrace.server.admin.admin_routes import AdminRoutes
 from headrace.server.admin.admin_socket import AdminSocket
+from headrace.server.admin.admin_usage import UsageExport
 from headrace.server.http.edge import Application, ConnectionBounds
 from headrace.server.http.route_table import Route
 
