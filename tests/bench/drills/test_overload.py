@@ -35,9 +35,10 @@ def test_the_first_token_must_come_within_the_patience() -> None:
 
 @pytest.mark.parametrize("signs", [{"extracted": True}, {"finish": "length", "tokens": overload.MAX_TOKENS - 1}])
 def test_a_degraded_answer_without_the_header_breaks_the_promise(signs: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"finish": "stop"} | signs
     full = ChatReply(200, finish="length", tokens=overload.MAX_TOKENS)
-    marked = ChatReply(200, {"x-headrace-degraded": "extract"}, **{"finish": "stop", **signs})
-    unmarked = ChatReply(200, **{"finish": "stop", **signs})
+    marked = ChatReply(200, {"x-headrace-degraded": "extract"}, **fields)
+    unmarked = ChatReply(200, **fields)
     assert overload.degraded_replies_are_marked([full, marked]).kept
     assert not overload.degraded_replies_are_marked([full, marked, unmarked]).kept
 

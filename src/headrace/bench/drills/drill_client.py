@@ -49,7 +49,7 @@ class ChatReply(msgspec.Struct):
             self.code = str(event["error"].get("code"))
             self.finish = ""
             return False
-        own = event.get("headrace", {})
+        own: Mapping[str, Any] = event.get("headrace", {})
         self.extracted = self.extracted or bool(own.get("extracted"))
         self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
         if own.get("restart"):

@@ -355,11 +355,7 @@ class _Run:
             nonce=prepared.nonce,
             workload=_workload_name(options),
             load=_load_name(options),
-            arrivals="trace"
-            if options.is_trace_timed
-            else ""
-            if _is_closed_loop(options)
-            else self._tenants[0].arrivals,
+            arrivals=_arrivals_name(options),
             burstiness=self._tenants[0].burstiness,
             ramp=options.ramp,
             objectives=dict(options.objectives),
