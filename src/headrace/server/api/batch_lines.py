@@ -1,7 +1,6 @@
-"""The lines of a batch's files: what is asked in the input, what is answered in the output and the error file.
+"""The lines of a batch's files: requests in the input file, results in the output and the error file.
 
-Owns the checks of an input file, each mistake with its line, and the shapes of OpenAI's lines. Knows nothing of states,
-storage and running.
+Checks an input file and reports each mistake with its line. Does not know states, storage or running.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
-_ERRORS: Final = 100  # mistakes that are listed; further ones say nothing new
+_ERRORS: Final = 100  # mistakes to list
 _CUSTOM_ID_LETTERS: Final = 512
-_MARK: Final = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
-_WANTED: Final = ("custom_id", "method", "url", "body")
+_BOM: Final = b"\xef\xbb\xbf"  # byte order mark of UTF-8
+_FIELDS: Final = ("custom_id", "method", "url", "body")
 
 
 class InputLine(msgspec.Struct, frozen=True):
@@ -27,25 +26,25 @@ class InputLine(msgspec.Struct, frozen=True):
 
 
 def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> dict[str, Any]:
-    """In the shape of a batch's `errors.data`."""
+    """Return an error in the shape of a batch's `errors.data`."""
     return {"code": code, "line": line, "message": message, "param": param}
 
 
 def read_input(
     file: BinaryIO, endpoint: str, *, most: int, line_bytes: int
 ) -> tuple[list[InputLine], list[dict[str, Any]]]:
-    """The file's requests and mistakes; where there is a mistake, nothing is to be run."""
+    """Return the file's requests and its mistakes. If there is a mistake, no request may run."""
     lines: list[InputLine] = []
     errors: list[dict[str, Any]] = []
-    seen: set[bytes] = set()  # of custom ids, digests, which are short
+    seen: set[bytes] = set()  # digests of custom ids
     number = start = 0
     while len(errors) < _ERRORS and (raw := file.readline(line_bytes + 1)):
         number += 1
         length = len(raw)
         if length > line_bytes and not raw.endswith(b"\n"):
             errors.append(batch_error("line_too_long", f"A line may have at most {line_bytes} bytes.", line=number))
-            break  # what follows is the middle of it
-        skip = len(_MARK) if start == 0 and raw.startswith(_MARK) else 0
+            break  # the next read would begin inside this line
+        skip = len(_BOM) if start == 0 and raw.startswith(_BOM) else 0
         raw = raw[skip:]
         if raw.strip():
             found = _check(raw, endpoint)
@@ -69,7 +68,7 @@ def read_input(
 
 
 def _check(raw: bytes, endpoint: str) -> str | tuple[str, str, str | None]:
-    """The custom id of a good line; of another the code, the message and the parameter."""
+    """Return the custom id of a valid line, else the error's code, message and parameter."""
     try:
         decoded: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
@@ -77,15 +76,15 @@ def _check(raw: bytes, endpoint: str) -> str | tuple[str, str, str | None]:
     if not isinstance(decoded, dict):
         return "invalid_json_line", "This line is not a JSON object.", None
     request = cast(dict[str, Any], decoded)
-    for name in _WANTED:
+    for name in _FIELDS:
         if name not in request:
-            return "missing_required_parameter", f"{name} is missing.", name
+            return "missing_required_parameter", f"Missing required parameter '{name}'.", name
     for name in request:
-        if name not in _WANTED:
-            return "unknown_parameter", f"Only {', '.join(_WANTED)} are known here.", name[:64]
+        if name not in _FIELDS:
+            return "unknown_parameter", f"Unknown parameter '{name[:64]}'. Expected {', '.join(_FIELDS)}.", name[:64]
     custom_id = request["custom_id"]
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _CUSTOM_ID_LETTERS:
-        message = f"custom_id must be a text of 1 to {_CUSTOM_ID_LETTERS} letters."
+        message = f"custom_id must be a string of 1 to {_CUSTOM_ID_LETTERS} characters."
         return "invalid_custom_id", message, "custom_id"
     if request["method"] != "POST":
         return "invalid_method", "method must be POST.", "method"
@@ -99,7 +98,7 @@ def _check(raw: bytes, endpoint: str) -> str | tuple[str, str, str | None]:
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
-    """The body of a line that was found good."""
+    """Return the body of a valid line."""
     return msgspec.json.decode(raw)["body"]
 
 

@@ -1,8 +1,7 @@
-"""What is saved of batches: the statements on their two tables.
+"""The SQL statements on the two tables of batches and their requests.
 
-Owns what a row of a batch and of a request means, and which changes are one transaction: a result with its count, an
-output file with the batch's word of it, an end with the input file's release. Each function runs in a transaction of
-the database's thread. Knows nothing of running.
+Decides which changes share a transaction: a result and its count, an output file and its link in the batch, an end and
+the release of the input file. Each function runs in a transaction on the database's thread. Does not run batches.
 """
 
 from __future__ import annotations
@@ -78,13 +77,13 @@ class BatchRequest(msgspec.Struct):
     custom_id: str
     start: int
     length: int
-    tries: int = 0  # that were refused
+    tries: int = 0  # temporary rejections so far
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
-    key: str  # that asked for it
+    key: str  # that created it
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -99,9 +98,7 @@ def find(connection: sqlite3.Connection, id: str, tenant: str) -> sqlite3.Row:
     if _ID.fullmatch(id):
         rows = rows_of(connection, "SELECT * FROM batches WHERE id = ? AND tenant = ?", (id, tenant))
     if not rows:
-        raise ApiError(
-            "there is no batch with this id", kind="not_found_error", parameter="batch_id", code="batch_not_found"
-        )
+        raise ApiError("No batch has this id.", kind="not_found_error", parameter="batch_id", code="batch_not_found")
     return rows[0]
 
 
@@ -125,21 +122,21 @@ def record(row: sqlite3.Row) -> BatchRecord:
 
 
 def count_unfinished(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
-    """Everybody's, and the tenant's own."""
+    """Return the number of unfinished batches: of all tenants, and of this one."""
     return connection.execute(
         f"SELECT COUNT(*), COUNT(*) FILTER (WHERE tenant = ?) FROM batches WHERE {_IN}", (tenant,)
     ).fetchone()
 
 
 def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlite3.Row:
-    """A batch that holds its input file. Of those that have ended, the oldest beyond `kept` are forgotten."""
+    """Insert a batch, which holds its input file. Delete the oldest ended batches beyond `kept`."""
     try:
         file = hold(connection, new.input_file_id, new.tenant, new.created_at)
     except ApiError as error:
         error.parameter = "input_file_id"
         raise
     if file.purpose != "batch":
-        raise invalid_request("the input file's purpose must be batch", "input_file_id")
+        raise invalid_request("The input file's purpose must be batch.", "input_file_id")
     connection.execute(
         "DELETE FROM batches WHERE seq IN "
         f"(SELECT seq FROM batches WHERE NOT {_IN} ORDER BY seq DESC LIMIT -1 OFFSET ?)",
@@ -180,7 +177,7 @@ def begin(connection: sqlite3.Connection, seq: int, lines: list[InputLine], now:
         "WHERE seq = ? AND status = 'validating'",
         (now, len(lines), seq),
     )
-    if changed.rowcount:  # else it was cancelled meanwhile, and nothing is to run
+    if changed.rowcount:  # else it was cancelled meanwhile
         connection.executemany(
             "INSERT INTO batch_requests (batch, line, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
             ((seq, line.number, line.custom_id, line.start, line.length) for line in lines),
@@ -192,7 +189,9 @@ def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int) -> sq
     if row["status"] == "cancelling":
         return row
     if row["status"] not in ("validating", "in_progress"):
-        raise ApiError(f"a batch that is {row['status']} cannot be cancelled", code="batch_not_cancellable", status=409)
+        raise ApiError(
+            f"The batch is {row['status']} and cannot be cancelled.", code="batch_not_cancellable", status=409
+        )
     connection.execute(
         "UPDATE batches SET status = 'cancelling', ending = 'cancelled', cancelling_at = ? WHERE id = ?", (now, id)
     )
@@ -219,7 +218,7 @@ def save(connection: sqlite3.Connection, seq: int, line: int, status: int, answe
 
 
 def decide(connection: sqlite3.Connection, seq: int, now: int) -> sqlite3.Row:
-    """How it ends: as was decided before, or else by whether anything is left to run."""
+    """Decide how the batch ends, unless that is decided: expired if a request is left to run, else completed."""
     left = connection.execute("SELECT 1 FROM batch_requests WHERE batch = ? AND status IS NULL LIMIT 1", (seq,))
     connection.execute(
         "UPDATE batches SET status = 'finalizing', ending = ?, finalizing_at = ? WHERE seq = ? AND ending IS NULL",
@@ -229,7 +228,7 @@ def decide(connection: sqlite3.Connection, seq: int, now: int) -> sqlite3.Row:
 
 
 def give_up(connection: sqlite3.Connection, seq: int, code: str, message: str) -> int:
-    """Lines for some of those that will not be run; how many."""
+    """Write error lines for up to 1,000 requests that will not run. Return their number."""
     rows = connection.execute(
         "SELECT line, custom_id FROM batch_requests WHERE batch = ? AND status IS NULL LIMIT 1000", (seq,)
     ).fetchall()
@@ -242,7 +241,7 @@ def give_up(connection: sqlite3.Connection, seq: int, code: str, message: str) -
 
 
 def lines(connection: sqlite3.Connection, seq: int, which: str, last: int) -> list[tuple[int, bytes]]:
-    """Some of the lines of an output file after the request `last`, by request."""
+    """Return the next lines of an output file after the request `last`, in order."""
     return connection.execute(
         f"SELECT line, answer FROM batch_requests WHERE batch = ? AND line > ? AND {which} ORDER BY line LIMIT ?",
         (seq, last, _PAGE),

@@ -1,18 +1,17 @@
-"""Batches: files of requests, run in the background within a day.
+"""Runs batches: files of requests that run in the background within a day.
 
-Owns the life of a batch and the turns that batches take. Knows nothing of HTTP and of models: a request is run by the
-function it was given. What makes a batch survive the server is batch_table.py's; what is in an input file and in the
-lines of an output is batch_lines.py's.
+Holds the life cycle of a batch and schedules the requests of all batches. Does not know HTTP or models: it runs a
+request with the function that it is given. batch_table.py persists batches; batch_lines.py reads and writes lines.
 
     validating ─▶ in_progress ─▶ finalizing ─▶ completed
-        │             │    │         └───────▶ expired       after its window; what was not run is in the error file
-        ▼             │    └─▶ cancelling ───▶ cancelled     what has a result is in the output files all the same
-      failed ◀────────┘ (a mistake of ours)
+        │             │    │         └───────▶ expired       past its window; unrun requests are in the error file
+        ▼             │    └─▶ cancelling ───▶ cancelled     results so far are in the output files
+      failed ◀────────┘ (an internal error)
 
-A result is saved before the next request takes its place, so that a server that died goes on with exactly those
-requests that have no result. A request that is refused for now (429, 503) makes its batch pause and is tried again;
-while a batch is refused it runs one request at a time, and what it does not use is for the others. Each request ends
-in exactly one line of one of the two files.
+A result is saved before the next request takes its slot, so a restarted server runs exactly the requests that have no
+result. A request that is rejected temporarily (429, 503) pauses its batch and is retried; until a request succeeds,
+the batch runs one request at a time and leaves its other slots to other batches. Each request ends in exactly one
+line of one of the two files.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ Result = TypeVar("Result")
 
 class BatchOwner(NamedTuple):
     tenant: str
-    key: str  # the one that asked for the batch, by its name or id
+    key: str  # name or id of the key that created the batch
 
 
-# url, body, owner, batch id, custom id → HTTP's status, body. What it raises becomes the answer that a client gets.
+# url, body, owner, batch id, custom id → HTTP status, body. An exception becomes the error that the client gets.
 RunRequest = Callable[[str, dict[str, Any], BatchOwner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -56,7 +55,7 @@ WINDOWS: Final = {"24h": 24 * 3600}  # seconds
 _REFUSED: Final = (429, 503)
 _OUTPUT_SECONDS: Final = 30 * 24 * 3600
 _LONGEST_STORAGE_PAUSE: Final = 30.0  # seconds
-_NEVER: Final = {
+_UNRUN: Final = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
 }
@@ -70,15 +69,15 @@ class BatchLimits(Protocol):
 
 
 class BatchBackoff(msgspec.Struct, frozen=True):
-    """Of a batch whose requests are refused for now."""
+    """The pauses of a batch whose requests are rejected temporarily."""
 
     first_s: float = 1.0
     longest_s: float = 60.0
-    tries: int = 20  # of one request; after these the refusal is its result
+    tries: int = 20  # of one request; then the rejection is its result
 
 
 class _Live(msgspec.Struct):
-    """An unfinished batch, in this process."""
+    """The state of an unfinished batch in this process."""
 
     seq: int
     id: str
@@ -89,9 +88,7 @@ class _Live(msgspec.Struct):
     expires_at: int
     output_seconds: int
     cancelled: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    waiting: deque[BatchRequest] = msgspec.field(
-        default_factory=deque[BatchRequest]
-    )  # read, and to be run or tried again
+    waiting: deque[BatchRequest] = msgspec.field(default_factory=deque[BatchRequest])  # to be run or retried
     running: int = 0
     changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a request has ended
     refusals: int = 0  # in a row
@@ -109,7 +106,7 @@ class Batches:
         running: int,  # requests at once, of all batches together
         unfinished: int = 1000,  # batches
         unfinished_of_tenant: int = 100,
-        kept: int = 10_000,  # batches that have ended; the oldest are forgotten, their files are not
+        kept: int = 10_000,  # ended batches; older ones are deleted, their files are not
         line_bytes: int = 8 * 1024 * 1024,  # 8 MiB
         backoff: BatchBackoff | None = None,
         clock: Callable[[], float] = time.time,
@@ -118,7 +115,7 @@ class Batches:
         self._files = files
         self._run = run
         self._limits = limits
-        # Its waiters are served in order, and each batch is at most one of them: so batches take turns.
+        # Waiters are served in order and each batch has at most one, so batches take turns.
         self._slots = asyncio.Semaphore(running)
         self._unfinished = unfinished
         self._unfinished_of_tenant = unfinished_of_tenant
@@ -142,14 +139,14 @@ class Batches:
         output_expires_after: int | None = None,  # seconds
     ) -> BatchRecord:
         if self._closed:
-            raise ApiError("the server is ending", kind="overloaded_error", code="draining")
+            raise ApiError("The server is shutting down. Try again later.", kind="overloaded_error", code="draining")
         if endpoint not in ENDPOINTS:
-            raise invalid_request(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
+            raise invalid_request(f"'endpoint' must be one of {', '.join(ENDPOINTS)}.", "endpoint")
         if completion_window not in WINDOWS:
-            raise invalid_request(f"completion_window must be {' or '.join(WINDOWS)}", "completion_window")
+            raise invalid_request(f"'completion_window' must be {' or '.join(WINDOWS)}.", "completion_window")
         if output_expires_after is not None and not EXPIRY[0] <= output_expires_after <= EXPIRY[1]:
             raise invalid_request(
-                f"output_expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "output_expires_after"
+                f"'output_expires_after.seconds' must be between {EXPIRY[0]} and {EXPIRY[1]}.", "output_expires_after"
             )
         _check_metadata(metadata)
         new = table.NewBatch(
@@ -168,15 +165,14 @@ class Batches:
         def insert(connection: sqlite3.Connection) -> sqlite3.Row:
             everybody, own = table.count_unfinished(connection, tenant)
             if everybody >= self._unfinished:
-                raise _too_many("the server has too many unfinished batches; try again later")
+                raise _too_many("The server has too many unfinished batches. Try again later.")
             if own >= self._unfinished_of_tenant:
-                raise _too_many(f"you may have at most {self._unfinished_of_tenant} unfinished batches")
+                raise _too_many(f"You have {own} unfinished batches, which is the limit. Wait for one to finish.")
             return table.insert(connection, new, kept=self._kept)
 
-        # The row may be written for a caller who is gone: then the batch runs all the same, as for one who
-        # did not wait for the answer.
+        # If the caller is cancelled, the row may still be written; then the batch runs anyway.
         task = asyncio.ensure_future(self._db.run(insert))
-        task.add_done_callback(self._begin_created)
+        task.add_done_callback(self._begin_new)
         return table.record(await asyncio.shield(task))
 
     async def retrieve(self, id: str, tenant: str) -> BatchRecord:
@@ -187,7 +183,7 @@ class Batches:
         return await self._db.run(lambda connection: table.page(connection, tenant, after, limit))
 
     async def cancel(self, id: str, tenant: str) -> BatchRecord:
-        """Requests that run are cut off, results that are there are written out."""
+        """Cancel running requests. The results so far are written."""
         now = int(self._clock())
         row = await self._db.run(lambda connection: table.cancel(connection, id, tenant, now))
         if (live := self._live.get(id)) is not None:
@@ -195,7 +191,7 @@ class Batches:
         return table.record(row)
 
     async def resume(self) -> None:
-        """Go on with what an earlier server left unfinished. Where the storage is not there, in the background."""
+        """Resume the batches that an earlier server left unfinished; retry in the background if storage fails."""
         try:
             await self._resume()
         except ApiError as error:
@@ -203,14 +199,14 @@ class Batches:
             self._spawn(self._resume_later())
 
     async def close(self) -> None:
-        """Cut off what runs. Nothing is lost that has a result; `resume` of the next server goes on."""
+        """Cancel what runs. Results are saved; the next server's `resume` continues."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def running(self) -> int:
-        """Requests that run now."""
+        """Return the number of running requests."""
         return sum(live.running for live in self._live.values())
 
     def unfinished(self) -> int:
@@ -226,7 +222,7 @@ class Batches:
             with contextlib.suppress(ApiError):
                 return await self._resume()
 
-    def _begin_created(self, task: asyncio.Future[sqlite3.Row]) -> None:
+    def _begin_new(self, task: asyncio.Future[sqlite3.Row]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._begin(task.result())
 
@@ -234,32 +230,32 @@ class Batches:
         if not self._closed and row["id"] not in self._live:
             names = "seq", "id", "tenant", "key", "endpoint", "input_file_id", "expires_at", "output_seconds"
             live = self._live[row["id"]] = _Live(**{name: row[name] for name in names})
-            self._spawn(self._live_through(live))
+            self._spawn(self._run_batch(live))
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # The life of one batch.
+    # Life cycle of one batch
 
-    async def _live_through(self, live: _Live) -> None:
+    async def _run_batch(self, live: _Live) -> None:
         try:
             await self._advance(live)
         except Exception:
             log.exception("batch %s failed", live.id)
             with contextlib.suppress(Exception):
-                message = "something went wrong inside of Headrace"
+                message = "Internal server error."
                 await self._fail(live, [batch_lines.batch_error("internal_error", message)])
         finally:
             self._live.pop(live.id, None)
 
     async def _advance(self, live: _Live) -> None:
-        """From the state that is saved to the end; so a new batch and one of an earlier server are the same."""
-        row = await self._sure(lambda connection: table.find(connection, live.id, live.tenant))
+        """Run a batch from its saved state to its end, whether it is new or resumed."""
+        row = await self._retry_storage(lambda connection: table.find(connection, live.id, live.tenant))
         if row["status"] == "validating" and not await self._validate(live):
             return
-        row = await self._sure(lambda connection: table.find(connection, live.id, live.tenant))
+        row = await self._retry_storage(lambda connection: table.find(connection, live.id, live.tenant))
         if row["status"] == "in_progress":
             await self._run_all(live)
         await self._finish(live)
@@ -279,11 +275,11 @@ class Batches:
             await self._fail(live, errors)
             return False
         now = int(self._clock())
-        await self._sure(lambda connection: table.begin(connection, live.seq, lines, now))
+        await self._retry_storage(lambda connection: table.begin(connection, live.seq, lines, now))
         return True
 
     async def _run_all(self, live: _Live) -> None:
-        """Until all requests have results, the window is over, or the batch is cancelled."""
+        """Run requests until all have results, the window ends, or the batch is cancelled."""
         work = asyncio.create_task(self._run_requests(live))
         cancelled = asyncio.create_task(live.cancelled.wait())
         left = max(0.0, live.expires_at - self._clock())
@@ -301,38 +297,40 @@ class Batches:
         async with asyncio.TaskGroup() as group:
             while True:
                 if more and not live.waiting:
-                    page = await self._sure(lambda connection, last=last: table.pending(connection, live.seq, last))
+                    page = await self._retry_storage(
+                        lambda connection, last=last: table.pending(connection, live.seq, last)
+                    )
                     live.waiting.extend(page)
                     last, more = (page[-1].line, True) if page else (last, False)
                 elif live.waiting:
-                    await self._turn(live)
+                    await self._take_slot(live)
                     task = group.create_task(self._run_one(live, live.waiting.popleft()))
                     live.running += 1
-                    task.add_done_callback(lambda _: self._ended(live))
+                    task.add_done_callback(lambda _: self._request_ended(live))
                 elif live.running:
-                    await self._change(live)
+                    await self._wait_for_change(live)
                 else:
                     return
 
-    async def _turn(self, live: _Live) -> None:
+    async def _take_slot(self, live: _Live) -> None:
         """Wait until the batch may start one more request, and take a slot for it."""
         loop = asyncio.get_running_loop()
         while True:
             if (left := live.paused_until - loop.time()) > 0:
                 await asyncio.sleep(left)
             elif live.refusals and live.running:
-                await self._change(live)  # one at a time, until one is not refused
+                await self._wait_for_change(live)  # one at a time until one succeeds
             else:
                 await self._slots.acquire()
                 if live.paused_until <= loop.time() and not (live.refusals and live.running):
                     return
                 self._slots.release()
 
-    async def _change(self, live: _Live) -> None:
+    async def _wait_for_change(self, live: _Live) -> None:
         live.changed.clear()
         await live.changed.wait()
 
-    def _ended(self, live: _Live) -> None:
+    def _request_ended(self, live: _Live) -> None:
         live.running -= 1
         live.changed.set()
         self._slots.release()
@@ -350,27 +348,27 @@ class Batches:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Somebody else was cancelled: what ran it is ending.
+            # Not this task but the runner was cancelled: the server is shutting down.
             status = 503
             line = batch_lines.result_line(request.custom_id, status, as_api_error(RuntimeError()).openai())
         except Exception as error:
-            told = as_api_error(error)
-            if told is not error and told.status == 500:
+            api_error = as_api_error(error)
+            if api_error is not error and api_error.status == 500:
                 log.exception("request %s of batch %s failed", request.line, live.id)
-            status, retry_after = told.status, told.retry_after
-            line = batch_lines.result_line(request.custom_id, status, told.openai())
+            status, retry_after = api_error.status, api_error.retry_after
+            line = batch_lines.result_line(request.custom_id, status, api_error.openai())
         if status in _REFUSED:
             request.tries += 1
             if request.tries < self._backoff.tries:
                 self._pause(live, retry_after)
-                live.waiting.append(request)  # last, so that a long refusal uses up no one's tries early
+                live.waiting.append(request)  # last, so that a long outage does not use up the tries of a few requests
                 return
         else:
             live.refusals = 0
-        await self._sure(lambda connection: table.save(connection, live.seq, request.line, status, line))
+        await self._retry_storage(lambda connection: table.save(connection, live.seq, request.line, status, line))
 
     def _pause(self, live: _Live, retry_after: float | None) -> None:
-        """Once for a burst of refusals: what was started before the pause says nothing new."""
+        """Pause once for a burst of rejections: requests that began before the pause carry no news."""
         now = asyncio.get_running_loop().time()
         if now >= live.paused_until:
             pause = self._backoff.first_s * 2 ** min(live.refusals, 30)
@@ -379,25 +377,25 @@ class Batches:
             live.paused_until = now + min(pause, self._backoff.longest_s)
 
     async def _finish(self, live: _Live) -> None:
-        """Write the files. Each step is saved, and a later server does only those that are left."""
-        row = await self._sure(lambda connection: table.decide(connection, live.seq, int(self._clock())))
+        """Write the output files. Each step is saved, so a restarted server does only the remaining ones."""
+        row = await self._retry_storage(lambda connection: table.decide(connection, live.seq, int(self._clock())))
         ending = row["ending"]
-        code, message = _NEVER.get(ending, _NEVER["cancelled"])
-        while await self._sure(lambda connection: table.give_up(connection, live.seq, code, message)):
+        code, message = _UNRUN.get(ending, _UNRUN["cancelled"])
+        while await self._retry_storage(lambda connection: table.give_up(connection, live.seq, code, message)):
             pass
-        wanted = ("output_file_id", "status BETWEEN 1 AND 399"), ("error_file_id", "(status = 0 OR status >= 400)")
+        columns = ("output_file_id", "status BETWEEN 1 AND 399"), ("error_file_id", "(status = 0 OR status >= 400)")
         try:
-            for column, which in wanted:
+            for column, which in columns:
                 if row[column] is None:
                     await self._write(live, column, which)
         except ApiError as error:
             log.error("the results of batch %s cannot be written: %s", live.id, error)
             return await self._fail(live, [batch_lines.batch_error("storage_unavailable", error.message)])
-        await self._sure(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
+        await self._retry_storage(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
 
     async def _write(self, live: _Live, column: str, which: str) -> None:
-        """Try until there is room, at most as long again as the batch had."""
-        if not await self._sure(lambda connection: table.lines(connection, live.seq, which, 0)):
+        """Write one output file. Retry while storage is full, for at most the length of the window."""
+        if not await self._retry_storage(lambda connection: table.lines(connection, live.seq, which, 0)):
             return
         until = self._clock() + max(WINDOWS.values())
         pause = 1.0
@@ -424,10 +422,12 @@ class Batches:
             yield b"".join(answer for _, answer in lines)
 
     async def _fail(self, live: _Live, errors: list[dict[str, Any]]) -> None:
-        await self._sure(lambda connection: table.end(connection, live.seq, "failed", int(self._clock()), errors))
+        await self._retry_storage(
+            lambda connection: table.end(connection, live.seq, "failed", int(self._clock()), errors)
+        )
 
-    async def _sure(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Until the storage takes it. A request whose result waits keeps its slot, so little can pile up."""
+    async def _retry_storage(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Retry until storage works. A request whose result waits keeps its slot, which bounds the backlog."""
         pause = 0.25
         while True:
             try:
@@ -442,10 +442,10 @@ class Batches:
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:
     if metadata is not None:
         if len(metadata) > 16:
-            raise invalid_request("metadata may have at most 16 entries", "metadata")
+            raise invalid_request(f"'metadata' has {len(metadata)} entries. Expected at most 16.", "metadata")
         for key, value in metadata.items():
             if len(key) > 64 or len(value) > 512:
-                raise invalid_request("metadata's keys may have 64 letters and its values 512", "metadata")
+                raise invalid_request("'metadata' keys may have at most 64 characters, values at most 512.", "metadata")
 
 
 def _too_many(message: str) -> ApiError:

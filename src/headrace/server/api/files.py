@@ -1,11 +1,11 @@
-"""What clients upload and batches write: the store behind the Files API.
+"""The store behind the Files API: what clients upload and batches write.
 
-Owns the folder `files` in the storage folder, where a file's id alone is its name on the disk, and the table that
-says what each is. A client's filename is data and never a path. Bytes are counted while they arrive, against the bound
-of one file and of all; whatever fails leaves nothing behind. Knows nothing of HTTP, and nothing of what is in a file.
+Holds the folder `files` in the storage folder, where a file is named by its id alone, and the table of files. Counts
+bytes while they arrive against the limits of one file and of all; an upload that fails leaves nothing behind. Does not
+know HTTP or the contents of a file.
 
-A file belongs to one tenant; for every other it does not exist. An unfinished batch holds its input file: held files
-are neither deleted nor do they expire.
+A file belongs to one tenant and does not exist for any other. An unfinished batch holds its input file: held files are
+neither deleted nor do they expire.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Result = TypeVar("Result")
 
 PURPOSES: Final = ("batch", "user_data")  # that clients may upload for
 OUTPUT: Final = "batch_output"  # what batches write
-_OTHERS: Final = ("assistants", "evals", "fine-tune", "vision")  # OpenAI's, which nothing here would ever read
+_OTHERS: Final = ("assistants", "evals", "fine-tune", "vision")  # OpenAI's, which nothing in this server reads
 
 _ID: Final = re.compile(r"file-[a-z0-9]{24}")
-_ALPHABET: Final = string.ascii_lowercase + string.digits  # a file system may take A for a
+_ALPHABET: Final = string.ascii_lowercase + string.digits  # a file system may be case-insensitive
 _NAME_LETTERS: Final = 255
 _WRITE: Final = 1024 * 1024  # 1 MiB gathered for each visit to the disk
 _READ: Final = 256 * 1024  # 256 KiB
 EXPIRY: Final = (3600, 30 * 24 * 3600)  # seconds: an hour to 30 days, OpenAI's own bounds
-_BATCH_SECONDS: Final = 30 * 24 * 3600  # that files of batches are kept where nothing is said
+_BATCH_SECONDS: Final = 30 * 24 * 3600  # default expiry of files with the purpose batch
 
 
 async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """A caller who is cancelled waits for its end all the same, so that nobody cleans up under its hands."""
+    """Wait for the work even if the caller is cancelled, so that nothing is cleaned up while it runs."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -63,7 +63,7 @@ async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
         if not task.done():
             await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # asked for, so that asyncio does not complain of it
+            task.exception()  # retrieved, so that asyncio does not log it
         raise
 
 
@@ -142,15 +142,17 @@ class FileStore:
         tenant: str,
         expires_after: int | None = None,
     ) -> FileRecord:
-        """A client's upload; `expires_after` is in seconds."""
+        """Store a client's upload. `expires_after` is in seconds."""
         if purpose in _OTHERS or purpose == OUTPUT:
             raise invalid_request(
-                f"files for {purpose} are not kept here; purpose must be {' or '.join(PURPOSES)}", "purpose"
+                f"'purpose' is '{purpose}', which is not supported. Expected {' or '.join(PURPOSES)}.", "purpose"
             )
         if purpose not in PURPOSES:
-            raise invalid_request(f"purpose must be {' or '.join(PURPOSES)}", "purpose")
+            raise invalid_request(f"'purpose' must be {' or '.join(PURPOSES)}.", "purpose")
         if expires_after is not None and not EXPIRY[0] <= expires_after <= EXPIRY[1]:
-            raise invalid_request(f"expires_after.seconds must be from {EXPIRY[0]} to {EXPIRY[1]}", "expires_after")
+            raise invalid_request(
+                f"'expires_after.seconds' must be between {EXPIRY[0]} and {EXPIRY[1]}.", "expires_after"
+            )
         if expires_after is None and purpose == "batch":
             expires_after = _BATCH_SECONDS
         return await self._write(
@@ -166,7 +168,7 @@ class FileStore:
         expires_after: int,
         also: Callable[[sqlite3.Connection, str], None],
     ) -> FileRecord:
-        """A batch's results. `also` gets the file's id in the transaction that makes it exist."""
+        """Store a batch's results. `also` is called with the file's id in the transaction that creates the file."""
         return await self._write(stream, filename, OUTPUT, tenant, expires_after, most=None, also=also)
 
     async def get(self, id: str, tenant: str) -> FileRecord:
@@ -206,7 +208,7 @@ class FileStore:
         await run_to_end(self._delete(id, tenant))
 
     async def content(self, id: str, tenant: str) -> tuple[FileRecord, AsyncIterator[bytes]]:
-        """The file's bytes in pieces; they are all there even when the file is deleted meanwhile."""
+        """Return the file's bytes in pieces, complete even if the file is deleted meanwhile."""
         record = await self.get(id, tenant)
         file = await on_disk(lambda: self.open(id))
 
@@ -220,14 +222,14 @@ class FileStore:
         return record, pieces()
 
     async def sweep(self) -> int:
-        """Remove what has expired; how many files that were. An upload does so first."""
+        """Remove expired files and return their number. Every upload does this first."""
         return await run_to_end(self._sweep())
 
     def used(self) -> tuple[int, int]:
-        """Files and bytes, with those that are arriving; nothing before the first upload."""
+        """Return the number of files and bytes, including uploads under way. Zero before the first upload."""
         return self._files, self._bytes
 
-    # For batches: they read their input by place, also when the file has expired meanwhile. Both block.
+    # Batches read their input with these two, even if the file has expired. Both block.
 
     def open(self, id: str) -> BinaryIO:
         _check_id(id)
@@ -250,7 +252,7 @@ class FileStore:
     ) -> FileRecord:
         await self.sweep()
         if self._files >= self._count:
-            raise storage_full("the server keeps no more files; delete some")
+            raise storage_full("The server's limit of files is reached. Delete some files.")
         id = "file-" + "".join(secrets.choice(_ALPHABET) for _ in range(24))
         size = await self._receive(stream, id, most)
         now = int(self._clock())
@@ -260,7 +262,7 @@ class FileStore:
         return record
 
     async def _receive(self, stream: AsyncIterator[bytes], id: str, most: int | None) -> int:
-        """The stream as a file without a row yet; its size."""
+        """Write the stream to a file that has no row yet. Return its size."""
         size = 0
         self._take(1, 0)
         made: list[NewFile] = []
@@ -270,10 +272,13 @@ class FileStore:
             async for piece in stream:
                 if most is not None and size + len(piece) > most:
                     raise ApiError(
-                        f"a file may have at most {most} bytes", parameter="file", code="file_too_large", status=413
+                        f"The file is too large. Expected at most {most} bytes.",
+                        parameter="file",
+                        code="file_too_large",
+                        status=413,
                     )
                 if self._bytes + len(piece) > self._limits.files_bytes:
-                    raise storage_full("the server has no more room for files; delete some")
+                    raise storage_full("The server's storage for files is full. Delete some files.")
                 size += len(piece)
                 self._take(0, len(piece))
                 gathered += piece
@@ -322,7 +327,7 @@ class FileStore:
             row = _find(connection, id, tenant, now)
             if row["holds"]:
                 raise ApiError(
-                    "an unfinished batch reads this file; cancel the batch first", code="file_in_use", status=409
+                    "An unfinished batch uses this file. Cancel the batch first.", code="file_in_use", status=409
                 )
             connection.execute("DELETE FROM files WHERE id = ?", (id,))
             return row["bytes"]
@@ -351,7 +356,7 @@ class FileStore:
         return removed
 
     async def _open(self) -> None:
-        """Once: count what is there, and remove what a server that died left half done."""
+        """Count the files and remove what a crashed server left behind. Runs once."""
         async with self._opening:
             if self._opened:
                 return
@@ -374,7 +379,7 @@ class FileStore:
         self._bytes += size
 
     def _remove(self, id: str) -> None:
-        """Blocks. What cannot be removed now has no row any more, and goes at the next start."""
+        """Remove a file; blocks. One that cannot be removed has no row, so the next start removes it."""
         try:
             (self._folder / id).unlink(missing_ok=True)
         except OSError as error:
@@ -382,7 +387,7 @@ class FileStore:
 
 
 def hold(connection: sqlite3.Connection, id: str, tenant: str, now: float) -> FileRecord:
-    """For a batch that will read the file, in the transaction that makes the batch."""
+    """Hold a file for a batch, in the transaction that creates the batch."""
     _check_id(id)
     row = _find(connection, id, tenant, now)
     connection.execute("UPDATE files SET holds = holds + 1 WHERE id = ?", (id,))
@@ -399,7 +404,7 @@ def _abandon(new: NewFile) -> None:
 
 
 def plain_name(filename: str) -> str:
-    """A client's filename as something to show: no folders, nothing that does not print, of bounded length."""
+    """Make a client's filename safe to show: no folders, printable, of bounded length."""
     name = re.split(r"[/\\]", filename)[-1][: 16 * _NAME_LETTERS]
     name = "".join(letter for letter in name if letter.isprintable()).strip()[:_NAME_LETTERS]
     return "upload" if name in ("", ".", "..") else name
@@ -411,7 +416,7 @@ def _check_id(id: str) -> None:
 
 
 def _unknown() -> ApiError:
-    return ApiError("there is no file with this id", kind="not_found_error", parameter="file_id", code="file_not_found")
+    return ApiError("No file has this id.", kind="not_found_error", parameter="file_id", code="file_not_found")
 
 
 def _find(connection: sqlite3.Connection, id: str, tenant: str, now: float) -> sqlite3.Row:

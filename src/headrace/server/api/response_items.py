@@ -1,6 +1,6 @@
-"""The items of `/v1/responses`: checked as they come, turned into messages for chat templates, and written.
+"""The items of `/v1/responses`: their types, their checks, and their conversion to messages for chat templates.
 
-Owns their shapes and their ids. Knows no request and no answer.
+Does not know requests or answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FunctionCallItem(Struct, forbid_unknown_fields=True):
     arguments: str
     id: str | None = None
     status: str | None = None
-    parsed_arguments: Any = None  # the client's own
+    parsed_arguments: Any = None  # added by clients
 
 
 class FunctionOutputItem(Struct, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class ReasoningItem(Struct, forbid_unknown_fields=True):
     id: str | None = None
     summary: list[dict[str, Any]] = []
     content: list[dict[str, Any]] = []
-    encrypted_content: str | None = None  # another service's, and closed to us: nothing of it reaches the model
+    encrypted_content: str | None = None  # encrypted by another service, so the model does not see it
     status: str | None = None
 
 
@@ -64,8 +64,8 @@ class ItemContentPart(Struct, forbid_unknown_fields=True):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # the client's own
-    prompt_cache_breakpoint: Any = None  # common prefixes are found without it
+    parsed: Any = None  # added by clients
+    prompt_cache_breakpoint: Any = None  # ignored: the prefix cache works without it
 
 
 def parse_items(given: str | list[dict[str, Any]], limits: RequestLimits, *, least: int) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def parse_items(given: str | list[dict[str, Any]], limits: RequestLimits, *, lea
 
 
 def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """An item as it is kept: checked, with its type and an id, its content as parts."""
+    """Check an item and complete it with its type, an id and its content as parts."""
     given = drop_nulls(given)
     kind = given.get("type", "message")
     match kind:
@@ -103,10 +103,12 @@ def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
             summary = _parts(reasoning.summary, f"{where}.summary")
             return {"type": kind, "id": reasoning.id or new_id("rs"), "summary": summary, "content": parts}
         case "item_reference":
-            why = f"'{where}': items cannot be referred to; send them, or use previous_response_id"
+            why = (
+                f"'{where}' is an item_reference, which is not supported. Send the item, or use `previous_response_id`."
+            )
             raise ApiError(why, parameter=where, code="unsupported_parameter")
         case _:
-            why = f"'{where}': items of the type '{str(kind)[:100]}' cannot be read"
+            why = f"'{where}' is of type '{str(kind)[:100]}', which is not supported."
             raise ApiError(why, parameter=f"{where}.type", code="unsupported_parameter")
 
 
@@ -120,9 +122,7 @@ def _parts(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
             parts.append(content_part("output_text", part["refusal"]))
             continue
         if kind not in _TEXTS:
-            raise invalid_request(
-                f"'{at}': parts of the type '{str(kind)[:100]}' cannot be read, only text", f"{at}.type"
-            )
+            raise invalid_request(f"'{at}' is of type '{str(kind)[:100]}'. Models read text only.", f"{at}.type")
         parts.append(content_part(kind, convert_value(part, ItemContentPart, at).text))
     return parts
 
@@ -132,7 +132,7 @@ def content_part(kind: str, text: str) -> dict[str, Any]:
 
 
 def drop_nulls(given: Any) -> Any:
-    """Clients' own dumps of items name every field that there is; a null is the same as an absent one."""
+    """Drop null fields: clients that send items back include every field."""
     if not isinstance(given, dict):
         return given
     values: dict[str, Any] = given  # pyright: ignore[reportUnknownVariableType]
@@ -144,7 +144,7 @@ def new_id(kind: str) -> str:
 
 
 def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: bool) -> list[dict[str, Any]]:
-    """`whole`: no earlier items are to come, so that every result is of a call among these."""
+    """Convert items to messages. `whole`: these are all items, so every output must belong to one of their calls."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -156,7 +156,7 @@ def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: 
             case "message":
                 role = "user" if item["role"] == "user" else "system"
                 if role == "system" and messages and messages[-1]["role"] == "system":
-                    _append(messages[-1], "content", _text_of(item["content"]))  # many templates know no second one
+                    _append(messages[-1], "content", _text_of(item["content"]))  # many templates allow only one
                 else:
                     messages.append({"role": role, "content": _text_of(item["content"])})
             case "reasoning":
@@ -177,14 +177,16 @@ def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: 
 def _result(item: Mapping[str, Any], calls: Mapping[str, str], *, whole: bool) -> dict[str, Any]:
     id, output = item["call_id"], item["output"]
     if whole and id not in calls:
-        raise invalid_request(f"'input': there is no function call with the call_id '{id[:100]}'", "input")
+        raise invalid_request(
+            f"'input' has an output for the call_id '{id[:100]}', but no such function call.", "input"
+        )
     content = output if isinstance(output, str) else _text_of(output)
     named = {"name": calls[id]} if id in calls else {}
     return {"role": "tool", "content": content, "tool_call_id": id, **named}
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's turn that the next item belongs to: what it says, thinks and calls in a row is one turn."""
+    """Return the assistant's turn for the next item: consecutive text, reasoning and calls are one turn."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -1,9 +1,8 @@
-"""Responses kept for /v1/responses with `store: true`, so that a later request can go on from them.
+"""Stores responses for /v1/responses with `store: true`, so that a later request can continue them.
 
-Owns the table of stored responses: what the conversation was (items) and what was answered (body), both JSON that is
-kept and never looked into. They have a time to live, and bounds on their number and bytes: beyond these the oldest of
-the tenant that keeps most go first, so that nobody pushes out another's. A response belongs to one tenant; for every
-other it does not exist.
+Each has the conversation (items) and the answer (body) as JSON that the store does not interpret. Responses expire, and
+their number and bytes are bounded: beyond a bound, the oldest response of the tenant with the most is evicted, so that
+one tenant cannot evict another's. A response belongs to one tenant and does not exist for any other.
 """
 
 from __future__ import annotations
@@ -48,14 +47,16 @@ class ResponseStore:
         self._clock = clock
 
     async def put(self, id: str, tenant: str, items: list[Any], body: dict[str, Any]) -> None:
-        """Keep it, in place of the tenant's own with this id. Meanwhile `items` and `body` must not change."""
+        """Store a response, replacing the tenant's one with this id. Do not change `items` and `body` meanwhile."""
         now = self._clock()
 
         def put(connection: sqlite3.Connection) -> None:
             encoded = encode(items), encode(body)
             size = sum(map(len, encoded))
             if size > self._bytes:
-                raise ApiError("the response is too long to be stored", code="response_too_large", status=413)
+                raise ApiError(
+                    "The response is too large to be stored. Set `store: false`.", code="response_too_large", status=413
+                )
             _sweep(connection, now)
             connection.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
             self._make_room(connection, size)
@@ -74,7 +75,7 @@ class ResponseStore:
     async def items(
         self, id: str, tenant: str, *, after: str | None = None, limit: int = 20, order: str = "desc"
     ) -> ListPage[Any]:
-        """A part of its items; `after` is the id of one of them."""
+        """Return a page of a response's items. `after` is the id of one of them."""
         checked = check_listing(limit=limit, most=_LIST_MOST, order=order)
         items = (await self.get(id, tenant)).items
         if checked == "desc":
@@ -82,7 +83,7 @@ class ResponseStore:
         if after is not None:
             places = [place for place, item in enumerate(items) if isinstance(item, dict) and item.get("id") == after]  # pyright: ignore[reportUnknownMemberType]
             if not places:
-                raise invalid_request("there is nothing with this id to list from", "after")
+                raise invalid_request("No item of the response has this id.", "after")
             items = items[places[0] + 1 :]
         return ListPage(items[:limit], len(items) > limit)
 
@@ -99,7 +100,7 @@ class ResponseStore:
         await self._db.run(delete)
 
     async def sweep(self) -> int:
-        """Remove what has expired; how many responses that were."""
+        """Remove expired responses and return their number."""
         now = self._clock()
         return await self._db.run(lambda connection: _sweep(connection, now))
 
@@ -116,7 +117,7 @@ class ResponseStore:
 
 
 def encode(value: Any) -> bytes:
-    """JSON, also of texts that are no Unicode (lone surrogates), which some clients send."""
+    """Encode as JSON, including strings with lone surrogates, which some clients send."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -146,7 +147,7 @@ def _find(connection: sqlite3.Connection, id: str, tenant: str, now: float) -> S
 
 def _unknown() -> ApiError:
     return ApiError(
-        "there is no stored response with this id",
+        "No stored response has this id.",
         kind="not_found_error",
         parameter="response_id",
         code="response_not_found",

@@ -1,7 +1,6 @@
-"""`/tokenize` and `/detokenize`: what a model's tokenizer makes of texts, chats and token ids.
+"""`/tokenize` and `/detokenize`: their parameters and answers.
 
-Owns the tables and the answers of the two endpoints. An upstream's tokens are known where its configuration names a
-tokenizer, and then as far as that is the right one.
+An upstream's model can be tokenised only if its configuration names a tokenizer, and only as well as that one fits.
 """
 
 from __future__ import annotations
@@ -17,33 +16,34 @@ from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
 from headrace.server.api.chat_completions import ChatInputMessage, template_messages
+from headrace.server.api.common_parameters import MODEL
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 from headrace.server.http.route_table import Route
 
 _LIMITS: Final = RequestLimits()
-_MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
 TOKENIZE_PARAMETERS: Final[ParameterTable] = {
-    "model": _MODEL,
-    "prompt": Parameter("A text; or else `messages`.", str),
+    "model": MODEL,
+    "prompt": Parameter("Text to tokenise, instead of `messages`.", str),
     "messages": Parameter(
-        "A chat, put through the model's template.", Annotated[list[ChatInputMessage], Meta(min_length=1)]
+        "Chat to tokenise with the model's template, instead of `prompt`.",
+        Annotated[list[ChatInputMessage], Meta(min_length=1)],
     ),
-    "add_generation_prompt": Parameter("Whether the chat ends where the model is to speak.", bool),
-    "add_special_tokens": Parameter("Whether a text gets the model's beginning and end.", bool),
-    "return_token_strs": Parameter("Whether each token's text is reported too.", bool),
+    "add_generation_prompt": Parameter("Ends the chat where the model's turn begins. Default: true.", bool),
+    "add_special_tokens": Parameter("Adds the model's special tokens to the text. Default: true.", bool),
+    "return_token_strs": Parameter("Returns each token's text too.", bool),
 }
 DETOKENIZE_PARAMETERS: Final[ParameterTable] = {
-    "model": _MODEL,
+    "model": MODEL,
     "tokens": Parameter("Token ids.", list[Annotated[int, Meta(ge=0)]], required=True),
 }
 
 
 async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str, Any]:
     if ("prompt" in given) == ("messages" in given):
-        raise invalid_request("give either 'prompt' or 'messages'", "prompt")
+        raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
     tokenizer = served.own_tokenizer
     if tokenizer is None:
         raise no_tokens(served.name)
@@ -66,7 +66,9 @@ async def detokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[st
         raise no_tokens(served.name)
     for token in tokens:
         if token >= tokenizer.vocab_size:
-            raise invalid_request(f"there is no token {token}", "tokens")
+            raise invalid_request(
+                f"'tokens' has the id {token}. Expected at most {tokenizer.vocab_size - 1}.", "tokens"
+            )
     return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
 
 

@@ -1,9 +1,8 @@
-"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: what a model makes of texts without writing any.
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: their parameters and answers.
 
-Owns the tables of these endpoints, their reading and their answers. A call is prepared first, by which everything is
-said that is wrong with it and its tokens are known, and run then: limits and budgets are reserved in between. All of it
-runs on the background surface unless the caller says otherwise, in as many engine requests as there are texts; an
-upstream gets all texts in one.
+A call is prepared first, which checks it and counts its tokens, and then run; limits and budgets are reserved in
+between. Calls run on the background surface by default, one engine request per text; an upstream gets all texts in
+one request.
 """
 
 from __future__ import annotations
@@ -26,41 +25,38 @@ from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
-from headrace.server.api.common_parameters import EXTRAS, check_count
+from headrace.server.api.common_parameters import EXTRAS, MODEL, check_count
 from headrace.server.api.completions import parse_prompts
 from headrace.server.http.body_parameters import Parameter, ParameterTable
 
 _OWN: Final = {name: EXTRAS[name] for name in ("surface", "priority", "user")}
-_MODEL: Final = Parameter("The model; the configured one where none is named.", str)
 
 EMBEDDINGS_PARAMETERS: Final[ParameterTable] = {
-    "model": _MODEL,
+    "model": MODEL,
     "input": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
-    "encoding_format": Parameter(
-        "float: numbers; base64: 32-bit floats, little end first.", Literal["float", "base64"]
+    "encoding_format": Parameter("float: numbers. base64: little-endian 32-bit floats.", Literal["float", "base64"]),
+    "dimensions": Parameter(
+        "Truncates each embedding to this many numbers and normalises it again.", Annotated[int, Meta(ge=1)]
     ),
-    "dimensions": Parameter("Keeps the first so many numbers, scaled to the length of 1.", Annotated[int, Meta(ge=1)]),
     **_OWN,
 }
 RERANK_PARAMETERS: Final[ParameterTable] = {
-    "model": _MODEL,
-    "query": Parameter("What is looked for.", str, required=True),
-    "documents": Parameter(
-        "Texts to put in order.", Annotated[list[str | dict[str, str]], Meta(min_length=1)], required=True
-    ),
-    "top_n": Parameter("How many of them to hand back; all by default.", Annotated[int, Meta(ge=1)]),
-    "return_documents": Parameter("Whether their texts are handed back too.", bool),
-    "max_chunks_per_doc": Parameter("", unsupported="documents are not cut", no_op_values=(1,)),
-    "rank_fields": Parameter("", unsupported="a document is its `text`", no_op_values=(["text"],)),
+    "model": MODEL,
+    "query": Parameter("Query to rank the documents by.", str, required=True),
+    "documents": Parameter("Texts to rank.", Annotated[list[str | dict[str, str]], Meta(min_length=1)], required=True),
+    "top_n": Parameter("Number of documents to return. Default: all.", Annotated[int, Meta(ge=1)]),
+    "return_documents": Parameter("Returns the documents' texts too.", bool),
+    "max_chunks_per_doc": Parameter("", unsupported="documents are not split into chunks", no_op_values=(1,)),
+    "rank_fields": Parameter("", unsupported="a document has one field, `text`", no_op_values=(["text"],)),
     **_OWN,
 }
 SCORE_PARAMETERS: Final[ParameterTable] = {
-    "model": _MODEL,
-    "prompt": Parameter("The text before, or one for each of `continuations`.", str | list[str], required=True),
+    "model": MODEL,
+    "prompt": Parameter("Prompt, or one for each of `continuations`.", str | list[str], required=True),
     "continuations": Parameter(
-        "Texts whose likelihood after it is wanted.", Annotated[list[str], Meta(min_length=1)], required=True
+        "Texts to score as continuations of the prompt.", Annotated[list[str], Meta(min_length=1)], required=True
     ),
-    "return_tokens": Parameter("Whether each token's log-probability is reported too.", bool),
+    "return_tokens": Parameter("Returns each token's log-probability too.", bool),
     **_OWN,
 }
 
@@ -136,7 +132,7 @@ async def _embeddings(work: TextEvaluation, dimensions: int | None, *, plain: bo
 def _check_dimensions(dimensions: int | None, width: int) -> None:
     """`width`: 0 where it is not known yet."""
     if dimensions is not None and width and dimensions > width:
-        raise invalid_request(f"'dimensions' must be 1 to {width}, not {dimensions}", "dimensions")
+        raise invalid_request(f"'dimensions' must be between 1 and {width}, not {dimensions}.", "dimensions")
 
 
 def _base64(vector: NDArray[np.float32]) -> str:
@@ -175,7 +171,9 @@ def _document(document: str | dict[str, str], place: int) -> str:
     if isinstance(document, str):
         return document
     if set(document) != {"text"}:
-        raise invalid_request(f"'documents[{place}]' must be a text, or an object with a text", f"documents[{place}]")
+        raise invalid_request(
+            f"'documents[{place}]' must be a text or an object with the field 'text' only.", f"documents[{place}]"
+        )
     return document["text"]
 
 
@@ -188,25 +186,29 @@ async def prepare_score(
     """The log-probability of each continuation after its prompt."""
     if served.upstream is not None:
         raise ApiError(
-            f"'{served.name}' is served by an upstream; a score needs a model that runs here",
+            f"'{served.name}' is served by an upstream. Scoring needs a model that this server runs.",
             parameter="model",
             code="unsupported_parameter",
         )
     if served.kind != "decoder":
-        raise invalid_request(f"'{served.name}' makes embeddings; a score needs a model that writes", "model")
+        raise invalid_request(f"'{served.name}' makes embeddings. Scoring needs a model that generates text.", "model")
     continuations: list[str] = given["continuations"]
     check_count("continuations", len(continuations), limits.texts)
     prompts = given["prompt"]
     before = [prompts] * len(continuations) if isinstance(prompts, str) else prompts
     if len(before) != len(continuations):
-        raise invalid_request("'prompt' must be one text, or as many as there are continuations", "prompt")
+        raise invalid_request(
+            f"'prompt' has {len(before)} texts. Expected one, or {len(continuations)} as in 'continuations'.", "prompt"
+        )
     work = TextEvaluation(served, caller, given)
     for place, (prompt, text) in enumerate(zip(before, continuations, strict=True)):
         # Cut as one text: what comes before may change where the first token of the rest begins.
         start = await tokens_of(served, prompt, "prompt")
         whole = await tokens_of(served, prompt + text, f"continuations[{place}]")
         if len(whole) <= len(start):
-            raise ApiError("a continuation has no tokens of its own", parameter=f"continuations[{place}]")
+            raise ApiError(
+                f"'continuations[{place}]' adds no tokens to its prompt.", parameter=f"continuations[{place}]"
+            )
         work.add(whole, "score", score_from=len(start))
         await asyncio.sleep(0)
     return PreparedCall(work, partial(_score, work, tokens=bool(given.get("return_tokens"))))
