@@ -1,7 +1,7 @@
-"""From the engine's outputs of one sequence to the pieces of a choice.
+"""Turns the engine's outputs of one sequence into the deltas of one choice.
 
-Owns Reader: the way of a text through the splitting off of reasoning and of tool calls, and the log-probabilities of
-its tokens, which are told when their text is. Knows no endpoint and no network.
+Splits off reasoning and tool calls, and returns log-probabilities together with the text of their tokens. Does not know
+endpoints or the network.
 """
 
 from __future__ import annotations

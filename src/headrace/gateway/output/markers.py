@@ -1,8 +1,6 @@
-"""Markers in text that comes in pieces: where one may begin, and which whitespace beside one is not to be handed out.
+"""Finds markers in streamed text, and holds back the whitespace beside them.
 
-Owns `may_begin`, which says how much of a text must wait, and Passing, which hands text on and keeps back the
-whitespace at its end until it is known what follows. Knows nothing of what the markers mean. What comes out, joined,
-never depends on how the text was cut.
+Does not know what markers mean. The joined output never depends on how the text was cut.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How a model writes its reasoning, and the splitting of what it writes into reasoning and content.
+"""Reasoning formats, and the splitting of an answer into reasoning and content.
 
-Owns ReasoningFormat, reasoning_format_of and Splitter. Knows nothing of tool calls: those are in the content. A model
-reasons before it answers, so only markers at the beginning of an answer count, and what comes out, joined, is the same
-however the text was cut.
+A model reasons before it answers, so only markers at the beginning of an answer count. Does not parse tool calls, which
+are part of the content. The joined output never depends on how the text was cut.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""JSON that comes in pieces, as models write it: where a value ends, and the name and arguments of a tool call.
+"""Parses streamed JSON as models write it: the end of a value, the text of a string, the name and arguments of a call.
 
-Owns ValueScanner (one value), TextDecoder (the inside of a JSON string) and CallReader (one object that may be a call).
-They take linear time and no recursion, however deep a value is nested, and never raise: what is no JSON is `failed`.
-They look at brackets and strings, not at commas and numbers: the arguments go to the client as the model wrote them.
+Linear time, no recursion, never raises: text that is not JSON sets `failed`. Checks brackets and
+strings but not commas and numbers, because the client gets the arguments as the model wrote them.
 """
 
 from __future__ import annotations

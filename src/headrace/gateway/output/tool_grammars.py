@@ -1,8 +1,7 @@
-"""Grammars that hold a model to its own way of writing tool calls, and their arguments to the tools' schemas.
+"""Builds Lark grammars that constrain tool calls to a model's format, and their arguments to the tools' schemas.
 
-Owns Lark text for llguidance, in two shapes: calls and nothing else, and free text in which calls may be. What a call
-looks like is the format's; this knows how its parts are put together. A marker that is a special token is written by
-its id, since its text would be other tokens; any other is written as text, which the engine cuts as the tokenizer does.
+Two shapes: calls only, and free text that may contain calls. tool_formats.py describes the calls. A marker that is a
+special token is written by its id, because its text would be other tokens; any other marker is written as text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""From a model's text to content and tool calls, while the text comes in.
+"""Splits streamed text into content and tool calls, with one parser for each family of formats.
 
-Owns CallParser and its three kinds: calls between tags (Hermes), answers that are JSON (Llama 3) and calls behind a
-marker (Mistral). Knows nothing of tools that exist: a call of any name is a call. What comes out, joined, is the same
-however the text was cut; text that may yet become a marker or a call waits, and a bounded amount of it. Nothing that a
-model writes is an error: what turns out to be no call is content, what breaks off in a call leaves the call as it is.
+Does not check whether a tool exists. The joined output never depends on how the text was cut; the text that waits is
+bounded. No model output is an error: what is not a call is content, and a call that breaks off stays as it is.
 """
 
 from __future__ import annotations

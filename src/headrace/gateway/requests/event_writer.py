@@ -1,4 +1,4 @@
-"""What writes the pieces of an answer as server-sent events; each dialect of the API has one."""
+"""The interface of a dialect's writer of server-sent events."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The attempts at one answer from an upstream: a place, a connection, what comes over it, and once more where it fails.
+"""Runs the attempts at one answer from an upstream: waits for a slot, connects, reads, and retries failures.
 
-Owns the order of these, every wait's end, and the rule that there is no further attempt once something was handed on.
-What comes is read by a Reader, as pieces or as bytes; this knows neither.
+Every wait has a deadline. Makes no further attempt once output was delivered, unless the caller can restart the answer.
+Does not interpret what it reads.
 
-    place before the upstream ─▶ attempt ─▶ first output ─▶ ... ─▶ the end
-                                   ▲   │ failed, and nothing handed on yet
-                                   └───┘ wait
+    slot ─▶ attempt ─▶ first output ─▶ ... ─▶ end
+               ▲   │ failed before any output was delivered
+               └───┘ backoff
 """
 
 from __future__ import annotations

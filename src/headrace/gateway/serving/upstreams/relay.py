@@ -1,7 +1,7 @@
-"""Handing on what an upstream writes as it is: the bytes of its events, with the model's name and the id replaced.
+"""Relays an upstream's events as bytes, replacing only the model's name and the id.
 
-Owns which answers this is possible for, the replacing, and RelayReader, which reads along just enough to know the
-usage, the end, and what was delivered. Knows no connection.
+Decides which answers can be relayed, and reads enough of them to know the usage, the end and what was delivered.
+Does not open connections.
 """
 
 from __future__ import annotations

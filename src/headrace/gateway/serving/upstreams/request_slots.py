@@ -1,6 +1,6 @@
-"""How many requests an upstream has at once, who waits for one of these places, and how many attempts may be spent.
+"""The bounded priority queue before an upstream, and the budget of retries.
 
-Owns the bounded queue in front of an upstream, and the budget of further attempts. Knows no connection.
+Does not open connections.
 """
 
 from __future__ import annotations

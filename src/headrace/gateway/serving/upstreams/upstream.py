@@ -1,7 +1,6 @@
-"""One upstream: everything that its requests have in common.
+"""One upstream: its client, request slots, circuit breaker, retry budget, health check and counters.
 
-Owns the upstream's connections, the places before it, its breaker, its budget of further attempts, its health check,
-and what it says of itself. What is asked of it is body's, and one answer from it attempts's and answering's.
+upstream_request.py builds its requests; attempts.py and upstream_generation.py run them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""From what upstreams write to the pieces of answers, whichever server it was.
+"""Reads an upstream's answer, streamed or whole, into the deltas of its choices, whichever server wrote it.
 
-Owns AnswerReader: text, reasoning, tool calls, log-probabilities, ends and usage of all choices of one answer, as
-events or as one body. Ends are held back until the usage is there, because a piece that ends a choice has its usage.
-Knows no connection.
+Holds back the end of a choice until the usage is known, because the last delta carries it. Does not open connections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What upstreams write: chunks of streams and whole answers, as lenient as servers differ.
+"""The chunks and whole answers that upstreams write, decoded leniently because servers differ.
 
-Owns the shapes and their decoding, and Form, by which a chunk that differs from the one before in its text alone need
-not be decoded. What chunks mean is normal's.
+ChunkTemplate avoids decoding a chunk that differs from the previous one in its text alone. upstream_answer_reader.py
+interprets the chunks.
 """
 
 from __future__ import annotations

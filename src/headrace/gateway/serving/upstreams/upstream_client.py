@@ -1,7 +1,7 @@
-"""One upstream's connections: a request goes out, and what comes back can be read at the reader's own pace.
+"""The HTTP client of one upstream: sends requests and reads responses at the reader's own pace.
 
-Owns the HTTP session (kept connections, TLS that is checked, no redirects, no cookies, no proxy unless asked) and
-Reply, an open answer that is read until a given time. Knows neither what is asked nor what the answer says.
+Keeps connections, checks TLS, and uses no redirects, no cookies, and no proxy unless configured. Does not interpret
+requests or answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""An exchange that an upstream answers, with the surface of gateway.answering's: begun, run to its end, settled.
+"""An exchange that an upstream answers, with the interface of the engine's: begin, run to the end, settle.
 
-Owns what becomes of the exchange: what is asked of the upstream, and the times and the usage that are noted. How an
-answer is fetched is attempts's.
+Builds the upstream's request and notes times and usage. attempts.py fetches the answer.
 """
 
 from __future__ import annotations

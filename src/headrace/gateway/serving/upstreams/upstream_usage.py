@@ -1,7 +1,6 @@
-"""How many tokens an answer took: as the upstream says, where that can be, and else as counted or estimated here.
+"""Counts the tokens of an upstream's answer: as reported if plausible, else counted with a tokenizer or estimated.
 
-Owns the check of what is told against what came, the counting with a tokenizer, and the estimate without one. Sums are
-whole numbers, and the choices' shares add up to them. Knows no connection.
+The shares of the choices are whole numbers that add up to the sum. Does not open connections.
 """
 
 from __future__ import annotations
