@@ -1,1 +1,1 @@
-"""The semantic cache: an answer that was given once, for a question that asks the same in other words."""
+"""The semantic cache: answers a question with the stored answer to the same question in other words."""

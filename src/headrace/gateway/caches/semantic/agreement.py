@@ -1,7 +1,7 @@
-"""Whether a kept answer and a fresh one say the same: what checks of hits and fresh answers beside a candidate go by.
+"""Compares a stored answer with a fresh one.
 
-Owns the three comparisons, from strict to lenient: the same text, the same words, and near embeddings with the same
-numbers and no denial on one side alone. A long answer's embedding is the mean of its parts'. Knows nothing of entries.
+Owns three comparisons, from strict to lenient: the same text, the same words, and near embeddings with the same numbers
+and no negation on only one side. The embedding of a long answer is the mean of its parts'. Does not know entries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PART: Final = 1000  # characters, some 250 tokens
 async def answers_agree(
     kept: str, fresh: str, *, by: AgreementMethod, embedder: Embedder | None = None, least: float = 0.9
 ) -> bool | None:
-    """None where it cannot be said, as without an embedder. `least`: the cosine from which on meanings count as one."""
+    """Return whether two answers agree; None if unclear, as without an embedder. `least`: the least cosine."""
     if kept == fresh:
         return True
     if by == "exact":
@@ -40,7 +40,7 @@ async def answers_agree(
         return None
     if Counter(_NUMBER.findall(kept)) != Counter(_NUMBER.findall(fresh)):
         return False
-    if bool(parse_question(kept).denied) != bool(parse_question(fresh).denied):  # of their beginnings
+    if bool(parse_question(kept).denied) != bool(parse_question(fresh).denied):  # of their first characters
         return False
     parts = [_parts(kept), _parts(fresh)]
     rows = await embedder.embed([*parts[0], *parts[1]])
@@ -52,7 +52,7 @@ async def answers_agree(
 
 
 def _parts(text: str) -> list[str]:
-    """What an encoder can read at once, cut between words."""
+    """Split a text between words into parts that an encoder can read at once."""
     found: list[str] = []
     while len(text) > _PART:
         at = max(text.rfind(" ", _PART // 2, _PART), text.rfind("\n", _PART // 2, _PART)) + 1
@@ -62,11 +62,11 @@ def _parts(text: str) -> list[str]:
 
 
 def _mean(rows: Floats, parts: Sequence[str]) -> Floats:
-    """Of the parts, the longer ones counting more."""
+    """Return the mean of the parts, weighted by length."""
     lengths = np.array([len(part) for part in parts], dtype=np.float32)
     return unit((np.stack([unit(row) for row in rows]) * lengths[:, None]).sum(axis=0))
 
 
 def _normalised(text: str) -> list[str]:
-    """Words in order, without case, punctuation and layout."""
+    """Return the words in order, without case, punctuation and layout."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())

@@ -1,6 +1,6 @@
-"""What kind of answer a question wants: a way, a reason, a person, a time, a yes or no.
+"""Detects what kind of answer an English question asks for: a way, a reason, a person, a time, a yes or no.
 
-Owns the openings of English questions and what each of them asks for. Knows nothing of what is asked about.
+Owns the openings of questions and the kind of each. Does not look at the subject of the question.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-# The first that fits the beginning of a clause.
+# The first pattern that matches the beginning of a clause decides.
 _KINDS: Final = tuple(
     (re.compile(pattern), kind)
     for kind, patterns in (
@@ -68,7 +68,7 @@ _SPACE: Final = re.compile(r"\s+")
 
 
 def question_kind(lower: str) -> str:
-    """By the last clause that ends in a question mark, or else the first that begins like a question; "" for none."""
+    """Decide by the last clause with a question mark, else by the first that begins like a question; "" if none."""
     clauses = [_SPACE.sub(" ", each).strip() for each in _CLAUSES.split(lower)]
     asked = [each for each in clauses if each.endswith("?")]
     for clause in [*asked[::-1], *clauses]:

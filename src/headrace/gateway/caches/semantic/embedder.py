@@ -1,7 +1,7 @@
-"""Embeddings for the semantic cache: from an encoder that Headrace runs, or from anything else that has the same shape.
+"""Embeds texts for the semantic cache, with an encoder that Headrace serves or anything else with the same interface.
 
-Owns the Embedder protocol, the embedder over a served encoder, and the bound on a wait for one: an encoder that is
-slow or gone costs a bounded time for a while, and then nothing at all. Knows no entries and no questions.
+Owns the Embedder protocol, the embedder over a served encoder, and the timeout and pause around it: a slow or broken
+encoder costs a bounded wait for a while, and then nothing. Does not know entries or questions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
-_FAILURES: Final = 5  # in a row, after which nothing is asked for a while
+_FAILURES: Final = 5  # in a row, before the encoder is skipped for a while
 
 
 class Embedder(Protocol):
-    """Makes a row of numbers of each text. Embedders of different names are never compared with each other."""
+    """Makes a vector of each text. Vectors of embedders with different names are never compared."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Embedder(Protocol):
 
 
 class ServedEmbedder:
-    """An encoder among the served variants. The texts are the caller's requests: of its tenant and its fair share."""
+    """An encoder among the served variants. Its work counts as the caller's: its tenant and fair share."""
 
     def __init__(self, served: ServedVariant, caller: Caller, *, surface: str = "chat") -> None:
         if served.kind != "encoder":
@@ -64,7 +64,7 @@ class ServedEmbedder:
 
 
 class BoundedEmbedding:
-    """One text's vector within a time, or nothing; after several failures nothing at once, until a pause is over."""
+    """Embeds one text within a timeout; after several failures it skips the encoder until a pause is over."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class BoundedEmbedding:
                 raise ValueError("a vector of another width")
         except (TimeoutError, HeadraceError, ApiError, OSError, ValueError) as error:
             if isinstance(error, ApiError) and error.kind == "invalid_request_error":
-                return None  # a text that it cannot read, such as one that is too long for it, says nothing of it
-            # After the pause one text is tried, and not several before the next pause.
+                return None  # a text that the encoder cannot read, such as a too long one, is no failure of it
+            # After a pause, a single failure starts the next one.
             self._failures = min(self._failures + 1, _FAILURES)
             self._closed_until = self._clock() + self._pause_s
             return None

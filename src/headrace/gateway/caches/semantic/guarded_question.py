@@ -1,7 +1,7 @@
-"""A question as the guards look at it: what it names, counts, denies and asks for.
+"""Parses a question for the guards: what it names, counts, negates and asks for.
 
-Owns Question and the reading of one from a text. It says nothing of whether two questions are the same: that is for
-`guards`. Reading is deterministic, takes a fraction of a millisecond, and the last few thousand are kept.
+Owns ParsedQuestion and its parser. Does not compare questions: that is for `guards`. Parsing is deterministic, takes a
+fraction of a millisecond, and the last few thousand results are cached.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from headrace.gateway.caches.semantic.quantities import places, quantities
 from headrace.gateway.caches.semantic.word_forms import Word, expanded, key_of, words
 from headrace.gateway.language_detection import index_words, language_by_words, script_of
 
-_LONGEST: Final = 1500  # characters that are read; the cache takes no question that is longer
-_KEPT: Final = 4096  # questions that have been read
+_LONGEST: Final = 1500  # characters read; the cache accepts no longer questions
+_KEPT: Final = 4096  # parsed questions that are cached
 _LANGUAGES_BY_WORD: Final = index_words(LANGUAGES)
 
 
 class ParsedQuestion(msgspec.Struct, frozen=True):
     text: str
-    words: tuple[Word, ...]  # without what is polite only, and without numbers and dates
-    content: tuple[str, ...]  # keys of the words that say what is asked, in order; numbers and dates are not among them
-    plain: frozenset[str]  # every word as it stands, and its lemma and key
+    words: tuple[Word, ...]  # without courtesies, numbers and dates
+    content: tuple[str, ...]  # keys of the meaningful words in order, without numbers and dates
+    plain: frozenset[str]  # every word verbatim, with its lemma and key
     numbers: tuple[str, ...]
     dates: tuple[str, ...]
     names: frozenset[str]  # capitalised words, lower case
     identifiers: frozenset[str]  # flags, paths, code, versions with letters, quoted texts
-    affirmed: tuple[str, ...]  # keys that are not denied, small words too
-    denied: tuple[str, ...]  # what each negation denies; "" where that is not clear
-    kind: str  # how, why, who, ...; "" where it is not clear
+    affirmed: tuple[str, ...]  # keys that are not negated, stop words included
+    denied: tuple[str, ...]  # what each negation negates; "" if unclear
+    kind: str  # how, why, who, ...; "" if unclear
     roles: tuple[tuple[str, frozenset[str]], ...]  # from, to, over, ...: with the keys of what follows
     conditions: frozenset[str]  # keys after if, when, unless, while, for, that ...
     superlatives: frozenset[str]
     extent: str  # "all", "one" or ""
     fronted: bool  # it begins with where, when or how, and a comma
-    passive: bool  # with who or what does it
+    passive: bool  # with its agent
     script: str
-    language: str  # "" where it is not clear
+    language: str  # "" if unclear
 
 
 @lru_cache(_KEPT)
@@ -107,7 +107,7 @@ _NAME: Final = re.compile(r"[^\W\d_][\w']*")
 
 
 def _named(text: str) -> tuple[frozenset[str], frozenset[str], str]:
-    """Identifiers, names, and the text with what looks like a number in an identifier hidden."""
+    """Return identifiers, names, and the text with the digits of identifiers masked."""
     identifiers: set[str] = set()
     for match in _QUOTED.finditer(text):
         identifiers.add(next(group for group in match.groups() if group).strip().lower())
@@ -120,7 +120,7 @@ def _named(text: str) -> tuple[frozenset[str], frozenset[str], str]:
             return token
         if re.fullmatch(r"[Qq][1-4]|\d+-\w+", token):
             return token
-        # A flag's letter says other things as a capital.
+        # A flag's letter is case sensitive.
         identifiers.add(token if token.startswith("-") and len(token) == 2 else lower)
         return re.sub(r"\d", "\x1a", token)  # digits would be read as numbers; any other sign does
 
@@ -133,7 +133,7 @@ def _is_date(token: str) -> bool:
 
 
 def _names(text: str) -> frozenset[str]:
-    """Capitalised words that do not begin a sentence. None in a text of capitals or of titles."""
+    """Return capitalised words that do not begin a sentence; none in a text of capitals or titles."""
     found = list(_NAME.finditer(text))
     upper = sum(match[0][0].isupper() for match in found)
     if len(found) > 2 and upper > 0.6 * len(found):
@@ -168,12 +168,12 @@ _PASSIVE: Final = re.compile(r"\b(?:is|are|was|were|be|been|being)\b(?: \w+){0,4
 
 # Negation
 
-_BEYOND: Final = 6  # words in which a negation finds what it denies
+_BEYOND: Final = 6  # words after a negation in which its target is searched
 _AUXILIARY: Final = frozenset("is are do does did can could would will should has have was were am".split())
 
 
 def _polarity(found: list[Word]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Keys that are affirmed and keys that are denied."""
+    """Return the affirmed and the negated keys."""
     denied: list[str] = []
     taken: set[int] = set()
     starts = True
@@ -195,7 +195,7 @@ def _polarity(found: list[Word]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _inverted(found: list[Word], place: int) -> bool:
-    """Whether who does it comes after the negation: why does not the container start."""
+    """Whether the subject follows the negation: why does not the container start."""
     return place > 1 and found[place - 1].text in _AUXILIARY and found[place - 2].text in _QUESTION_WORDS
 
 
@@ -222,7 +222,7 @@ _SMALL_BUT_DENIED: Final = frozenset(key_of(each) for each in "use good same pos
 
 
 def _from_doing(found: list[Word], place: int) -> int | None:
-    """Where `from` stands in "keep it from running"."""
+    """Return the position of `from` in "keep it from running"."""
     for at in range(place + 1, min(place + 6, len(found) - 1)):
         if found[at].text == "from" and ("ing" in found[at + 1].text or "_" in found[at + 1].text):
             return at
@@ -274,7 +274,7 @@ def _roles(found: list[Word]) -> tuple[tuple[str, frozenset[str]], ...]:
 
 
 def _stands_alone(found: list[Word], place: int) -> bool:
-    """Of a single letter: that it is a name, not an article."""
+    """Whether a single letter is a name rather than an article."""
     return found[place].ends or place + 1 == len(found) or found[place + 1].text in _PREPOSITIONS
 
 
@@ -316,7 +316,7 @@ def _extent(found: list[Word]) -> str:
 
 
 def _genitives(found: list[Word], content: tuple[str, ...]) -> tuple[str, ...]:
-    """`size of the file` in the order of `file size`, so that both read alike."""
+    """Reorder `size of the file` like `file size`, so that both parse alike."""
     keys = list(content)
     for place, word in enumerate(found):
         if word.text != "of" or not place or word.ends or found[place - 1].small:

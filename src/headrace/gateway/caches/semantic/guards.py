@@ -1,10 +1,9 @@
-"""What speaks against sharing an answer between two questions, however near their embeddings are.
+"""Refuses to share an answer between two questions if a detail differs, however near their embeddings are.
 
-Owns the guards: pure functions of two questions that name a reason or say nothing. A guard never says that two
-questions are the same; it refuses where something that changes the answer is on one side only. The words are the
-lexicon's.
+Owns the guards: pure functions of two parsed questions that return a reason or None. A guard never decides that two
+questions are the same; it refuses if something that changes the answer is on only one side.
 
-    question, candidate ──each guard in turn──▶ the first reason, or None: then the verifier has the word
+    question, candidate ──each guard in turn──▶ the first reason, or None: then the verifier decides
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Guard = Callable[[ParsedQuestion, ParsedQuestion], str | None]
 
 
 def language(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """Another script, or small words of another language."""
+    """Another script, or stop words of another language."""
     if question.script and candidate.script and question.script != candidate.script:
         return "language"
     differs = question.language and candidate.language and question.language != candidate.language
@@ -46,7 +45,7 @@ def identifiers(question: ParsedQuestion, candidate: ParsedQuestion) -> str | No
 
 
 def names(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """What is written with a capital on one side must be there on the other, in any writing."""
+    """A capitalised name on one side must appear on the other, in any case."""
     for one, other in ((question, candidate), (candidate, question)):
         for name in one.names:
             if name not in other.plain and not any(part in other.plain for part in parse_question(name).plain):
@@ -55,7 +54,7 @@ def names(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 
 
 def negation(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """Denied here and not there, unless the other says the same with an opposite: not active, inactive."""
+    """Negated on one side only, unless the other uses an opposite: not active, inactive."""
     one, other = question.denied, candidate.denied
     if not one and not other:
         return None
@@ -65,11 +64,11 @@ def negation(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
         )
         return "negation" if swapped or (len(one) % 2 != len(other) % 2 and set(one) & set(other)) else None
     denying, plain = (question, candidate) if one else (candidate, question)
-    return None if all(_explained(key, plain, denying) for key in denying.denied) else "negation"
+    return None if all(_is_expressed_by_opposite(key, plain, denying) for key in denying.denied) else "negation"
 
 
-def _explained(key: str, plain: ParsedQuestion, denying: ParsedQuestion) -> bool:
-    """Whether what is denied on one side is on the other said by a word against it, which is not on the first too."""
+def _is_expressed_by_opposite(key: str, plain: ParsedQuestion, denying: ParsedQuestion) -> bool:
+    """Whether the plain question expresses a negated key by an opposite that the other does not have."""
     against = [each for each in OPPOSED.get(key, ()) if each in plain.affirmed and each not in denying.affirmed]
     return bool(against) or any(
         len(word.lemma) > len(key) and negated_form(word.lemma, key) for word in plain.words if key
@@ -84,7 +83,7 @@ def polarity(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     for key in one - other:
         if any(against in other and against not in one for against in OPPOSED.get(key, ())):
             return "polarity"
-    # Both have both: then they must come in the same order.
+    # If both questions have both words, the order must be the same.
     for key in set(question.affirmed) & set(candidate.affirmed):
         for against in OPPOSED.get(key, ()):
             if against in question.affirmed and against in candidate.affirmed:
@@ -100,14 +99,14 @@ def polarity(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 
 
 def _either(question: ParsedQuestion, key: str, against: str) -> bool:
-    """Whether both are offered as a choice, in which the order says nothing."""
+    """Whether both are offered as a choice, in which the order does not matter."""
     found = [word.key if word.key in (key, against) else word.text for word in question.words]
     first, last = sorted((found.index(key), found.index(against)))
     return bool({"or", "vs", "versus"} & set(found[first:last])) or _symmetric(question)
 
 
 def alternatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """One of several things that exclude each other here, another one there: staging and production."""
+    """Different ones of several exclusive alternatives: staging and production."""
     one, other = set(question.affirmed), set(candidate.affirmed)
     for key in one - other:
         if any(each in other and each not in one for each in ALTERNATIVE.get(key, ())):
@@ -115,7 +114,7 @@ def alternatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | N
     return None
 
 
-# Kinds that may ask for the same; each with itself, and "" with all.
+# Kinds that may ask for the same thing, besides equal ones and "".
 _ALIKE: Final = (
     {"how", "can"},
     {"how", "what"},
@@ -150,7 +149,7 @@ def extent(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 
 
 def superlatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """The most of something against none, or against another."""
+    """A superlative on one side only, or a different one."""
     one, other = question.superlatives, candidate.superlatives
     if one == other:
         return None
@@ -163,7 +162,7 @@ def superlatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | N
 
 
 def direction(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """The same words with their parts exchanged: from A to B, from B to A; who does it, and to whom."""
+    """The same words in exchanged roles: from A to B, from B to A; agent and object."""
     if (
         question.passive == candidate.passive
         and question.fronted == candidate.fronted
@@ -181,7 +180,7 @@ def direction(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None
 
 
 def _exchanged(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether the two differ in two places, whose words are exchanged."""
+    """Whether the two differ only by exchanging two words."""
     if len(one) != len(other) or len(one) < 3:
         return False
     places = [place for place, (here, there) in enumerate(zip(one, other, strict=True)) if here != there]
@@ -199,11 +198,11 @@ def _symmetric(question: ParsedQuestion) -> bool:
     return bool({"or", "between", "versus", "vs", "differ", "compare", "both"} & texts) or "differenc" in question.plain
 
 
-_SMALL_CHANGE: Final = 2  # words that may differ on each side for it to count as a change of words
+_SMALL_CHANGE: Final = 2  # words on each side that may differ in a substitution
 
 
 def condition(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """A restriction on one side that the other, which says all the rest, has not: ... for gift cards."""
+    """A restriction on only one of two otherwise equal questions: ... for gift cards."""
     for one, other in ((question, candidate), (candidate, question)):
         extra = set(one.content) - set(other.content)
         missing = set(other.content) - set(one.content)
@@ -212,12 +211,12 @@ def condition(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None
     return None
 
 
-# Where the thing is that is spoken of anyway.
+# Words for the product itself, which restrict nothing.
 _UNSAID: Final = frozenset(map(key_of, "account application product website tool system software company".split()))
 
 
 def substitution(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """The same sentence but for a word, which is no synonym that we know: reset my PIN, reset my router."""
+    """The same sentence except for a word that is no known synonym: reset my PIN, reset my router."""
     one, other = Counter(question.content), Counter(candidate.content)
     gone, come = list((one - other).elements()), list((other - one).elements())
     if not gone or not come or len(gone) > _SMALL_CHANGE or len(come) > _SMALL_CHANGE:
@@ -236,7 +235,7 @@ _ENDINGS: Final = frozenset(
 
 
 def _derived(one: str, other: str) -> bool:
-    """Of the same root, with other endings: secure and security, translate and translator."""
+    """Whether two words have the same root: secure and security, translate and translator."""
     root = 0
     while root < min(len(one), len(other)) and one[root] == other[root]:
         root += 1
@@ -244,7 +243,7 @@ def _derived(one: str, other: str) -> bool:
 
 
 def _same_frame(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
-    """Whether all but the changed words are the same, small words too, and in the same order."""
+    """Whether the shared words, stop words included, come in the same order."""
     one = [word.key for word in question.words]
     other = [word.key for word in candidate.words]
     shared = set(one) & set(other)
@@ -272,6 +271,6 @@ GUARDS: Final[tuple[Guard, ...]] = (
 
 
 def refusal_reason(question: str, candidate: str, guards: Sequence[Guard] = GUARDS) -> str | None:
-    """Why the candidate's answer must not be given to the question; None where no guard says so."""
+    """Return why the candidate's answer must not be served for the question, or None."""
     one, other = parse_question(question), parse_question(candidate)
     return next((reason for guard in guards if (reason := guard(one, other)) is not None), None)

@@ -1,8 +1,7 @@
-"""Numbers, units, dates and times of a text, in one form however they are written.
+"""Normalises the numbers, units, dates and times of an English text.
 
-Owns the reading of `5 GB`, `five gigabytes`, `$1,000`, `10k`, `1 May 2026`, `6 pm`, `next week`, `the third`. `1.10`
-is not `1.1`: without a unit a number with a point is a version as often as an amount. Knows English alone; knows no
-questions.
+Reads `5 GB`, `five gigabytes`, `$1,000`, `10k`, `1 May 2026`, `6 pm`, `next week`, `the third`. Keeps `1.10` apart from
+`1.1`, because without a unit a number with a point is a version as often as an amount. Does not know questions.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Quantities(msgspec.Struct, frozen=True):
 
 
 def quantities(text: str) -> Quantities:
-    """`text` is lower case."""
+    """Parse a lower-case text."""
     numbers: list[tuple[int, str]] = []
     dates: list[tuple[int, str]] = []
     digits = _DIGIT.search(text) is not None
@@ -214,7 +213,7 @@ def _other(match: re.Match[str]) -> str:
 
 _DIGIT: Final = re.compile(r"\d")
 _READERS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str | None], str, bool], ...]] = tuple(
-    # One with digits of its own is not tried where there are none.
+    # A pattern with digits is skipped for texts without any.
     (re.compile(pattern), read, found, r"\d" in pattern)
     for pattern, read, found in (
         (r"\b(?P<y>\d{4})-(?P<m>\d{2})-(?P<d>\d{2})\b", _date, "dates"),
@@ -260,6 +259,6 @@ _READERS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str | Non
 
 
 def places(text: str) -> Iterator[tuple[int, int]]:
-    """Where the numbers with an attached unit stand, which look like names: 16GB, 30s, 12th."""
+    """Yield the spans of numbers with an attached unit, which look like identifiers: 16GB, 30s, 12th."""
     for match in re.finditer(rf"(?<![\w.]){_NUMBER}(?:{_UNIT}|k|bn|st|nd|rd|th|am|pm)\b", text):
         yield match.span()

@@ -1,7 +1,7 @@
-"""What the semantic cache keeps, and which requests it may answer at all.
+"""What the semantic cache stores, and which requests it may answer.
 
-Owns Entry and Answer, and the reading of a request into a Subject: the text that is looked for, and a digest of all
-else that must be equal. Whatever could change an answer is in the digest or makes the request none of the cache's.
+Owns SemanticEntry, StoredAnswer and SemanticKey: the question to look for, and a digest of everything else that must be
+equal. Whatever could change an answer is in the digest or makes the request ineligible.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class StoredAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was answered; it had come to its own end."""
+    """A complete answer."""
 
     content: str
     reasoning: str = ""
     output_tokens: int = 0
     reasoning_tokens: int = 0  # of these
-    machine_s: float = 0.0  # that it took to make
+    machine_s: float = 0.0  # compute time of the generation
 
     def pieces(self, *, prompt_tokens: int = 0) -> list[ChoiceDelta]:
-        """As one choice of an answer. `prompt_tokens`: of the request that gets it."""
+        """Return the deltas of one choice. `prompt_tokens`: of the request that gets them."""
         usage = TokenUsage(prompt_tokens, self.output_tokens, reasoning_tokens=self.reasoning_tokens)
         return [
             ChoiceDelta(0, content=self.content, reasoning=self.reasoning),
@@ -51,15 +51,15 @@ class SemanticEntry(msgspec.Struct):
 
     @property
     def nbytes(self) -> int:
-        """Of its texts; its vector comes on top."""
+        """The bytes of its texts, without its vector."""
         return len(self.question.encode()) + len(self.answer.content.encode()) + len(self.answer.reasoning.encode())
 
 
 class SemanticKey(msgspec.Struct, frozen=True):
-    """A request as the cache sees it."""
+    """Identifies a request in the cache."""
 
     question: str  # the last turn of the user
-    digest: bytes  # of all else
+    digest: bytes  # of everything else
     tags: tuple[str, ...] = ()
 
 
@@ -75,12 +75,11 @@ def semantic_key_for(
     longest: int = 1000,
     tags: tuple[str, ...] = (),
 ) -> SemanticKey | str:
-    """The subject, or why there is none.
+    """Return the key, or why the request is ineligible.
 
-    `variant`: its name and fingerprint. `policy`: a version that an operator raises to leave old answers behind.
-    `sampled`: requests with a temperature too. `tools`: requests with tools, and turns after a tool's, too. `surfaces`:
-    those that take part, all where none is named. `longest`: characters of a question; encoders read little more.
-    `tags`: that the request gives its answer.
+    `variant`: its name and fingerprint. `policy`: a version that an operator changes to leave old answers behind.
+    `sampled`: accept requests with a temperature. `tools`: accept requests with tools, and turns after a tool's.
+    `surfaces`: those that take part; all if empty. `longest`: characters of a question. `tags`: of the request.
     """
     if surfaces and surface not in surfaces:
         return "surface"
@@ -130,7 +129,7 @@ def _digest(asked: TextRequest, variant: str, policy: str, script: str, tags: tu
         "sampling": sorted((name, repr(value)) for name, value in sampling.items()),
         "limits": [asked.max_tokens, asked.min_tokens, asked.stop, sorted(asked.stop_ids), asked.ignore_eos],
         "profile": asked.profile,
-        "tags": tags,  # an entry without one would live too long for a request that has it
+        "tags": tags,  # an entry without a tag could outlive what the tag allows
     }
     return hashlib.blake2b(_encode_any(parts), digest_size=16).digest()
 
@@ -143,7 +142,7 @@ def _encode_any(value: Any) -> bytes:
 
 
 def storable_answer(choices: Sequence[Choice]) -> StoredAnswer | None:
-    """What may be kept of an answer; nothing where it was cut, calls tools, or is empty."""
+    """Return what may be stored of an answer; None if it was cut, calls tools or is empty."""
     if len(choices) != 1:
         return None
     choice = choices[0]
@@ -160,7 +159,7 @@ def storable_answer(choices: Sequence[Choice]) -> StoredAnswer | None:
 
 
 def with_example(asked: TextRequest, entry: SemanticEntry) -> TextRequest:
-    """The request with the kept question and its answer as a turn before the user's own: an example for the model."""
+    """Insert the stored question and answer as an example turn before the user's own."""
     assert asked.messages is not None
     example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]
     return asked.but(messages=[*asked.messages[:-1], *example, asked.messages[-1]])

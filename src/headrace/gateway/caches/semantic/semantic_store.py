@@ -1,7 +1,7 @@
-"""The semantic cache's entries on disk, so that a restart does not begin with nothing.
+"""Stores the semantic cache's entries on disk, so that a restart does not begin with an empty cache.
 
-Owns the table `semantic_entries` and its statements. A row belongs to one tenant; every statement names it. What the
-disk refuses costs the row and is counted, never the request.
+Owns the table `semantic_entries`. A row belongs to one tenant; every statement names it. A failed write loses the row
+and is counted, and never fails the request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.gateway.database import Database, storage_unavailable
 
 log = logging.getLogger(__name__)
 
-_OPERATOR_S: Final = 5.0  # that an operator's own request waits for the disk
+_OPERATOR_S: Final = 5.0  # timeout of an operator's request
 
 SCHEMA: Final = (
     """
@@ -55,20 +55,20 @@ class StoredEntry(msgspec.Struct, frozen=True):
 class SemanticStore:
     def __init__(self, db: Database, *, wait_s: float = 0.05) -> None:
         self._db = db
-        self._wait_s = wait_s  # that a caller waits for the disk; what was asked to be saved is saved all the same
+        self._wait_s = wait_s  # how long a caller waits; the write continues after that
         self._open: asyncio.Task[None] | None = None
         self.lost = 0  # writes that failed or did not end in time
 
     async def open(self) -> None:
-        """Makes the tables, once."""
+        """Create the tables, once."""
         if self._open is None or (self._open.done() and self._open.exception() is not None):
             self._open = asyncio.ensure_future(self._db.run(_make))
         await asyncio.shield(self._open)
 
     async def load(self, tenant: str, embedder: str, *, now: float, most: int) -> tuple[list[StoredEntry], int]:
-        """The newest entries of a tenant that have not expired, oldest first, and the last id that is taken at all.
+        """Return a tenant's newest entries that have not expired, oldest first, and the last id in use.
 
-        There is no bound on the wait: a request must not wait for it.
+        Has no timeout: requests must not wait for it.
         """
         await self.open()
         return await self._db.run(lambda connection: _load(connection, tenant, embedder, now, most))
@@ -77,7 +77,7 @@ class SemanticStore:
         return await self._write(lambda connection: _save(connection, tenant, embedder, rows))
 
     async def note(self, tenant: str, entries: Sequence[SemanticEntry]) -> bool:
-        """Hits and evidence of entries that are there."""
+        """Update the hits and evidence of existing entries."""
         values = [(each.hits, each.evidence.packed(), tenant, each.id) for each in entries]
 
         def note(connection: sqlite3.Connection) -> None:
@@ -96,7 +96,7 @@ class SemanticStore:
         return await self._write(remove)
 
     async def invalidate(self, tenant: str | None, tag: str | None) -> None:
-        """Removes what has all of what is given, loaded or not. ApiError where it could not be done in time."""
+        """Remove the entries that match all given fields, loaded or not. ApiError if it fails in time."""
         where = [text for text, value in (("tenant = ?", tenant), ("instr(tags, ?) > 0", tag)) if value is not None]
         values = [value for value in (tenant, None if tag is None else _listed([tag])) if value is not None]
 
@@ -108,10 +108,10 @@ class SemanticStore:
                 await self.open()
                 await self._db.run(invalidate)
         except TimeoutError:
-            raise storage_unavailable("the semantic cache's table did not answer in time") from None
+            raise storage_unavailable("The semantic cache's table did not answer in time. Try again.") from None
 
     async def sweep(self, now: float) -> bool:
-        """Removes what has expired, of all tenants."""
+        """Remove the expired entries of all tenants."""
 
         def sweep(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM semantic_entries WHERE expires <= ?", (now,))
@@ -125,7 +125,7 @@ class SemanticStore:
                 await self._db.run(function)
         except (TimeoutError, ApiError, sqlite3.Error) as error:
             self.lost += 1
-            log.warning("the semantic cache could not write to its table: %s", error or "no answer in time")
+            log.warning("The semantic cache could not write to its table: %s", error or "no answer in time")
             return False
         return True
 
@@ -166,7 +166,7 @@ def _load(
             )
             found.append(StoredEntry(entry, np.frombuffer(vector, dtype="<f4").astype(np.float32)))
         except (msgspec.DecodeError, ValueError):
-            continue  # a broken row is as good as none
+            continue  # skip a corrupt row
     return found, last
 
 

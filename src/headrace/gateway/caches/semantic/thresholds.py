@@ -1,15 +1,13 @@
-"""Which scores of an entry are good enough to be served: learned for each entry, so that a user's error bound holds.
+"""Learns for each entry which scores are good enough to serve it, so that a user's error bound holds.
 
-Owns the belief about each entry: how likely its answer is right for a question that scores so. After vCache
-(Schroeder et al., 2025): P(right | score) is a sigmoid whose place and slope differ from entry to entry; what was
-seen of an entry narrows them down, and an answer is served only where the bound on its being wrong allows it. Two
-things are our own: a third parameter, the share of wrong answers however high the score, and a prior that is learned
-from all entries of the namespace, so that a new entry does not begin at nothing. It knows no texts and no
-embeddings.
+Owns the belief about each entry: how likely its answer is right at a score. After vCache (Schroeder et al., 2025):
+P(right | score) is a sigmoid whose place and slope differ by entry; evidence narrows them down, and an answer is served
+only if the bound on its being wrong allows it. Two things are added: a third parameter, the share of wrong answers at
+any score, and a prior learned from all entries of the namespace, so that a new entry does not start without knowledge.
 
-    score ──decide──▶ serve, or generate afresh ──▶ was the kept answer right? ──learn──▶ belief, and prior
+    score ──decide──▶ serve, or generate ──▶ was the stored answer right? ──learn──▶ belief, and prior
 
-Everything is deterministic: draws follow from the seed, the entry and how often it was asked for.
+Deterministic: draws follow from the seed, the entry and its number of decisions. Knows no texts or embeddings.
 """
 
 from __future__ import annotations
@@ -41,22 +39,22 @@ _STEPS: Final = 3  # of expectation and maximisation, for each thing that is lea
 
 
 class Evidence(msgspec.Struct):
-    """What was seen of one entry."""
+    """The evidence about one entry."""
 
-    asked: int = 0  # decisions so far, of which draws follow
+    asked: int = 0  # decisions so far; draws depend on it
     right: int = 0
     wrong: int = 0
-    likelihood: NDArray[np.float32] | None = None  # log, by the cell; None: nothing was seen
-    row: int = -1  # of the prior's table, as long as it is there
+    likelihood: NDArray[np.float32] | None = None  # log, by cell; None: no evidence
+    row: int = -1  # in the prior's table, while it is there
 
     def packed(self) -> bytes:
-        """For keeping: what was seen, without what follows from it."""
+        """Encode the evidence for the database."""
         head = np.array([self.asked, self.right, self.wrong], dtype="<i8").tobytes()
         return head if self.likelihood is None else head + self.likelihood.astype("<f4").tobytes()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Evidence:
-        """Nothing seen where the bytes are not ours, as after a change of the grid."""
+        """Decode evidence; empty for foreign bytes, as after a change of the grid."""
         if len(data) not in (24, 24 + 4 * CELLS):
             return cls()
         asked, right, wrong = (int(each) for each in np.frombuffer(data[:24], dtype="<i8"))
@@ -68,12 +66,12 @@ class Evidence(msgspec.Struct):
 class ServeDecision(msgspec.Struct, frozen=True):
     serve: bool
     wrong: float  # the bound on P(wrong) if it were served
-    good: bool  # it would be served but for the brake
+    good: bool  # it would be served without the brake
     sampled: bool  # drawn for a check against a fresh answer
 
 
 class Thresholds(msgspec.Struct, kw_only=True):
-    """Of one namespace.
+    """The thresholds of one namespace.
 
     `per` says what the bound is a share of. "hit": no more than `delta` of the answers that are served are wrong.
     "request": no more than `delta` of the requests that had a candidate get a wrong answer, as in vCache; then a
@@ -126,7 +124,7 @@ class Thresholds(msgspec.Struct, kw_only=True):
         return ServeDecision(good and not self.braked, bound, good, sampled)
 
     def learn(self, evidence: Evidence, score: float, right: bool, *, good: bool = False) -> None:
-        """Whether the entry's answer was right for a question of this score. `good`: as decided."""
+        """Record whether the entry's answer was right at a score. `good`: from the decision."""
         probability = _right(score)
         seen = np.log(np.maximum(probability if right else 1.0 - probability, _LEAST)).astype(np.float32)
         evidence.likelihood = seen if evidence.likelihood is None else evidence.likelihood + seen
@@ -139,7 +137,7 @@ class Thresholds(msgspec.Struct, kw_only=True):
         self._remember(evidence)
 
     def remember(self, evidence: Evidence) -> None:
-        """An entry that was kept by a database adds what was seen of it to the prior."""
+        """Add a restored entry's evidence to the prior."""
         if evidence.likelihood is not None:
             self._remember(evidence)
 
@@ -163,7 +161,7 @@ class Thresholds(msgspec.Struct, kw_only=True):
             self._prior = total / total.sum()
 
     def _new_row(self) -> int:
-        """The one after the last, or, where there are enough, the one that has been there longest."""
+        """Return a new row, or the oldest one if the table is full."""
         if len(self._owners) < self.remembered:
             self._owners.append(Evidence())
             if len(self._owners) > len(self._table):
@@ -184,18 +182,18 @@ class Thresholds(msgspec.Struct, kw_only=True):
         return self.per == "hit" and wrong > 2 and wilson_interval(wrong, len(self._checks))[0] > self.delta
 
     def _draw(self, id: int, evidence: Evidence, use: str) -> float:
-        """From 0 to 1."""
+        """Return a deterministic draw from 0 to 1."""
         text = f"{self.seed}/{id}/{evidence.asked}/{use}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big") / 2.0**56
 
 
 def _right(score: float) -> Floats:
-    """P(right) in each cell."""
+    """Return P(right) in each cell."""
     return _KEPT / (1.0 + np.exp(np.clip(_G * (_T - score), -60.0, 60.0)))
 
 
 def wilson_interval(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of a share, 95 % by default; all of it where nothing was counted."""
+    """Return the Wilson interval of a share, 95 % by default; 0 to 1 without counts."""
     if total == 0:
         return 0.0, 1.0
     share = count / total

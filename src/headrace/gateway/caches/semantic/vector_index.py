@@ -1,7 +1,7 @@
-"""Vectors, and the nearest of them: exact in numpy, and from a bound on by usearch's graph where that is installed.
+"""Searches the nearest vectors: exactly with numpy, and beyond a size with usearch's graph if it is installed.
 
-Owns the vectors of one group of entries that may answer each other at all. Vectors are of unit length, so that a
-product is a cosine. Knows numbers of entries, no entries. One group belongs to one tenant; nothing here takes two.
+Owns the vectors of one group of entries that may answer each other. Vectors have unit length, so that a product is a
+cosine. Knows entry numbers only. A group belongs to one tenant; nothing here takes two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 VectorFormat = Literal["float32", "int8"]
 Neighbours = list[tuple[int, float]]  # number and cosine, nearest first
 
-EXACT: Final = 50_000  # entries that are searched one by one; beyond them usearch is taken, if it is there
+EXACT: Final = 50_000  # entries searched exactly; beyond them usearch takes over if it is installed
 _CHUNK: Final = 4096  # rows of int8 that are made floats at a time: 6 MiB at a width of 384
 _STEPS: Final = 127.0  # of int8, on each side of zero
 
@@ -37,7 +37,7 @@ class Vectors(Protocol):
 
 
 def unit(vector: Floats) -> Floats:
-    """Of length 1. ValueError for one that has no direction."""
+    """Scale a vector to length 1. ValueError for one without a direction."""
     length = float(np.linalg.norm(vector))
     if not np.isfinite(length) or length < 1e-12:
         raise ValueError("a vector without a direction cannot be compared")
@@ -73,7 +73,7 @@ class ExactVectors:
         self._places[id] = place
 
     def remove(self, id: int) -> None:
-        """The last row takes the place of the one that goes."""
+        """Remove a vector; the last row takes its place."""
         place = self._places.pop(id)
         last = len(self._places)
         if place != last:
@@ -88,7 +88,7 @@ class ExactVectors:
         cosines = self._cosines(vector, size)
         count = min(count, size)
         nearest = np.argpartition(-cosines, count - 1)[:count] if count < size else np.arange(size)
-        # By cosine, and where that is equal by age: nothing depends on where a row stands.
+        # By cosine, then by age, so that the order does not depend on row positions.
         order = nearest[np.lexsort((self._ids[nearest], -cosines[nearest]))]
         return [(int(self._ids[place]), float(cosines[place])) for place in order]
 
@@ -108,7 +108,7 @@ class ExactVectors:
 
 
 class GraphVectors:
-    """usearch's graph: nearly exact, and its time hardly grows with the number of vectors."""
+    """usearch's graph: nearly exact, with search times that hardly grow with its size."""
 
     def __init__(self, width: int, kind: VectorFormat, index: type[Any]) -> None:
         self.width = width
@@ -137,7 +137,7 @@ class GraphVectors:
 
 
 def usearch_index() -> type[Any] | None:
-    """usearch's index, or nothing where the extra `vector` is not installed."""
+    """Return usearch's index class; None if the extra `vector` is not installed."""
     try:
         return importlib.import_module("usearch.index").Index
     except ImportError:
@@ -145,7 +145,7 @@ def usearch_index() -> type[Any] | None:
 
 
 class GrowingVectors:
-    """Exact while there are few; from `exact` entries on a graph, where that is to be had, and it stays one."""
+    """Exact up to `exact` entries, then a graph if usearch is installed; it stays a graph."""
 
     def __init__(self, width: int, *, kind: VectorFormat = "float32", exact: int = EXACT) -> None:
         self.width = width

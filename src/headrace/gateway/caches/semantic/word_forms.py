@@ -1,7 +1,7 @@
-"""A text as words that can be compared: spellings, contractions, short forms, particle verbs and inflections made one.
+"""Turns an English text into comparable words: unifies spellings, contractions, short forms and inflections.
 
-Owns Word and the way from a text to Words, synonyms and all, and which words are opposites or alternatives of which.
-The lists are the lexicon's. Knows no questions; a word of another language comes out as it stands.
+Owns Word, the way from a text to words with synonyms, and which words are opposites or alternatives. The lists are the
+lexicon's. Words of other languages stay unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Word(msgspec.Struct, frozen=True):
 
     @property
     def small(self) -> bool:
-        """It says nothing of what is asked."""
+        """Whether it is a stop word."""
         return self.text in STOP or self.lemma in STOP or IRREGULAR.get(self.text) in STOP
 
 
@@ -83,7 +83,7 @@ _NOT_ENDINGS: Final = frozenset(
 
 
 def expanded(text: str) -> str:
-    """Lower case, without contractions, short forms and double spellings."""
+    """Return the text in lower case, without contractions, short forms and spelling variants."""
     text = text.lower()
     for pattern, plain in _CONTRACTIONS if _CONTRACTED.search(text) else ():
         text = pattern.sub(plain, text)
@@ -96,7 +96,7 @@ def expanded(text: str) -> str:
 
 @cache
 def _stem(word: str) -> str:
-    """Endings off, so that inflections of a word come out alike; what comes out may be no word."""
+    """Strip endings, so that inflections of a word become equal; the result may be no word."""
     if word in IRREGULAR:
         word = IRREGULAR[word]
     if len(word) <= 3 or word in _NOT_ENDINGS or not word.isascii():
@@ -135,7 +135,7 @@ def _vowelled(stem: str) -> bool:
 
 @cache
 def _graded(word: str) -> tuple[str, str]:
-    """The adjective and its grade, "" where there is none."""
+    """Return the adjective and its grade, "" if it has none."""
     if word in GRADED:
         return GRADED[word], "er" if word in ("better", "worse") else "est"
     for ending in ("est", "er"):
@@ -193,7 +193,7 @@ def words(text: str) -> list[Word]:
 
 
 def _with_particle(tokens: list[str], place: int) -> tuple[str, int | None]:
-    """A verb with the particle that stands beside it, or at the end of its clause."""
+    """Join a verb with the particle beside it or at the end of its clause."""
     base = _base_verb(tokens[place])
     particles = PARTICLES.get(base)
     if not particles:
@@ -216,7 +216,7 @@ def _base_verb(token: str) -> str:
 
 
 def _related(text: str) -> dict[str, frozenset[str]]:
-    """Each key with the keys that stand against it."""
+    """Map each key to the other keys of its groups."""
     found: dict[str, set[str]] = {}
     for group in _groups(text):
         keys = {key_of(each) for each in group}
@@ -233,7 +233,7 @@ _NO_PREFIX: Final = frozenset("import inform input display discount discover dis
 
 @cache
 def negated_form(lemma: str, other: str) -> bool:
-    """Whether one is the other with a prefix that turns it round: unhealthy, non-empty, deactivate."""
+    """Whether one word is the other with a negating prefix: unhealthy, non-empty, deactivate."""
     if len(lemma) < len(other):
         lemma, other = other, lemma
     if len(other) < 4 or lemma in _NO_PREFIX:
