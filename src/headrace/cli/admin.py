@@ -34,7 +34,7 @@ _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Target:
+class AdminTarget:
     """The server to ask and the output format.
 
     Parameters
@@ -49,7 +49,7 @@ class Target:
     json: Annotated[bool, Parameter(negative=())] = False
 
 
-DEFAULT_TARGET: Final = Target()
+DEFAULT_TARGET: Final = AdminTarget()
 Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 
 admin = App(
@@ -111,7 +111,7 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")))
 
 
-def _print_list(to: Target, answer: Mapping[str, Any], columns: Sequence[str]) -> None:
+def _print_list(to: AdminTarget, answer: Mapping[str, Any], columns: Sequence[str]) -> None:
     if to.json:
         _print_json(answer)
         return
@@ -123,7 +123,7 @@ def _print_list(to: Target, answer: Mapping[str, Any], columns: Sequence[str]) -
         print("More entries exist. Raise --limit, or pass the last entry to --after.", file=sys.stderr)
 
 
-def _print_one(to: Target, answer: Mapping[str, Any]) -> None:
+def _print_one(to: AdminTarget, answer: Mapping[str, Any]) -> None:
     if to.json:
         _print_json(answer)
         return
@@ -169,13 +169,13 @@ def _seconds(text: str) -> float:
 
 
 @admin.command
-def epoch(*, to: Target = DEFAULT_TARGET) -> None:
+def epoch(*, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Show the version of the shared state and the version this server has applied."""
     _print_one(to, request_json(to.url, "GET", "epoch"))
 
 
 @admin.command
-def tenants(*, after: str | None = None, limit: int = 100, to: Target = DEFAULT_TARGET) -> None:
+def tenants(*, after: str | None = None, limit: int = 100, to: AdminTarget = DEFAULT_TARGET) -> None:
     """List tenants.
 
     Parameters
@@ -190,13 +190,13 @@ def tenants(*, after: str | None = None, limit: int = 100, to: Target = DEFAULT_
 
 
 @admin.command
-def tenant(name: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+def tenant(name: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Show a tenant and its settings."""
     _print_one(to, request_json(to.url, "GET", f"tenants/{path_segment(name)}"))
 
 
 @admin.command
-def create_tenant(name: str, /, *, values: Settings = None, to: Target = DEFAULT_TARGET) -> None:
+def create_tenant(name: str, /, *, values: Settings = None, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Create a tenant.
 
     Parameters
@@ -216,7 +216,7 @@ def change_tenant(
     *,
     values: Settings = None,
     unset: Annotated[list[str] | None, Parameter(negative=())] = None,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Change settings of a tenant, including its limits and budgets.
 
@@ -236,13 +236,15 @@ def change_tenant(
 
 
 @admin.command
-def delete_tenant(name: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+def delete_tenant(name: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Delete a tenant and revoke its keys. Its name cannot be used again."""
     _print_one(to, request_json(to.url, "DELETE", f"tenants/{path_segment(name)}"))
 
 
 @admin.command
-def keys(*, tenant: str | None = None, after: str | None = None, limit: int = 100, to: Target = DEFAULT_TARGET) -> None:
+def keys(
+    *, tenant: str | None = None, after: str | None = None, limit: int = 100, to: AdminTarget = DEFAULT_TARGET
+) -> None:
     """List keys.
 
     Parameters
@@ -273,7 +275,7 @@ def create_key(
     admin: Literal["read", "write"] | None = None,
     expires_in: str | None = None,
     values: Settings = None,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Create a key and print it. The key is shown only once.
 
@@ -310,7 +312,7 @@ def create_key(
 
 
 @admin.command
-def rotate_key(key: str, /, *, overlap: str = "1d", to: Target = DEFAULT_TARGET) -> None:
+def rotate_key(key: str, /, *, overlap: str = "1d", to: AdminTarget = DEFAULT_TARGET) -> None:
     """Replace the secret of a key and print the new one.
 
     Parameters
@@ -324,7 +326,7 @@ def rotate_key(key: str, /, *, overlap: str = "1d", to: Target = DEFAULT_TARGET)
 
 
 @admin.command
-def revoke_key(key: str, /, *, to: Target = DEFAULT_TARGET) -> None:
+def revoke_key(key: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Revoke a key at once."""
     _print_one(to, request_json(to.url, "DELETE", f"keys/{path_segment(key)}"))
 
@@ -336,7 +338,7 @@ def usage(
     since: str | None = None,
     until: str | None = None,
     by: str | None = None,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Print usage and cost as CSV or JSON.
 
@@ -372,7 +374,7 @@ def invalidate(
     event: Annotated[list[str] | None, Parameter(negative=())] = None,
     tenant: str | None = None,
     all: Annotated[bool, Parameter(negative=())] = False,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Invalidate entries of the response caches in every gateway.
 
@@ -399,7 +401,7 @@ def fast(
     tenant: str | None = None,
     ttl: Annotated[str, Parameter(name="--for")] = "15m",
     reason: str | None = None,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Show or switch fast mode. `off` exempts a tenant while it is on for all; `clear` removes a switch.
 
@@ -442,7 +444,7 @@ def audit(
     limit: int = 50,
     verify: Annotated[bool, Parameter(negative=())] = False,
     head: str | None = None,
-    to: Target = DEFAULT_TARGET,
+    to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
     """Show the audit log, newest first, or verify that it was not tampered with.
 
@@ -490,7 +492,7 @@ def audit(
         raise HeadraceError(f"The audit log was tampered with: {result.why}.")
 
 
-def _pages(to: Target) -> Iterator[dict[str, Any]]:
+def _pages(to: AdminTarget) -> Iterator[dict[str, Any]]:
     """Fetch the whole log page by page, oldest first."""
     after: int | None = None
     while True:
