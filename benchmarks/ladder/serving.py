@@ -176,7 +176,7 @@ class Engine:
             if event.finish is not None:
                 served.finish, served.end = event.finish, now - served.call.at
                 if name in self.waits:
-                    self.waits.pop(name).over()
+                    self.waits.pop(name).end()
                 del self.open[name]
                 if served.tokens:
                     seconds = served.end - served.ttft
