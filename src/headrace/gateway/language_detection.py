@@ -28,10 +28,6 @@ _SCRIPTS: Final = (
 )
 
 # The most common words of each language, without those that several of them share.
-_COMMON_WORDS: Final = 2  # of a language's own that a text must have
-_WORD: Final = re.compile(r"[^\W\d_]+")
-
-# The commonest words of each, without those that several of them share.
 _COMMON_WORDS: Final[dict[str, frozenset[str]]] = {
     "en": frozenset("the of and is you that was are with this have what how which does can from your it my".split()),
     "de": frozenset("der und ist das nicht ich wie ein eine wird mit auf für den dem sind kann wir sie auch".split()),

@@ -98,7 +98,7 @@ def _step_findings(steps: Sequence[LadderStepConfig], where: str) -> Iterator[tu
                 f"expected the order {', '.join(STEP_ORDER)}, each once; found {step.step} after "
                 f"{steps[index - 1].step}",
             )
-        declared = [signal for signal in SIGNALS if threshold(step, signal) is not None]
+        declared: list[Signal] = [signal for signal in SIGNALS if threshold(step, signal) is not None]
         if not declared:
             yield here, f"expected a threshold for at least one of {', '.join(SIGNALS)}"
         for signal in declared:
@@ -111,13 +111,15 @@ def _step_findings(steps: Sequence[LadderStepConfig], where: str) -> Iterator[tu
 
 
 def _threshold_problems(step: LadderStepConfig, signal: Signal, milder: Sequence[LadderStepConfig]) -> Iterator[str]:
-    enter, leave = threshold(step, signal) or ()
+    pair = threshold(step, signal)
+    assert pair is not None
+    enter, leave = pair
     sign = WORSE_SIGN[signal]
     if not (math.isfinite(enter) and math.isfinite(leave)):
         yield "expected finite numbers"
     elif sign * enter <= sign * leave:
         side = "below" if sign > 0 else "above"
         yield f"expected leave {side} enter, found enter {enter:g} and leave {leave:g}"
-    pairs = [pair for each in milder if (pair := threshold(each, signal)) is not None]
+    pairs = [other for each in milder if (other := threshold(each, signal)) is not None]
     if pairs and (sign * enter < sign * pairs[-1][0] or sign * leave < sign * pairs[-1][1]):
         yield "expected thresholds that are not milder than those of the step before"
