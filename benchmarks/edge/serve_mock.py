@@ -35,8 +35,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write cProfile's numbers there at the end")
     options = parser.parse_args()
 
-    served = {"at-once": _served("at-once", None), "paced": _served("paced", options.tokens_per_s)}
-    fleet = _MockFleet(served, {}, "at-once")
+    fleet = make_mock_fleet(options.tokens_per_s)
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             server=ServerConfig(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
@@ -51,6 +50,10 @@ def main() -> None:
         else:
             log.configure_log(config.log)
             _profiled(server.serve(config, fleet=fleet, ready=ready), options.profile)
+
+
+def make_mock_fleet(tokens_per_s: float) -> Fleet:
+    return _MockFleet({"at-once": _served("at-once", None), "paced": _served("paced", tokens_per_s)}, {}, "at-once")
 
 
 class _MockFleet(Fleet):

@@ -33,10 +33,12 @@ class ServerError(Exception):
 
 
 class Running:
-    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, pid: int | None = None) -> None:
+        """`pid`: of the process that serves, if it is a child of the one that was started."""
         self.name = name
         self.port = port
         self._process = process
+        self._pid = process.pid if pid is None else pid
 
     def ended(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -44,11 +46,11 @@ class Running:
 
     def cpu(self) -> float:
         """Return the CPU seconds of all threads, with nanosecond resolution."""
-        return time.clock_gettime((~self._process.pid << 3) | 2)  # the kernel's clock of another process
+        return time.clock_gettime((~self._pid << 3) | 2)  # the kernel's clock of another process
 
     def memory(self) -> int:
         """Return the resident bytes."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self._pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
     def settle(self, patience: float = 120.0) -> None:
@@ -79,7 +81,7 @@ def start(name: str, script: str, arguments: Sequence[str], *, core: int | None)
         said += process.stdout.read() or b""
         found = _READY.search(said)
         if found:
-            return Running(name, process, int(found[1]))
+            return Running(name, process, int(found[1]), int(found[2]))
         time.sleep(0.05)
     Running(name, process, 0).end()
     raise ServerError(f"{name} did not start: {_tail(name)}")

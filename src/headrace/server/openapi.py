@@ -1,8 +1,4 @@
-"""The OpenAPI document of the server, and a page that shows it.
-
-Owns both. What is in the document follows from the routes and their tables, so that it cannot differ from what the
-endpoints take. The page needs no network: it is plain HTML made from the document.
-"""
+"""The OpenAPI document, generated from the routes and their parameter tables, and a plain HTML page that shows it."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ def routes(context: EndpointContext, described: Sequence[Route]) -> tuple[Route,
 
 
 def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:
-    """`keys`: whether clients must send one."""
+    """Return the OpenAPI document. `keys`: whether clients must send a key."""
     components: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -116,7 +112,7 @@ def _name(route: Route) -> str:
 
 
 def page(routes: Iterable[Route]) -> bytes:
-    """Every endpoint with its parameters, as HTML."""
+    """Return an HTML page with every endpoint and its parameters."""
     parts: list[str] = []
     for route in routes:
         if not route.listed:

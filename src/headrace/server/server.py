@@ -1,7 +1,6 @@
-"""From a configuration to a server that runs, and to its end.
+"""Server: starts in order (socket, engines, ready), and shuts down in order (admit nothing, drain, stop the engines).
 
-Owns the order of starting (socket, engines, ready) and of ending (take nothing new, let what runs finish, stop the
-engines). What the server answers is the app's, how it speaks the edge's.
+App answers requests, and Edge speaks HTTP.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from headrace.server.http.request_log import configure_log
 
 log: Final = structlog.stdlib.get_logger("headrace")
 
-_BACKLOG: Final = 2048  # connections that the kernel keeps for us
-_GARBAGE: Final = (5_000, 20, 20)  # when its generations are looked at; a request leaves next to no cycles
-_OWN_FILES: Final = 512  # open files that are no connections: models, the database, uploads, workers' sockets
-_HURRY: Final = 2.0  # seconds that the engines and the storage have once somebody is impatient
+_BACKLOG: Final = 2048  # connections that the kernel queues
+_GARBAGE: Final = (5_000, 20, 20)  # thresholds of the collector's generations; a request leaves next to no cycles
+_OWN_FILES: Final = 512  # open files beside connections: models, the database, uploads, workers' sockets
+_HURRY: Final = 2.0  # seconds for engines and storage to close after a second signal
 
 
 class AddressError(HeadraceError):
@@ -42,11 +41,11 @@ def run(
     loading: Loading | None = None,
     fleet: Fleet | None = None,
 ) -> None:
-    """Serves until a signal ends it, with a process of its own. `ready` hears the server's URL once it takes requests.
-    `fleet`: the configuration's models by default."""
+    """Serve until a signal ends it. `ready` is called with the server's URL once it takes requests; `fleet` replaces
+    the configuration's models."""
 
     def started(url: str) -> None:
-        # What is there now stays: the collector need not look at it again, which takes tens of milliseconds each time.
+        # What is loaded now stays, so the collector need not scan it again, which takes tens of milliseconds each time.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GARBAGE)
@@ -66,12 +65,11 @@ async def serve(
     signals: bool = True,
     fleet: Fleet | None = None,
 ) -> None:
-    """`fleet`: the configuration's models by default."""
     await Server(config, fleet=fleet, loading=loading).run(ready=ready, signals=signals)
 
 
 class Server:
-    """All of it belongs to one event loop. AddressError, ModelError or RequestError where it cannot be."""
+    """All of it belongs to one event loop. AddressError, ModelError or RequestError if it cannot be created."""
 
     def __init__(self, config: Config, *, fleet: Fleet | None = None, loading: Loading | None = None) -> None:
         self.config = config
@@ -84,7 +82,7 @@ class Server:
             undo.pop_all()
 
     def _make(self) -> None:
-        """All but the engines, which load meanwhile: therefore these are imported only now."""
+        """Build everything but the engines, which load meanwhile; for that reason the imports are here."""
         from headrace.gateway.database import Database
         from headrace.server.admin.admin_usage import LedgerUsage
         from headrace.server.admin.administration import Administration
@@ -109,7 +107,7 @@ class Server:
         self._hurry = asyncio.Event()
 
     def end(self) -> None:
-        """Once: let what runs finish. Twice: now."""
+        """Drain and shut down. The second call stops waiting for requests in progress."""
         if self._ending.is_set():
             self._hurry.set()
             return
@@ -147,7 +145,7 @@ class Server:
         log.info("ready", models=sorted(self.fleet.served))
         try:
             await self.durable.start()
-        except Exception as error:  # what needs no storage is served all the same
+        except Exception as error:  # endpoints without storage are served all the same
             log.error("storage failed", exc_info=error)
 
     async def _close(self) -> None:
@@ -168,7 +166,7 @@ class Server:
 
 
 async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
-    """Waits for either; whether the task is done."""
+    """Wait for either. Return whether the task is done."""
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +176,7 @@ async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
 
 
 def _allow_connections(wanted: int) -> None:
-    """As many open files as the connections need, where the system lets us."""
+    """Raise the limit of open files to what the connections need, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OWN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -188,7 +186,7 @@ def _allow_connections(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
     if soft < needed:
-        log.warning("too few open files are allowed for server.connections", allowed=soft, needed=needed)
+        log.warning("the limit of open files is too low for server.connections", allowed=soft, needed=needed)
 
 
 @contextlib.contextmanager
@@ -205,7 +203,7 @@ def _signals(end: Callable[[], None]) -> Generator[None]:
 
 
 def listen(config: Config) -> socket.socket:
-    """The socket. AddressError where the port is taken or the host is none of ours."""
+    """Return the listening socket. AddressError if the port is taken or the host is not this machine's."""
     host, port = config.server.host, config.server.port
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -214,7 +212,7 @@ def listen(config: Config) -> socket.socket:
         found = socket.socket(family, kind, proto)
     except OSError as error:
         raise AddressError(f"cannot listen on {host}: {error.strerror or error}") from None
-    except ValueError:  # it cannot even be asked for
+    except ValueError:  # not a host name at all
         raise AddressError(f"cannot listen on {host[:100]!r}: that is no host's name") from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

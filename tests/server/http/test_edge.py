@@ -62,7 +62,7 @@ async def test_one_connection_too_many_is_told_so() -> None:
         refused = await more.answer()
         assert refused.status == 503
         assert refused.headers["retry-after"] == "1"
-        assert refused.error["message"] == "too many connections"
+        assert refused.error["message"] == "The server has too many connections. Retry later."
         assert await more.ended() == b""
         more.leave()
         clients[0].leave()

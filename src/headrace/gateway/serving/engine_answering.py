@@ -1,7 +1,6 @@
-"""An exchange that an engine of ours answers: begun, run to its end, settled.
+"""EngineAnswering: generates the answer of an exchange by our own engine, from messages to tokens to deltas.
 
-Owns the way from messages to a prompt's tokens, one engine request for each prompt, and from the engine's outputs to
-pieces. What stands before and around it (limits, caches, routing, the ledger) is the flow's.
+Limits, caches, routing and the ledger are the flow's.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, Tool
 from headrace.gateway.serving.exchange import Exchange, Prompt
 from headrace.gateway.serving.fleet import ServedVariant
 
-_LONG_TEXT: Final = 16 * 1024  # characters that take a thread of their own to be rendered and cut into tokens
+_LONG_TEXT: Final = 16 * 1024  # characters; a longer text is rendered and tokenised in a thread
 _GRAMMAR_LIMITS: Final = GrammarLimits()
 
 
 class EngineAnswering:
-    """An exchange under way: begun, run to its end, settled."""
+    """One generation: `begin`, then `run` until it returns True, then `settle`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -42,7 +41,7 @@ class EngineAnswering:
         self._settled = False
 
     async def begin(self) -> None:
-        """Everything that can be refused before the engine knows of it; ApiError where it is."""
+        """Tokenise, and submit to the engine. ApiError for a request that is rejected before that."""
         exchange = self.exchange
         try:
             texts = await prompts_of(exchange)
@@ -73,10 +72,10 @@ class EngineAnswering:
                 )
 
     async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
-        """Hands every piece to `take` as it comes, in the very turn of the event loop in which it comes.
+        """Hand every delta to `take`, in the same iteration of the event loop in which it comes.
 
-        True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
-        to be called again. ApiError where the engine refuses or fails.
+        Return True once every choice has ended, and False as soon as `take` does: call this again then. ApiError if
+        the engine rejects the request or fails.
         """
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         exchange, readers = self.exchange, self._readers
@@ -105,7 +104,7 @@ class EngineAnswering:
             stream.listen(partial(hand_over, place))
         try:
             for place in range(len(self._streams)):
-                hand_over(place)  # what had come before
+                hand_over(place)  # outputs that came before
             ended = await over
         except HeadraceError as error:
             raise self._told(error) from None
@@ -113,11 +112,13 @@ class EngineAnswering:
             for stream in self._streams:
                 stream.listen(None)
         if ended and self._open and not self.gone:
-            raise ApiError("the answer broke off", kind="server_error", code="generation_failed")
+            raise ApiError(
+                "The generation ended before the answer was complete.", kind="server_error", code="generation_failed"
+            )
         return ended
 
     def _told(self, error: Exception) -> ApiError:
-        """The error in the words of the dialect: the engine's parameters have other names."""
+        """Return the error with the API's name of the parameter in place of the engine's."""
         told, asked = as_api_error(error), self.exchange.asked
         names = {"grammar": asked.grammar_of, "deadline": "deadline_ms"}
         if asked.messages is not None:
@@ -134,13 +135,13 @@ class EngineAnswering:
         exchange.finish = piece.finish or ""
 
     def cancel(self) -> None:
-        """The client is gone: what runs ends by the engine's next step."""
+        """Stop generating by the engine's next step: the client has left."""
         self.gone = True
         for stream in self._streams:
             stream.cancel()
 
     def settle(self, error: ApiError | None = None) -> None:
-        """Once, however it ended: nothing runs any more, and the exchange knows what was computed."""
+        """Stop what still runs, and set the exchange's usage. Every call after the first does nothing."""
         if self._settled:
             return
         self._settled = True
@@ -151,7 +152,7 @@ class EngineAnswering:
             exchange.usage = self._spent()
 
     def _spent(self) -> TokenUsage:
-        """What was computed of an exchange that did not come to its end."""
+        """Return what was computed of an incomplete answer."""
         begun = [stream for stream in self._streams if any(stream.tokens)]
         return TokenUsage(
             prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
@@ -163,7 +164,8 @@ class EngineAnswering:
 
 
 async def prompts_of(exchange: Exchange) -> list[Prompt]:
-    """The prompts cut for the exchange's variant, once: parts of an exchange share them. ApiError where it cannot."""
+    """Return the exchange's prompts, tokenised for its variant. They are tokenised once, and parts of a composed
+    generation share them. ApiError for prompts that are invalid or do not fit."""
     found = exchange.prompts.get(exchange.served.name)
     if found is None:
         try:
@@ -186,7 +188,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
         found: list[Prompt] = []
         for prompt in asked.prompts:
             found.append(Prompt(await tokens_of(served, prompt, "prompt"), ""))
-            await asyncio.sleep(0)  # others have a turn too
+            await asyncio.sleep(0)  # let other tasks run
         return found
     assert asked.messages is not None
     if asked.tools and asked.choosing != "none" and served.tools is None:
@@ -262,7 +264,7 @@ def _request(exchange: Exchange, prompt: tuple[int, ...]) -> GenerationRequest:
     if asked.messages is not None and served.reasoning is not None:
         shown = shown or bool(served.reasoning.special)
     if grammar is not None:
-        grammar_source(grammar, _GRAMMAR_LIMITS)  # what is wrong with it at a glance is said before anything is queued
+        grammar_source(grammar, _GRAMMAR_LIMITS)  # reject obvious mistakes before anything is queued
     asked.sampling.check(tokenizer.vocab_size)
     return GenerationRequest.of(
         asked,

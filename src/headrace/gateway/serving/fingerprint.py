@@ -1,8 +1,7 @@
-"""What a variant's answers follow from, as a short text: the system_fingerprint that clients are told, and a part of
-the caches' keys.
+"""Fingerprints of variants: the `system_fingerprint` of responses, and a part of cache keys.
 
-Owns what goes into it. Names and times of files do not: the same model in another folder, or in other shards, has the
-same one. Knows no engine.
+A fingerprint covers everything that determines answers. Names and times of files do not count: the same model in
+another folder, or in other shards, has the same fingerprint.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headrace.models.model_folder import ModelFolder
 from headrace.variant import Variant
 
 _DIGITS: Final = 10  # hexadecimal
-# What the loading of a model reads beside its weights.
+# Files that loading a model reads beside its weights.
 _FILES: Final = (
     "config.json",
     "generation_config.json",

@@ -28,14 +28,14 @@ from headrace.models.model_folder import find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.variant import Variant
 
-# Hears, while weights are packed, of which variant how many bytes are, and of how many.
+# Called while weights are packed with the variant, the bytes packed so far and the total.
 Loading = Callable[[str, int, int], None]
 
-_NO_BOUND: Final = 2**31 - 1  # tokens, where the upstream alone knows its context
+_NO_BOUND: Final = 2**31 - 1  # tokens, if only the upstream knows its context
 
 
 class EngineConnection(Protocol):
-    """What makes outputs of requests: a client of worker processes, or, in tests and benchmarks, something simpler."""
+    """Generates: a client of worker processes or, in tests and benchmarks, something simpler."""
 
     def stream(self, request: GenerationRequest) -> OutputStream: ...
 
@@ -44,7 +44,7 @@ class EngineConnection(Protocol):
 
 @runtime_checkable
 class _Idles(Protocol):
-    """An engine that knows whether a replica of it has nothing to do."""
+    """An engine that reports whether a replica is idle."""
 
     @property
     def idle(self) -> bool: ...
@@ -61,43 +61,43 @@ class _Runs(Protocol):
 
 
 class ServedVariant(msgspec.Struct, kw_only=True):
-    """One variant. Where an upstream answers, `engine` and perhaps `tokenizer` are there in name only: each use of them
-    is an ApiError that says so, so that what only engines can do needs no question of its own."""
+    """One variant. If an upstream serves it, `engine` and perhaps `tokenizer` are placeholders that raise an ApiError
+    on use, so that features of engines need no check of their own."""
 
-    name: str  # as clients may name it: `mini`, `mini@int4`
+    name: str  # as clients name it: `mini`, `mini@int4`
     engine: EngineConnection
     tokenizer: Tokenizer
     context: int  # tokens, prompt and answer together
     kind: str = "decoder"
-    width: int = 0  # of an embedding; an upstream's is not known before its first one
-    fingerprint: str = ""  # changes with the weights, their precision and all else that answers follow from
+    width: int = 0  # of an embedding; 0 for an upstream before its first one
+    fingerprint: str = ""  # changes with everything that determines answers: weights, precision, template…
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
-    max_tokens: int | None = None  # of an answer that asks for no limit
+    max_tokens: int | None = None  # of an answer without a limit of its own
     surface: str = "chat"
     deadlines: Mapping[str, float] = {}  # seconds, by surface
-    upstream: Upstream | None = None  # who answers, in the place of an engine
+    upstream: Upstream | None = None  # serves it in place of an engine
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @property
     def own_tokenizer(self) -> Tokenizer | None:
-        """None where nobody here knows what its tokens are."""
+        """None if its tokens are unknown here."""
         return None if isinstance(self.tokenizer, _NoTokenizer) else self.tokenizer
 
     @property
     def known_context(self) -> int | None:
-        """None where the upstream alone knows."""
+        """None if only the upstream knows it."""
         return self.context if self.context < _NO_BOUND else None
 
     @property
     def idle(self) -> bool:
-        """Whether a request more would take nobody's place."""
+        """Whether one more request would not delay any other."""
         if self.upstream is not None:
             return self.upstream.idle
         return isinstance(self.engine, _Idles) and self.engine.idle
 
     def described(self) -> dict[str, Any]:
-        """For /v1/models."""
+        """Return the entry of /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -111,21 +111,21 @@ class ServedVariant(msgspec.Struct, kw_only=True):
 
 def no_tokens(name: str) -> ApiError:
     return ApiError(
-        f"the tokens of '{name}' are not known here: an upstream serves it, and its configuration names no tokenizer",
+        f"The tokens of '{name}' are unknown: an upstream serves it, and its configuration names no tokenizer.",
         parameter="model",
         code="unsupported_parameter",
     )
 
 
 class _NoEngine:
-    """In an engine's place, where an upstream answers."""
+    """Placeholder for the engine of a variant that an upstream serves."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def stream(self, request: GenerationRequest) -> OutputStream:
         raise ApiError(
-            f"'{self._name}' is served by an upstream, which cannot do this",
+            f"'{self._name}' is served by an upstream, which does not support this.",
             parameter="model",
             code="unsupported_parameter",
         )
@@ -135,14 +135,13 @@ class _NoEngine:
 
 
 class _NoTokenizer(Tokenizer):
-    """In a tokenizer's place, where there is none: it has nothing that a tokenizer works with, and says so when it is
-    looked for."""
+    """Placeholder for an unknown tokenizer: every access to an attribute is an ApiError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):  # Python asks for these by itself, and goes on without
+        if attribute.startswith("__"):  # Python looks these up itself and copes without
             raise AttributeError(attribute)
         raise no_tokens(self._name)
 
@@ -165,9 +164,9 @@ class Fleet:
         environ: Mapping[str, str] | None = None,
         early: bool = False,
     ) -> Fleet:
-        """Opens the models' folders. HeadraceError for what cannot be served. `environ`: where the upstreams' keys are,
-        this process's by default. `early`: the first engine begins to load at once, so that its processes do while this
-        one reads tokenizers and whatever else it needs; then the fleet is to be started or abandoned."""
+        """Open the models' folders. HeadraceError for a model that cannot be served. `environ` has the upstreams' keys,
+        by default this process's environment. `early`: start to load the first engine at once, while this process reads
+        tokenizers; then call `start` or `abandon`."""
         made: dict[str, tuple[ServedVariant, _Runs]] = {}
         runs: list[AsyncLLM] = []
         aliases: dict[str, str] = {}
@@ -194,27 +193,27 @@ class Fleet:
         return fleet
 
     async def start(self, progress: Callable[[str], None] | None = None) -> None:
-        """Returns when every variant can take requests; `progress` hears the name of each that is begun. For upstreams
-        nobody waits: whether they can be reached is asked while the server runs."""
+        """Return when every engine can take requests. `progress` is called with each variant's name. Upstreams are not
+        waited for; their health is probed while the server runs."""
         for name, each in self._runs.items():
             if progress is not None:
                 progress(name)
             await each.start()
 
     def abandon(self) -> None:
-        """In the place of `close`, where it was never started."""
+        """Call this in place of `close` on a fleet that was never started."""
         for each in self._runs.values():
             each.abandon()
 
     async def close(self) -> None:
-        """Ends all of them, also where one cannot be ended."""
+        """Close all engines and upstreams, even if closing one fails."""
         async with AsyncExitStack() as ending:
             for each in self._runs.values():
                 ending.push_async_callback(each.close)
 
     def find(self, name: str, profile: str = "standard") -> ServedVariant:
-        """By a model's name, an alias, or MODEL@VARIANT; the default for no name. A profile other than the standard one
-        is the variant of that name; where there is none, the fast one is the model itself."""
+        """Find a variant by a model's name, an alias or MODEL@VARIANT; an empty name is the default model. A profile
+        other than `standard` selects the variant of that name; a model without a fast variant serves `fast` itself."""
         wanted = name or self.default
         base, at, variant = wanted.partition("@")
         if profile != "standard" and not at:
@@ -236,7 +235,7 @@ class Fleet:
 
     def _no_profile(self, name: str, profile: str) -> NoReturn:
         raise ApiError(
-            f"'{name}' has no variant '{profile}', which is what this profile means",
+            f"'{name}' has no variant for the profile '{profile}'.",
             parameter="profile",
             code="unsupported_parameter",
         )
@@ -295,7 +294,7 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
 
 
 def served_by(upstream: Upstream, model: ModelConfig, config: Config) -> ServedVariant:
-    """A variant that an upstream answers for."""
+    """Return the variant that an upstream serves."""
     takes, context = upstream.takes, upstream.config.context
     return ServedVariant(
         name=upstream.name,

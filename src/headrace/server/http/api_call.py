@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class GoneError(Exception):
-    """The client left before it had said all."""
+    """The client left before its request was complete or answered."""
 
 
 class Response(msgspec.Struct):
@@ -63,19 +63,19 @@ class ApiCall:
         self.scope = scope
         self._receive = receive
         self._send = send
-        # The edge's ways around coroutines; another ASGI server has none.
+        # Our edge's extensions, which avoid coroutines; other ASGI servers have none.
         extensions: Mapping[str, Any] = scope.get("extensions", {})
         self._push: Callable[[bytes], bool] | None = extensions.get(PUSH)
         self._take: Callable[[], bytes | None] | None = extensions.get(BODY)
         self._when_gone: Callable[[Callable[[], None] | None], None] | None = extensions.get(GONE)
-        self._offered = b""  # and what waits to be sent there
-        self.id = id  # of the request, in its headers and in the log
+        self._offered = b""  # waits to be sent, on servers without PUSH
+        self.id = id  # the request id, in the response headers and the log
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self.params: dict[str, str] = {}  # of the path
+        self.params: dict[str, str] = {}  # parameters of the path
         self.caller = Caller()
-        self.started = False  # the reply's status is on its way
+        self.started = False  # the response's status has been sent
         self.status = 0
         self.log_fields: dict[str, Any] = {}  # for the log
 
@@ -83,11 +83,11 @@ class ApiCall:
         try:
             pairs = parse_qsl(self.scope["query_string"].decode("ascii"), keep_blank_values=True, max_num_fields=32)
         except (UnicodeDecodeError, ValueError):
-            raise invalid_request("the query cannot be read") from None
+            raise invalid_request("The query string is not valid ASCII, or has more than 32 fields.") from None
         return dict(pairs)
 
     async def body(self, most: int, seconds: float) -> bytes:
-        """All of it; ApiError where it is too long or takes too long."""
+        """Return the whole body. ApiError if it is longer than `most` bytes or takes longer than `seconds`."""
         if self._take is not None and (whole := self._take()) is not None:
             if len(whole) > most:
                 raise _too_large(most)
@@ -98,7 +98,7 @@ class ApiCall:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def chunks(self, most: int, seconds: float) -> AsyncIterator[bytes]:
-        """The body as it comes. What is done with a chunk before the next is asked for takes from the time, too."""
+        """Yield the body as it comes. The time that the caller spends on a chunk counts towards `seconds`."""
         declared = self.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             raise _too_large(most)
@@ -106,12 +106,12 @@ class ApiCall:
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
-                # Around this wait alone: at a yield, the timeout would hit whatever the caller does then.
+                # Around this wait alone: around the yield, the timeout would interrupt the caller's own work.
                 async with asyncio.timeout_at(end):
                     message = await self._receive()
             except TimeoutError:
                 raise ApiError(
-                    f"the body did not come within {seconds:g} s", status=408, code="request_timeout"
+                    f"The request body did not arrive within {seconds:g} s.", status=408, code="request_timeout"
                 ) from None
             if message["type"] == "http.disconnect":
                 raise GoneError
@@ -125,14 +125,14 @@ class ApiCall:
                 return
 
     async def gone(self) -> None:
-        """Returns when the client has left. To be called when the body was read."""
+        """Return when the client has left. Call it after the body was read."""
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back when the client has left, until what it gives is called. To be called when the body was read."""
+        """Call back when the client has left. Return a function that ends the watch. Read the body first."""
         if (when_gone := self._when_gone) is not None:
             when_gone(callback)
             return lambda: when_gone(None)
@@ -145,7 +145,7 @@ class ApiCall:
         return end
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result; GoneError where the client leaves before, and then the work is cancelled."""
+        """Return the work's result. GoneError, and the work is cancelled, if the client leaves before."""
         working = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self.gone())
         try:
@@ -174,23 +174,23 @@ class ApiCall:
         self.started, self.status = True, status
 
     async def begin_events(self, headers: Mapping[str, str]) -> None:
-        """Starts a reply of server-sent events."""
+        """Start a response of server-sent events."""
         raw = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # a proxy before us is not to wait for more
+            (b"x-accel-buffering", b"no"),  # tells nginx not to buffer
             (b"x-request-id", self.id.encode()),
             *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
         ]
         await self._begin(200, raw)
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Waits where the client does not read; the connection itself is cut when that takes too long."""
+        """Wait while the client does not read; the server cuts the connection if that takes too long."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     @property
     def offer(self) -> Callable[[bytes], bool]:
-        """Writes more without a wait. False: then `room` is to be waited for before anything else is written."""
+        """Write without waiting. False: await `room` before you write anything else."""
         return self._keep if self._push is None else self._push
 
     def _keep(self, data: bytes) -> bool:
@@ -198,7 +198,7 @@ class ApiCall:
         return False
 
     async def room(self) -> None:
-        """Waits until the client has read enough."""
+        """Wait until the client has read enough."""
         data, self._offered = self._offered, b""
         await self.write(data)
 
@@ -215,16 +215,16 @@ class ApiCall:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(f"the body is longer than {most} bytes", status=413, code="request_too_large")
+    return ApiError(f"The request body is longer than the limit of {most} bytes.", status=413, code="request_too_large")
 
 
 def error_reply(error: ApiError, dialect: str) -> Response:
     body = error.anthropic() if dialect == "anthropic" else error.openai()
     headers = dict(error.headers)
     if error.retry_after is not None:
-        # Never less than was meant, and what a sum of floats has too much is none.
+        # Round up, but not for the error of a float sum.
         millis = max(1, -(-round(error.retry_after * 1e6) // 1000))
-        headers["retry-after"] = str(-(-millis // 1000))  # whole seconds are what every client can read
+        headers["retry-after"] = str(-(-millis // 1000))  # every client understands whole seconds
         headers["retry-after-ms"] = str(millis)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -1,13 +1,12 @@
-"""The connections of the server: HTTP/1.1 for an ASGI application, and what a client may do to a connection.
+"""Edge and Connection: HTTP/1.1 connections for an ASGI application, with a bound on everything that a client may do.
 
-Owns Edge (all connections, and what they share) and Connection (one socket: its bounds, and the order of what is asked
-on it). One request with its response is cycle's, parsing httptools'. Knows nothing of what requests mean.
+RequestCycle has one request with its response; httptools parses. Knows nothing of what requests mean.
 
     socket ──▶ Connection ──▶ RequestCycle ──receive──▶ application ──send──▶ RequestCycle ──▶ socket
 
-Every wait for a client has an end: for its headers, for the rest of a body that nobody wants, for its next request, for
-room in its buffers. The wait for a body is the application's, which knows how long one may be. A connection on which
-it is not sure where the next request begins is never read again.
+Every wait for a client has a timeout: for its headers, for the unwanted rest of a body, for its next request, for room
+in its buffers. The application bounds the wait for a body, because it knows how long one may be. A connection on which
+the start of the next request is uncertain is never read again.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
 ]
 
-_SLICE: Final = 16 * 1024  # most bytes that are parsed at once, between two looks at the bounds
-_FIELD: Final = 32  # bytes that a header counts beside its own, as in HTTP/2: it takes memory of its own
-_UNREAD: Final = 64 * 1024  # bytes of a body that wait for the application: then the socket is not read
-_PIPELINED: Final = 16  # requests that wait for the one before
-_PROGRESS: Final = 16 * 1024  # bytes that a slow reader takes in the time it has
-_LINGER: Final = 2.0  # seconds that a client has to read why it is cut, while what it still says is dropped
-_TOLD: Final = 64  # connections beyond the bound that are told so; further ones are closed without a word
+_SLICE: Final = 16 * 1024  # bytes parsed at once; the bounds are checked in between
+_FIELD: Final = 32  # bytes added to the size of each header, as in HTTP/2, for the memory it takes
+_UNREAD: Final = 64 * 1024  # bytes of a body that the application has not read; beyond that the socket is not read
+_PIPELINED: Final = 16  # pipelined requests that wait for the one before
+_PROGRESS: Final = 16 * 1024  # bytes that a slow reader must take within `reader_s`
+_LINGER: Final = 2.0  # seconds for a client to read why its connection ends, while its input is dropped
+_TOLD: Final = 64  # connections beyond the limit that get a 503; further ones are closed without a response
 
 
 class ConnectionBounds(msgspec.Struct, frozen=True):
@@ -63,10 +62,10 @@ class Edge:
     def __init__(self, application: Application, bounds: ConnectionBounds) -> None:
         self.application = application
         self.bounds = bounds
-        self.draining = False  # each connection is closed after the response that is under way
+        self.draining = False  # each connection is closed after the response in progress
         self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()  # one for each cycle under way
-        self.deserted = asyncio.Event()  # there is no connection
+        self.tasks: set[asyncio.Task[None]] = set()  # one for each cycle in progress
+        self.deserted = asyncio.Event()  # set while there is no connection
         self.deserted.set()
         self._server: asyncio.Server | None = None
         self._second = 0
@@ -77,7 +76,7 @@ class Edge:
         self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=backlog)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
-        """Lets what runs finish, for so long at most, or until somebody hurries. New requests are still answered."""
+        """Let requests in progress finish, for at most `seconds` or until `hurry` is set. Answers new requests."""
         self.draining = True
         for connection in list(self.connections):
             connection.retire()
@@ -90,13 +89,13 @@ class Edge:
 
     async def _finished(self) -> None:
         if self.tasks:
-            await asyncio.wait(set(self.tasks))  # what came later is told that the server is about to end
+            await asyncio.wait(set(self.tasks))  # requests that come later get a 503
         if self._server is not None:
             self._server.close()
-        await self.deserted.wait()  # the last bytes are with their readers
+        await self.deserted.wait()  # wait until the last bytes have been read
 
     async def close(self) -> None:
-        """Cuts what is left."""
+        """Abort what is left."""
         if self._server is not None:
             self._server.close()
         for task in list(self.tasks):
@@ -108,7 +107,7 @@ class Edge:
         await asyncio.sleep(0)
 
     def date(self) -> bytes:
-        """The header of that name."""
+        """Return the `date` header line, formatted once a second."""
         second = int(time.time())
         if second != self._second:
             self._second, self._date = second, b"date: " + formatdate(second, usegmt=True).encode() + b"\r\n"
@@ -120,43 +119,43 @@ class _RefusalError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.why = why  # for the metric
+        self.why = why  # the metric's label
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
-        self.room = asyncio.Event()  # in the buffer of what is to be written
+        self.room = asyncio.Event()  # set while the write buffer has room
         self.room.set()
-        self.full = False  # the same, for who does not wait
+        self.full = False  # the opposite of `room`, for callers that do not wait
         self._bounds = edge.bounds
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._deaf = False  # what comes is dropped
-        self._half = False  # the client has closed its side
+        self._deaf = False  # input is dropped
+        self._half = False  # the client has closed its half of the connection
         self._finished = False  # nothing more is written
         self._paused = False  # the socket is not read
-        self._timer: asyncio.TimerHandle | None = None  # for what the client is to do next
-        self._reader_timer: asyncio.TimerHandle | None = None  # for it to read
+        self._timer: asyncio.TimerHandle | None = None  # for the client's next action
+        self._reader_timer: asyncio.TimerHandle | None = None  # for the client to read
         self._running: RequestCycle | None = None
         self._waiting: deque[RequestCycle] = deque()
-        self._reading: RequestCycle | None = None  # whose body is not whole
+        self._reading: RequestCycle | None = None  # its body is incomplete
         # Of the message that is being read:
         self._in_head = False
-        self._again = False  # a head that was read before is read once more
+        self._again = False  # the parser re-reads a head; see _stay
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0  # of URL and headers, those after a body included
-        self._loose = 0  # bytes that made no sense yet
-        self._moved = False  # something made sense
+        self._loose = 0  # bytes since the parser last made progress
+        self._moved = False  # the parser made progress
         self._declared: int | None = 0
         self._expects = False
 
     # The transport's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not subclasses of asyncio's
         connections = self.edge.connections
         connections.add(self)
         self.edge.deserted.clear()
@@ -165,7 +164,7 @@ class Connection(asyncio.Protocol):
         if over <= 0:
             self._wait(self._bounds.idle_s, "idle")
         elif over <= _TOLD:
-            self._refuse(503, "too many connections", "too many")
+            self._refuse(503, "The server has too many connections. Retry later.", "too many")
         else:
             self._cut("too many")
 
@@ -175,7 +174,7 @@ class Connection(asyncio.Protocol):
             self.edge.deserted.set()
         metrics.connections.dec()
         if isinstance(exc, TimeoutError):
-            metrics.cut.labels("unreachable").inc()  # the kernel heard nothing of its machine
+            metrics.cut.labels("unreachable").inc()  # the kernel got no acknowledgement
         self._wait(0.0, None)
         if self._reader_timer is not None:
             self._reader_timer.cancel()
@@ -190,7 +189,7 @@ class Connection(asyncio.Protocol):
         self.room.set()
 
     def eof_received(self) -> bool:
-        """Most that say nothing more have left; one that only closed its half still gets a short answer."""
+        """Treat the client as gone, although one that closed only its half still gets a short response."""
         self._deaf = self._half = True
         self._waiting.clear()
         if self._running is None:
@@ -254,10 +253,10 @@ class Connection(asyncio.Protocol):
             raise _RefusalError(400, "this is not HTTP", "malformed") from None
 
     def _stay(self, rest: memoryview) -> None:
-        """A client that would rather speak another protocol is answered in this one.
+        """Ignore a request to upgrade to another protocol, and answer in HTTP/1.1.
 
-        The parser takes what follows for the other protocol's, so another parser is told where we are: Java's clients
-        ask so with every first request, and its body follows.
+        The parser takes what follows for the other protocol's, so a new parser gets an equivalent head first. Java's
+        clients ask for an upgrade with every first request, and its body follows.
         """
         cycle = self._reading
         self._parser = httptools.HttpRequestParser(self)
@@ -290,7 +289,7 @@ class Connection(asyncio.Protocol):
             return
         self._count(len(name) + len(value) + _FIELD)
         if not self._in_head:
-            return  # it came after the body, and nobody waits for such
+            return  # a trailer, which is ignored
         name = name.lower()
         if name == b"content-length":
             self._declared = int(value)
@@ -395,11 +394,11 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("the application failed")
         finally:
-            cycle.scope.pop("extensions", None)  # it leads back to the cycle, and they are not to keep each other
+            cycle.scope.pop("extensions", None)  # break the reference cycle between the scope and the request cycle
             if cycle.complete or cycle.lost:
                 pass
             elif cycle.started:
-                self.abort()  # so that the client knows that something is missing
+                self.abort()  # so that the client notices the truncation
             elif cycle.left:
                 self._finish()
             elif self.edge.draining:
@@ -408,7 +407,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(500, "something went wrong inside of Headrace", None, kind="server_error")
 
     def ended(self, cycle: RequestCycle) -> None:
-        """Its response is complete."""
+        """Start the next pipelined cycle, wait for a request, or close: the response is complete."""
         self._running = None
         if cycle.keep and self._waiting:
             self._begin(self._waiting.popleft())
@@ -419,7 +418,7 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _await(self) -> None:
-        """What the client is to do, when nothing runs."""
+        """Start the timeout for the client's next action; no cycle runs."""
         self.pace()
         if self._reading is not None:
             self._wait(self._bounds.header_s, "slow body")
@@ -429,14 +428,14 @@ class Connection(asyncio.Protocol):
             self._wait(self._bounds.idle_s, "idle")
 
     def retire(self) -> None:
-        """The connection is closed after the response that is under way."""
+        """Close the connection after the response in progress."""
         if self._running is not None:
             self._running.keep = False
         elif not self._deaf:
             self._finish()
 
     def _stop_listening(self) -> None:
-        """Nothing after the requests that are whole is read; the client may ask again on another connection."""
+        """Read nothing after the complete requests. The client may retry the rest on another connection."""
         self._deaf = True
         if self._waiting and self._waiting[-1] is self._reading:
             self._waiting.pop()
@@ -445,13 +444,13 @@ class Connection(asyncio.Protocol):
             last.keep = False
 
     def _spoilt(self, refusal: _RefusalError) -> None:
-        """What came is no HTTP, or too much of it."""
+        """End a connection whose input is not HTTP, or exceeds a bound."""
         cycle = self._running
         metrics.cut.labels(refusal.why).inc()
         if cycle is None:
             self._refuse(refusal.status, str(refusal), None)
         elif cycle is not self._reading:
-            self._stop_listening()  # what was asked before is answered
+            self._stop_listening()  # earlier requests still get their responses
         elif cycle.started:
             self._cut("")
         else:
@@ -471,7 +470,7 @@ class Connection(asyncio.Protocol):
         self._finish()
 
     def _finish(self) -> None:
-        """No more cycles: what was written goes out, and the socket is closed."""
+        """Flush what was written, and close the socket."""
         if self._finished or self._transport.is_closing():
             return
         more_may_come = not self._half and (self._deaf or self._reading is not None)
@@ -479,7 +478,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self.pace()
         if more_may_come:
-            # Closed with bytes that were not read, the socket would be reset, and the client not hear the answer.
+            # Closing a socket with unread bytes resets it, and the client would lose the response.
             self._transport.write_eof()
             self._wait(_LINGER if self.room.is_set() else self._bounds.reader_s, "")
         else:
@@ -496,7 +495,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _wait(self, seconds: float, why: str | None) -> None:
-        """Cuts the client after so long; None: no more."""
+        """Replace the timeout for the client's next action. `why` None: no timeout."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -517,7 +516,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def pace(self) -> None:
-        """Reads no more of a body than the application has asked for."""
+        """Pause reading while the application has not read what came of the body."""
         cycle = self._reading
         full = cycle is not None and not self._deaf and not cycle.complete and len(cycle.body) > _UNREAD
         if full != self._paused and not self._transport.is_closing():

@@ -1,7 +1,6 @@
-"""The multipart body of an upload, as it arrives: its fields, and the bytes of its file.
+"""Upload: reads the fields of a multipart body, and yields its file as it arrives, never the whole file in memory.
 
-Owns Upload. The file is never whole in memory: its bytes go on as they come, and fields are short. The grammar of
-multipart is python-multipart's.
+python-multipart parses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request of a connection with its response, in the words of ASGI.
+"""RequestCycle: one request of a connection with its response, as ASGI describes them.
 
 Owns RequestCycle: the request body and the framing of the response. Pipelining and timeouts are the connection's.
 """
@@ -13,13 +13,13 @@ from typing import Any, Final, Protocol
 
 Message = MutableMapping[str, Any]
 
-# Our extensions of ASGI, each a way around a coroutine.
-PUSH: Final = "headrace.push"  # writes a part of the body at once; whether there is more room
-BODY: Final = "headrace.body"  # the request's body where all of it is there and none was asked for; else None
-GONE: Final = "headrace.gone"  # calls back once, in a turn of the loop of its own, when the client has left
+# Extensions of ASGI that avoid a coroutine each.
+PUSH: Final = "headrace.push"  # writes a part of the body at once; returns whether there is room for more
+BODY: Final = "headrace.body"  # returns the complete request body if none of it was received yet; else None
+GONE: Final = "headrace.gone"  # calls back once, in an iteration of the event loop of its own, when the client has left
 
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
-_REST: Final = 64 * 1024  # bytes of a body that nobody wants, and that are read to keep the connection
+_REST: Final = 64 * 1024  # unwanted bytes of a body that are read to keep the connection
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
@@ -54,7 +54,7 @@ class CycleConnection(Protocol):
 
 
 class RequestCycle:
-    """One request and its response, in the words of ASGI."""
+    """One request and its response."""
 
     __slots__ = (
         "_chunked",
@@ -89,23 +89,23 @@ class RequestCycle:
     ) -> None:
         self.scope = scope
         scope["extensions"] = {PUSH: self.push, BODY: self.take, GONE: self.when_gone}
-        self.keep = keep  # the connection, after the response
+        self.keep = keep  # keep the connection after the response
         self.modern = modern  # HTTP/1.1, not 1.0
-        self.declared = declared  # bytes of the body; None where it comes in chunks
-        self.expects = expects  # the client waits for our word before it sends the body
-        self.body = bytearray()  # that came, and the application has not asked for
+        self.declared = declared  # bytes of the body; None for a chunked body
+        self.expects = expects  # the client waits for 100 Continue before it sends the body
+        self.body = bytearray()  # received and not read by the application
         self.received = 0  # bytes of the body
-        self.whole = False  # all of the body has come
-        self.left = False  # the client says nothing more, so the application is told that it is gone
-        self.lost = False  # what is sent is dropped
+        self.whole = False  # the body is complete
+        self.left = False  # the client has closed its half, so the application sees a disconnect
+        self.lost = False  # the connection is lost, so output is dropped
         self.started = False  # the response
         self.complete = False
         self._connection = connection
-        self._told = False  # the application has all of the body
+        self._told = False  # the application has received the whole body
         self._chunked = False
-        self._unwritten: int | None = None  # bytes that the response still owes; None where it did not say how many
+        self._unwritten: int | None = None  # bytes missing of the declared content-length; None without one
         self._waiter: asyncio.Future[None] | None = None
-        self._leaving: Callable[[], None] | None = None  # called when the client leaves
+        self._leaving: Callable[[], None] | None = None  # called when the client has left
 
     async def receive(self) -> Message:
         connection = self._connection
@@ -135,7 +135,7 @@ class RequestCycle:
         return body
 
     def when_gone(self, callback: Callable[[], None] | None) -> None:
-        """See GONE. None: nobody wants to know any more."""
+        """See GONE. None removes the callback."""
         self._leaving = callback
         if callback is not None and self.left:
             self.wake()
@@ -163,9 +163,9 @@ class RequestCycle:
             self._write(message.get("body", b""), more=message.get("more_body", False))
 
     def push(self, body: bytes) -> bool:
-        """A part of the body, written without a wait; whether there is room for more. See PUSH."""
+        """Write a part of the body without waiting. Return whether there is room for more. See PUSH."""
         connection = self._connection
-        if self._chunked and not (self.lost or self.complete):  # as nearly all are: `_write` in short
+        if self._chunked and not (self.lost or self.complete):  # the common case; otherwise see `_write`
             connection.write(b"%x\r\n%b\r\n" % (len(body), body))
         elif not self.lost:
             self._write(body, more=True)
@@ -196,7 +196,7 @@ class RequestCycle:
             self._chunked = True
             lines.append(b"transfer-encoding: chunked\r\n")
         else:
-            self.keep = False  # its end is the connection's
+            self.keep = False  # the end of the body is the end of the connection
         if not self.keep:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
@@ -204,12 +204,12 @@ class RequestCycle:
         connection.write(b"".join(lines))
 
     def _rest_is_short(self) -> bool:
-        """Whether what is still to come of the body may be read only to be dropped."""
+        """Whether the rest of the body is short enough to read and drop."""
         return self.declared is not None and not self.expects and self.declared - self.received <= _REST
 
     def _write(self, body: bytes, *, more: bool) -> None:
         if not self.started or self.complete:
-            raise RuntimeError("a response has a beginning and one end")
+            raise RuntimeError("a response must be started once and completed once")
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             if not more:
@@ -221,7 +221,7 @@ class RequestCycle:
             if self._unwritten is not None:
                 self._unwritten -= len(body)
                 if self._unwritten < 0 or (self._unwritten and not more):
-                    raise RuntimeError("the response is not as long as it said")
+                    raise RuntimeError("the response does not have its declared content-length")
         if data:
             self._connection.write(data)
         if not more:

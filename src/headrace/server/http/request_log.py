@@ -1,8 +1,8 @@
-"""The server's log: one event a line on standard error, as text or as JSON.
+"""The server's log: one event per line on standard error, as text or JSON.
 
-Owns the form of a line. What clients say may stand in one, so no control character gets through, no text is long, and
-a traceback shows no values of variables, where keys and prompts would be. There is a line for every request, so our own
-loggers go to the stream by a short way, past the standard library's, which carries what others log.
+Lines may quote clients, so control characters are escaped, texts are cut, and tracebacks show no values of variables,
+which may be keys or prompts. Our own loggers write to the stream directly, past the standard library's handlers,
+because there is a line for every request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import structlog
 from headrace.config import LogConfig
 
 _LONGEST: Final = 1024  # characters of one value
-_BARE: Final = re.compile(r"[^\s\"=]+")  # a text that needs no quotes
+_BARE: Final = re.compile(r"[^\s\"=]+")  # text that needs no quotes
 
 
 def configure_log(config: LogConfig, stream: TextIO | None = None) -> None:
-    """`stream`: standard error by default."""
+    """Configure all loggers. `stream` is standard error by default."""
     output: TextIO = sys.stderr if stream is None else stream
     level = getattr(logging, config.level.upper())
     shared: list[Any] = [structlog.stdlib.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
@@ -42,7 +42,7 @@ def configure_log(config: LogConfig, stream: TextIO | None = None) -> None:
         processors=[_add_name, *shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lines,
-        cache_logger_on_first_use=False,  # or the first stream would be everybody's for ever
+        cache_logger_on_first_use=False,  # or loggers would keep the first stream for ever
     )
     handler = logging.StreamHandler(output)
     handler.setFormatter(
@@ -58,7 +58,7 @@ def configure_log(config: LogConfig, stream: TextIO | None = None) -> None:
 
 
 class _Lines:
-    """Writes lines that are finished. What cannot be written is lost: no request fails because of its line."""
+    """Writes finished lines. A line that cannot be written is lost: no request fails because of its log line."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self.name = name
@@ -78,7 +78,7 @@ Event = MutableMapping[str, Any]
 
 
 def _traceback(_logger: Any, _method: str, event: Event) -> Event:
-    """In the place of exc_info, the traceback as text."""
+    """Replace exc_info by the traceback as text."""
     given: Any = event.pop("exc_info", None)
     error = cast("Any", given[1] if isinstance(given, tuple) else sys.exc_info()[1] if given is True else given)
     if isinstance(error, BaseException):
@@ -88,7 +88,7 @@ def _traceback(_logger: Any, _method: str, event: Event) -> Event:
 
 
 class _Text:
-    """A line for people: when, how grave, what, whose, and the rest in order of its names."""
+    """Renders a line for people: time, level, event, logger, and the other fields by name."""
 
     def __init__(self, *, colours: bool) -> None:
         self._bold, self._plain = ("\x1b[1m", "\x1b[0m") if colours else ("", "")
@@ -101,7 +101,7 @@ class _Text:
         values = " ".join([f"{name}={_value(said[name])}" for name in sorted(said)])
         line = f"{when} [{level:<9}] {self._bold}{what}{self._plain} [{logger}] {values}".rstrip()
         if exception is not None:
-            # Each line of it has a mark before it, so that no message of an error looks like a line of ours.
+            # Each of its lines is marked, so that no error message looks like a log line.
             line = "\n".join([line, *map(_escaped, exception.split("\n"))])
         return line
 
@@ -114,7 +114,7 @@ def _value(value: object) -> str:
 
 
 def _as_json(event: Event, **_: Any) -> str:
-    """On one line, whatever it holds: as ASCII where a character might end a line or hide one."""
+    """Encode on one line; as ASCII if it has a character that could end or hide a line."""
     try:
         text = msgspec.json.encode(event, enc_hook=repr).decode()
     except (msgspec.MsgspecError, UnicodeEncodeError):  # a lone surrogate, say
