@@ -94,7 +94,7 @@ async def test_what_only_an_engine_can_do_is_refused_in_clear_words() -> None:
         lambda: served.tokenizer.longest_piece,
         lambda: served.tokenizer.vocab_size,
     ):
-        with pytest.raises(ApiError, match="not known here") as unknown:
+        with pytest.raises(ApiError, match="are unknown") as unknown:
             use()
         assert (unknown.value.status, unknown.value.code) == (400, "unsupported_parameter")
 
