@@ -35,8 +35,8 @@ from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfi
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server.api.chat_completions import ChatStream
 

@@ -17,8 +17,8 @@ from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequ
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.server.api.chat_completions import ChatStream

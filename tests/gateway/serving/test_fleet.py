@@ -14,7 +14,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
-from headrace.gateway.serving.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED
 from tests.support.running_server import asynchronous
 

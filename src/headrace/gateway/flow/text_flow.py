@@ -32,7 +32,7 @@ from headrace.gateway.requests.text_request import TakeDelta
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 
 
 class TextFlow:

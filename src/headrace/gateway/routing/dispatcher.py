@@ -18,7 +18,7 @@ from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import EngineConnection, Fleet
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.observe import metrics
 
 log: Final = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
 from headrace.gateway.output.tool_formats import ToolFormat, detect_tool_format, tool_format_by_name
 from headrace.gateway.serving import fingerprint
-from headrace.gateway.serving.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
 from headrace.models.model_folder import find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams import upstream_generation
+from headrace.gateway.serving.upstream_answers import upstream_generation
 
 
 async def prompt_tokens(exchange: Exchange) -> int:

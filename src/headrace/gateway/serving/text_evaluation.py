@@ -23,7 +23,7 @@ from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.gateway.serving.upstreams.upstream_embeddings import count_embedding_tokens, embed_texts
+from headrace.gateway.serving.upstream_answers.upstream_embeddings import count_embedding_tokens, embed_texts
 
 _AT_ONCE: Final = 64  # texts of one call that are with the engine
 

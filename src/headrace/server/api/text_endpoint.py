@@ -21,7 +21,7 @@ from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import ParameterTable

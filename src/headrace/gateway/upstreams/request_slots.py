@@ -10,7 +10,7 @@ import heapq
 import itertools
 
 from headrace.config.upstream_section import UpstreamRetries
-from headrace.gateway.serving.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors as faults
 
 
 class RequestSlots:

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.gateway.requests.text_request import TextRequest, TokenUsage
-from headrace.gateway.serving.upstreams.upstream_chunks import ReportedUsage
+from headrace.gateway.serving.upstream_answers.upstream_chunks import ReportedUsage
 from headrace.models.text.tokenizer import Tokenizer
 
 UsageSource = Literal["told", "counted", "estimated"]

@@ -11,8 +11,8 @@ from headrace.config.upstream_section import UpstreamFeatures
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TokenUsage, Tool, ToolCall
-from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import (
     ANSWER,

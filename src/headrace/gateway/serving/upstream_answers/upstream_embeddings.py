@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TokenUsage
-from headrace.gateway.serving.upstreams import upstream_errors as faults
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_chunks import read_usage
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.upstream_chunks import read_usage
+from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 
 
 class _Vector(msgspec.Struct):

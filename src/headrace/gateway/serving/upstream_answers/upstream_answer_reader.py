@@ -20,9 +20,8 @@ from headrace.gateway.requests.text_request import (
     ToolCall,
     ToolCallDelta,
 )
-from headrace.gateway.serving.upstreams import upstream_errors as faults
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.upstream_chunks import (
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.upstream_chunks import (
     ChunkTemplate,
     ReportedUsage,
     ToolCallFragment,
@@ -35,7 +34,8 @@ from headrace.gateway.serving.upstreams.upstream_chunks import (
     read_chunk,
     read_usage,
 )
-from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
+from headrace.gateway.serving.upstream_answers.upstream_request import UpstreamRequest
+from headrace.gateway.upstreams import upstream_errors as faults
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.sse import DONE, ErrorEvent
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config.upstream_section import UpstreamConfig, features_of
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.relay import RelayReader
-from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
-from headrace.gateway.serving.upstreams.upstream_chunks import ChunkTemplate, join_texts, read_chunk
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
-from headrace.gateway.serving.upstreams.upstream_request import build_upstream_request
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.relay import RelayReader
+from headrace.gateway.serving.upstream_answers.upstream_answer_reader import UpstreamAnswerReader
+from headrace.gateway.serving.upstream_answers.upstream_chunks import ChunkTemplate, join_texts, read_chunk
+from headrace.gateway.serving.upstream_answers.upstream_request import build_upstream_request
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import chunk, exchange
 

@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from headrace import __version__
 from headrace.config.upstream_section import UpstreamConfig
 from headrace.errors import HeadraceError
-from headrace.gateway.serving.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors as faults
 
 _MOST_ERROR: Final = 64 * 1024  # bytes of an error's body that are read
 _ERROR_S: Final = 2.0  # and how long that may take

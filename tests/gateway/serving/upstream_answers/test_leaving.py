@@ -11,8 +11,8 @@ from headrace.config.upstream_section import UpstreamHealthConfig, UpstreamTimeo
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import collect_choices
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 from tests.support.fake_upstream import (
     Line,
     chunk,

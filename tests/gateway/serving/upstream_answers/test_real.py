@@ -17,8 +17,8 @@ from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.errors import RequestError
 from headrace.gateway.requests.text_request import ChoiceDelta
-from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.models.model_folder import BUNDLED
 from tests.support.fake_upstream import answered, exchange, pieces_of, relayed, soon, text_of, upstream_of
 from tests.support.running_server import Running, asynchronous, fails, say, serving, until, words

@@ -15,8 +15,8 @@ import pytest
 from headrace.config.breaker_section import UpstreamBreakerConfig
 from headrace.config.upstream_section import UpstreamRetries, UpstreamTimeouts
 from headrace.gateway.requests.text_request import ChoiceDelta
-from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from tests.support.fake_upstream import (
     ANSWER,
     Fake,

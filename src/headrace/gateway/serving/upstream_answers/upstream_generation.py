@@ -15,13 +15,13 @@ from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta, TokenUsage, combine_usages
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.attempts import AttemptReader, Attempts
-from headrace.gateway.serving.upstreams.relay import RelayReader, can_relay
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
-from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest, build_upstream_request
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.attempts import AttemptReader, Attempts
+from headrace.gateway.serving.upstream_answers.relay import RelayReader, can_relay
+from headrace.gateway.serving.upstream_answers.upstream_answer_reader import UpstreamAnswerReader
+from headrace.gateway.serving.upstream_answers.upstream_request import UpstreamRequest, build_upstream_request
+from headrace.gateway.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 
 
 async def count_prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:

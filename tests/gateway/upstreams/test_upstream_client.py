@@ -16,9 +16,9 @@ import pytest
 from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_embeddings import count_embedding_tokens, embed_texts
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.serving.upstream_answers.upstream_embeddings import count_embedding_tokens, embed_texts
+from headrace.gateway.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 from tests.support.fake_upstream import (
     ANSWER,
     Fake,

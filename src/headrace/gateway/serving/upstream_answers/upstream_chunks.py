@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from headrace.gateway.serving.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors as faults
 
 _NONE: Final = Raw()  # what is not there; what is null is told from it by `present`
 

@@ -10,9 +10,9 @@ import pytest
 from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries, UpstreamTimeouts
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.requests.text_request import Tool
-from headrace.gateway.serving.upstreams.relay import ChunkRenamer
-from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
-from headrace.gateway.serving.upstreams.upstream_generation import UpstreamGeneration
+from headrace.gateway.serving.upstream_answers.relay import ChunkRenamer
+from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.server.api.chat_completions import ChatStream
 from tests.support.fake_upstream import (
     ANSWER,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.serving.upstreams.upstream_errors import (
+from headrace.gateway.upstreams.upstream_errors import (
     ReportedError,
     error_for_event,
     error_for_status,

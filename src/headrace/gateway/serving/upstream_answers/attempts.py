@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from headrace.gateway.circuit_breaker import CallPermit
 from headrace.gateway.requests.text_request import Choice
-from headrace.gateway.serving.upstreams import upstream_errors as faults
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.upstream import Upstream
-from headrace.gateway.serving.upstreams.upstream_errors import BrokenStreamError, UpstreamError
-from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.upstream_request import UpstreamRequest
+from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams.upstream import Upstream
+from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.sse import EventReader, EventTooLongError
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.upstreams.upstream_client import UpstreamReply
+    from headrace.gateway.upstreams.upstream_client import UpstreamReply
 
 Item = TypeVar("Item")
 BuildRestart = Callable[[UpstreamError], Sequence[Item]]

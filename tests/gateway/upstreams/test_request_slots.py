@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from headrace.config.upstream_section import UpstreamRetries
-from headrace.gateway.serving.upstreams.request_slots import RequestSlots, RetryBudget
-from headrace.gateway.serving.upstreams.upstream_errors import UpstreamError
+from headrace.gateway.upstreams.request_slots import RequestSlots, RetryBudget
+from headrace.gateway.upstreams.upstream_errors import UpstreamError
 from tests.support.running_server import asynchronous
 
 # Places

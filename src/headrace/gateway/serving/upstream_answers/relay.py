@@ -16,9 +16,9 @@ from headrace.config.upstream_section import UpstreamFeatures
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.upstreams import upstream_usage as usage
-from headrace.gateway.serving.upstreams.upstream_answer_reader import UpstreamAnswerReader
-from headrace.gateway.serving.upstreams.upstream_request import UpstreamRequest
+from headrace.gateway.serving.upstream_answers import upstream_usage as usage
+from headrace.gateway.serving.upstream_answers.upstream_answer_reader import UpstreamAnswerReader
+from headrace.gateway.serving.upstream_answers.upstream_request import UpstreamRequest
 from headrace.sse import DONE
 
 

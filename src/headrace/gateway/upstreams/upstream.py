@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 from headrace.config.upstream_section import UpstreamConfig, features_of, health_path
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
-from headrace.gateway.serving.upstreams import upstream_errors as faults
-from headrace.gateway.serving.upstreams.request_slots import RequestSlots, RetryBudget
+from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model
@@ -66,7 +66,7 @@ class Upstream:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """`name`: of the variant, as clients know it. `chance`: from 0 to 1, for the waits between attempts."""
-        from headrace.gateway.serving.upstreams.upstream_client import (
+        from headrace.gateway.upstreams.upstream_client import (
             UpstreamClient,
         )  # what it needs takes long to import
 

@@ -20,7 +20,11 @@ from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
-from headrace.gateway.serving.upstreams.upstream_request import FIELD_HANDLING, UpstreamRequest, build_upstream_request
+from headrace.gateway.serving.upstream_answers.upstream_request import (
+    FIELD_HANDLING,
+    UpstreamRequest,
+    build_upstream_request,
+)
 from tests.support.fake_upstream import exchange
 
 TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}}, strict=True)

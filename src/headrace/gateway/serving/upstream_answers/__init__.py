@@ -1,0 +1,1 @@
+"""Answers from upstreams: requests written, streams read, relayed, retried and counted."""

@@ -1,0 +1,1 @@
+"""Upstreams: OpenAI-compatible servers that somebody else runs. Their connections, slots, health and errors."""
