@@ -189,17 +189,31 @@ TEXTS: dict[str, Callable[[Random], str]] = {
     "seat": seat,
     "some_date": some_date,
 }
+
+
+def _choice(name: str) -> Draw:
+    return one_of(lists()[name])
+
+
+def _count(low: int, high: int) -> Draw:
+    return whole(low, high, words=True)
+
+
+def _whole(low: int, high: int, step: int = 1) -> Draw:
+    return whole(low, high, step=step)
+
+
 DRAWS: dict[str, Callable[..., Draw]] = {
     "attendees": lambda: attendees,
-    "choice": lambda name: one_of(lists()[name]),
+    "choice": _choice,
     "code": codes,
-    "count": lambda low, high: whole(low, high, words=True),
+    "count": _count,
     "decimal": decimal,
     "money": money,
     "of": lambda *choices: one_of(choices),
     "size": lambda: size,
     "weight": lambda: weight,
-    "whole": lambda low, high, step=1: whole(low, high, step=step),
+    "whole": _whole,
 }
 
 

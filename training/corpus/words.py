@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -25,8 +25,8 @@ def with_lists(value: Any) -> Any:
     if isinstance(value, str):
         return lines(value) if value.endswith("\n") else value
     if isinstance(value, dict):
-        return {key: with_lists(item) for key, item in value.items()}
-    return [with_lists(item) for item in value] if isinstance(value, list) else value
+        return {key: with_lists(item) for key, item in cast("dict[str, Any]", value).items()}
+    return [with_lists(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def read(name: str, type: type[T]) -> T:

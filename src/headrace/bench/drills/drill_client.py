@@ -51,7 +51,8 @@ class ChatReply(msgspec.Struct):
             return False
         own: Mapping[str, Any] = event.get("headrace", {})
         self.extracted = self.extracted or bool(own.get("extracted"))
-        self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
+        usage: Mapping[str, Any] = event.get("usage") or {}
+        self.tokens = usage.get("completion_tokens", self.tokens)
         if own.get("restart"):
             self.restarts += 1
             self.text = ""
