@@ -73,7 +73,7 @@ def test_a_tool_that_must_be_called_is_called_and_its_result_taken(client: anthr
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="no model 'nobody'"):
+    with pytest.raises(anthropic.NotFoundError, match="Unknown model 'nobody'"):
         client.messages.create(model="nobody", max_tokens=1, messages=QUESTION)
     with pytest.raises(anthropic.BadRequestError) as raised:
         client.messages.create(model="mini", max_tokens=1, messages=QUESTION, extra_body={"colour": "red"})
