@@ -128,7 +128,7 @@ fuzz: $(STAMPS)/fuzz $(STAMPS)/runtime
 lint: $(STAMPS)/lint $(STAMPS)/runtime $(STAMPS)/test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/lint-imports --no-logo
+	@PYTHONPATH=src $(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/clang-format --dry-run -Werror $(CORE)
 
