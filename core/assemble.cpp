@@ -170,9 +170,9 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.embed = parts.packed("embed");
   w.positions = parts.list("positions");
   if (w.positions.size() % static_cast<size_t>(w.hidden) != 0) refuse("positions has the wrong size");
-  w.token_type = parts.list("token_type");
-  if (!w.token_type.empty() && static_cast<int64_t>(w.token_type.size()) != w.hidden)
-    refuse("token_type has the wrong size");
+  w.token_types = parts.list("token_types");
+  w.distances = parts.list("distances");
+  w.reach = parts.value<int64_t>("reach");
   w.embed_norm = parts.norm("embed_norm", w.hidden);
   for (nb::handle entry : parts.value<nb::list>("ropes")) {
     nb::dict facts = facts_of(entry, "ropes");

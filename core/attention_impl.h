@@ -271,12 +271,32 @@ inline void add_rows(const Chunk<Unit>& chunk, int64_t size, const Span* spans, 
   for (; dim < size; dim += 16) add_range(dim, Count<1>{});
 }
 
+// What is added to a row's scores of a chunk: `table` is of its head, or null, `distance` that of the chunk's first
+// key.
+struct Bias {
+  const float* table;
+  int64_t distance;
+  int64_t reach;
+
+  F16 of(int64_t lane) const { return load(table + reach + least(most(distance + lane, -reach), reach)); }
+};
+
+// Of the (token, head) row `i` of a call, for the chunk at `start`.
+inline Bias bias_of(const AttentionArgs& args, int64_t i, int64_t start) {
+  const int64_t heads = args.heads_per_kv;
+  Bias bias{nullptr, start - args.rows[i / heads].position, args.bias_reach};
+  if (args.bias != nullptr) bias.table = args.bias + (args.kv_head * heads + i % heads) * args.bias_stride;
+  return bias;
+}
+
 // One row's scores of a chunk become weights; its output and total fade by what its maximum rose. `seen` is not empty.
 template <typename Unit>
-inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span seen, float* scores, float* peak,
-                   float* total, float* output, int64_t size) {
+inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span seen, const Bias& bias, float* scores,
+                   float* peak, float* total, float* output, int64_t size) {
   // Lanes outside may hold anything, so they are replaced and not computed with.
+  const bool all = seen.begin == 0 && seen.end == kAttentionChunk;
   auto keep_seen = [&](F16 x, int j, float other) {
+    if (all) return x;
     return keep_lanes(x, static_cast<int>(seen.begin - 16 * j), static_cast<int>(seen.end - 16 * j), splat(other));
   };
   F16 parts[4];
@@ -288,6 +308,7 @@ inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span see
       const float cap = args.softcap * Unit::kUnit;
       part = mul(splat(cap), hyperbolic_tangent(mul(part, splat(1.0f / cap))));
     }
+    if (bias.table != nullptr) part = fma(bias.of(16 * j), splat(Unit::kUnit), part);
     parts[j] = keep_seen(part, j, kMinusInfinity);
     peaks = maximum(peaks, parts[j]);
   }
@@ -376,7 +397,8 @@ void attend_by(const AttentionArgs& args) {
     for (i = 0; i < count; ++i) {
       const Span span = seen(i);
       if (span.begin >= span.end) continue;
-      soften(args, chunk, span, scores + i * kAttentionChunk, peaks + i, totals + i, outputs + i * size, size);
+      soften(args, chunk, span, bias_of(args, i, start), scores + i * kAttentionChunk, peaks + i, totals + i,
+             outputs + i * size, size);
     }
     for (i = 0; i + kValueRows <= count; i += kValueRows) {
       Span spans[kValueRows];

@@ -44,7 +44,7 @@ SourceType check_dense(const DenseArray& source, const std::string& name) {
 }
 
 float pack(const DenseArray& source, const std::string& type_name, const std::string& format, int64_t group,
-           MutableArray<uint8_t, 1> out, Pool& pool, bool multiples) {
+           MutableArray<uint8_t, 1> out, Pool& pool, bool multiples, bool rotated) {
   SourceType type = check_dense(source, type_name);
   if (source.ndim() != 2) refuse("the source must have two dimensions");
   check_natural(source, "the source");
@@ -53,8 +53,10 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
   if (static_cast<int64_t>(out.size()) != layout.bytes)
     refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
+  std::unique_ptr<Rotation> rotation;
+  if (rotated) rotation = std::make_unique<Rotation>(view.inputs);
   nb::gil_scoped_release free;
-  return pack_dense(view, layout, out.data(), pool);
+  return pack_dense(view, layout, rotation.get(), out.data(), pool);
 }
 
 float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::object zeros, const std::string& format,
@@ -98,21 +100,29 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
 }
 
 Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-                   Array<uint8_t, 1> data, bool asymmetric, bool multiples) {
+                   Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated) {
   Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples);
   if (static_cast<int64_t>(data.size()) != layout.bytes) {
     refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
   }
   check_aligned(data.data(), "packed data");
   if (!(gain > 0.0f) || !std::isfinite(gain)) refuse("the gain must be positive and finite");
-  PackedView view{layout, data.data(), gain};
+  if (rotated && !Rotation::fits(inputs)) refuse("weights of " + std::to_string(inputs) + " inputs cannot be rotated");
+  PackedView view{layout, data.data(), gain, rotated};
   return Packed{view, std::move(data)};
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
   const Layout& layout = packed.view.layout;
   auto values = std::make_unique<float[]>(static_cast<size_t>(layout.outputs * layout.inputs));
-  for (int64_t c = 0; c < layout.outputs; ++c) unpack_channel(packed.view, c, values.get() + c * layout.inputs);
+  std::unique_ptr<Rotation> rotation;
+  if (packed.view.rotated) rotation = std::make_unique<Rotation>(layout.inputs);
+  const Kernels& kernels = kernels_of(available_isas().front());
+  for (int64_t c = 0; c < layout.outputs; ++c) {
+    float* row = values.get() + c * layout.inputs;
+    unpack_channel(packed.view, c, row);
+    if (rotation != nullptr) kernels.rotate(rotation->view(), row);  // back
+  }
   float* data = values.release();
   nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
   return {data, {static_cast<size_t>(layout.outputs), static_cast<size_t>(layout.inputs)}, owner};
@@ -134,6 +144,8 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   const int64_t stride = round_up(inputs, kRowPad);
   Buffer<float> padded(count * stride);
   const bool coded = takes_codes(kernels, layout.format);
+  std::unique_ptr<Rotation> rotation;
+  if (packed.view.rotated) rotation = std::make_unique<Rotation>(layout.inputs);
   const int64_t code_stride = round_up(code_bytes(layout), 64);
   Buffer<int8_t> codes(coded ? count * code_stride : 0);
   Buffer<float> scales(count * layout.groups);
@@ -141,12 +153,13 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   for (int64_t r = 0; r < count; ++r) {
     float* row = padded.data() + r * stride;
     std::memcpy(row, rows.data() + r * inputs, static_cast<size_t>(inputs) * sizeof(float));
+    if (rotation != nullptr) kernels.rotate(rotation->view(), row);
     if (!coded) continue;
     kernels.quantise_row(row, inputs, layout, codes.data() + r * code_stride, scales.data() + r * layout.groups,
                          sums.data() + r * layout.groups);
   }
   QuantisedRows quantised{codes.data(), scales.data(), sums.data(), code_stride, layout.groups};
-  const int64_t scratch_stride = product_scratch(layout);
+  const int64_t scratch_stride = kernels.product_scratch(layout);
   Buffer<uint8_t> scratch(scratch_stride * pool.threads());
   ProductArgs args;
   args.weights = &packed.view;
@@ -198,7 +211,7 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
 
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
-          MutableArray<float, 2> out, bool hidden, nb::object peaks) {
+          MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -234,6 +247,17 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
+  Array<int32_t, 1> seconds;
+  if (!second_texts.is_none()) {
+    try {
+      seconds = nb::cast<Array<int32_t, 1>>(second_texts, false);
+    } catch (const nb::cast_error&) {
+      refuse("second_texts must be an array of i32 or None");
+    }
+    check_natural(seconds, "second_texts");
+    if (static_cast<int64_t>(seconds.size()) != args.sequences) refuse("second_texts must have one entry a sequence");
+    args.second_texts = seconds.data();
+  }
   nb::gil_scoped_release free;
   self.model->step(args);
 }
@@ -360,10 +384,12 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // models live until the process ends
   module.attr("BLOCK") = kBlock;
   module.attr("LAYOUT") = kLayoutVersion;
+  module.attr("ROTATION_UNIT") = kLeastColumns;
   module.attr("KV_LAYOUT") = kKvLayoutVersion;
   module.def("isa_available", &available_isas);
   module.def("isa_emulated", &emulated_isas);
-  module.def("isa_default", &default_isa);
+  module.def("isa_default", &default_isa, "arithmetic"_a = "");
+  module.def("isa_arithmetic", &arithmetic_of, "isa"_a);
 
   nb::class_<Pool>(module, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
 
@@ -374,7 +400,7 @@ NB_MODULE(_core, module) {
       },
       "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false, "multiples"_a = false);
   module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(),
-             "pool"_a, "multiples"_a = false);
+             "pool"_a, "multiples"_a = false, "rotated"_a = false);
   module.def("pack_codes", &pack_from_codes, "codes"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.none(),
              "format"_a, "group"_a, "out"_a.noconvert());
   module.def(
@@ -390,12 +416,12 @@ NB_MODULE(_core, module) {
       .def(
           "__init__",
           [](Packed* self, const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-             Array<uint8_t, 1> data, bool asymmetric, bool multiples) {
-            new (self)
-                Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples));
+             Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated) {
+            new (self) Packed(
+                make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples, rotated));
           },
           "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false,
-          "multiples"_a = false)
+          "multiples"_a = false, "rotated"_a = false)
       .def("unpack", &unpack);
 
   module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a);
@@ -446,7 +472,7 @@ NB_MODULE(_core, module) {
            })
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
-           "hidden"_a = false, "peaks"_a = nb::none());
+           "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none());
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(

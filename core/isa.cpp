@@ -103,10 +103,31 @@ const Kernels& kernels_of(const std::string& isa) {
   throw std::invalid_argument("instruction set '" + isa + "' is not to be had here: this machine has " + known);
 }
 
-std::string default_isa() {
-  const char* forced = std::getenv("HEADRACE_ISA");
-  std::string name = forced != nullptr && *forced != '\0' ? forced : available_isas().front();
-  return kernels_of(name).name;
+std::string arithmetic_of(const std::string& isa) {
+  return isa == "avx2" || isa == "avx512" ? portable_kernels().name : isa;
+}
+
+std::string default_isa(const std::string& arithmetic) {
+  const auto environment = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value != nullptr ? value : "");
+  };
+  const std::string wanted = arithmetic.empty() ? environment("HEADRACE_ARITHMETIC") : arithmetic;
+  if (!wanted.empty() && wanted != "native" && wanted != "portable") {
+    throw std::invalid_argument("unknown arithmetic '" + wanted + "': expected native or portable");
+  }
+  const auto fits = [&](const std::string& isa) { return wanted != "portable" || arithmetic_of(isa) == wanted; };
+  const std::string forced = environment("HEADRACE_ISA");
+  if (!forced.empty()) {
+    const std::string name = kernels_of(forced).name;
+    if (fits(name)) return name;
+    throw std::invalid_argument("instruction set '" + name +
+                                "' does not compute the portable arithmetic: expected avx512, avx2 or portable");
+  }
+  for (const std::string& name : available_isas()) {
+    if (fits(name)) return name;
+  }
+  return portable_kernels().name;
 }
 
 }  // namespace headrace

@@ -1,4 +1,5 @@
 // The kernels for one instruction set: amx, beside AVX-512 and its conversions to bf16. See kernels_impl.h.
+#define HEADRACE_BF16_ATTENTION 1
 #include "simd_avx512.h"
 // The primitives come first.
 #include "products_tiles_impl.h"

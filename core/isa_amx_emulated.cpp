@@ -1,4 +1,5 @@
 // The AMX kernels with tiles emulated in plain C++. See kernels_impl.h.
+#define HEADRACE_BF16_ATTENTION 1
 #include "simd_avx512.h"
 // The primitives come first.
 #include "products_tiles_impl.h"

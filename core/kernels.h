@@ -25,7 +25,14 @@ struct QuantisedRows {
   int32_t* sums = nullptr;  // [rows][groups_stride]: where a product's sums of a group start, see quantise_row
   int64_t stride = 0;       // bytes between rows
   int64_t groups_stride = 0;
+  bool tiled = false;  // codes lie as AMX tiles read them, see tiled_offset
 };
+
+// Where byte `at` of a row lies in tile order: sixteen rows take the memory of sixteen rows, in pieces of 64 bytes of
+// each, and a tile is read from one stream.
+static constexpr int64_t tiled_offset(int64_t row, int64_t at, int64_t stride) {
+  return row / 16 * 16 * stride + at / 64 * 1024 + row % 16 * 64 + at % 64;
+}
 
 // What becomes of a product's outputs before they are stored: act(gate) * value, or act(output) where there are no
 // gates. Gated weights have a panel of gates and a panel of the values that they open by turns.
@@ -57,6 +64,7 @@ struct AttentionRow {
   int64_t target;  // row of out
   int64_t begin;   // first token that it sees
   int64_t end;     // one past the last token that it sees
+  int64_t position;
 };
 
 struct AttentionArgs {
@@ -70,10 +78,28 @@ struct AttentionArgs {
   int64_t heads_per_kv;
   float scale;
   float softcap;  // 0: none
+  // Added to scores, by the distance of a key from its query; or null. A head's table begins at the distance
+  // -bias_reach and goes on to bias_reach + 15, and its ends stand for all distances beyond.
+  const float* bias;  // of head 0
+  int64_t bias_stride;
+  int64_t bias_reach;
   const KvLayout* layout;
   const uint8_t* layer_base;  // record of block 0, head 0 of the layer
   const int32_t* block_table;
   float* scratch;  // attention_scratch() floats of this thread
+};
+
+// A rotation of rows: see rotation.h, which owns it.
+constexpr int64_t kMostParts = 63;
+constexpr int64_t kLeastColumns = 16;
+constexpr int64_t kWaveRows = 4;  // of the Hartley matrix that a kernel may take at once
+
+struct RotationView {
+  int64_t width = 0;
+  int64_t columns = 0;
+  int64_t parts = 0;
+  float scale = 0.0f;            // makes the matrix orthogonal
+  const float* waves = nullptr;  // [parts / 2, up to whole kWaveRows][parts / 2]{cosine, sine}
 };
 
 struct NormArgs {
@@ -85,8 +111,10 @@ struct NormArgs {
 
 struct Kernels {
   const char* name;
-  bool rounds_rows;   // bf16 weights meet rows that are rounded to bf16
-  bool widens_codes;  // product() takes scratch for it
+  bool rounds_rows;        // bf16 weights meet rows that are rounded to bf16
+  int64_t tiled_rows;      // so many rows and more have their codes in tile order; 0: none have
+  int64_t attention_rows;  // (token, head) rows that share the reading of a KV block, where a step has many
+  int64_t (*product_scratch)(const Layout&);  // bytes, a multiple of 64, in which product() may widen int4 codes
   // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
   // none.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
@@ -94,6 +122,7 @@ struct Kernels {
   // starts: minus the zero times the sum of the codes; or, where every channel has a zero of its own, the plain sum.
   // With multiples it is what that set's small_start() makes of it.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
+  void (*rotate)(const RotationView&, float* row);                            // in place; twice is not at all
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
   void (*attend)(const AttentionArgs&);
   void (*softcap)(float* values, int64_t count, float cap);
@@ -107,15 +136,9 @@ struct Kernels {
 
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.
 static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
-  return tile_rows * (2 * padded_head_size + kAttentionChunk + 2) + 2 * kAttentionChunk * (padded_head_size + 1) + 64;
-}
-
-// Bytes of scratch in which product() may widen int4 codes of two panels, a multiple of 64; 0 for other weights, and
-// for panels that no near cache would hold.
-static inline int64_t product_scratch(const Layout& layout) {
-  constexpr int64_t kMost = int64_t{1} << 19;
-  const int64_t bytes = layout.format == Format::kInt4 ? 2 * kPanel * layout.padded_inputs : 0;
-  return bytes <= kMost ? bytes : 0;
+  const int64_t rows = round_up(tile_rows, 32);  // rows and dims in whole AMX tiles
+  const int64_t depth = round_up(padded_head_size, 32);
+  return rows * (2 * depth + kAttentionChunk + 2) + 2 * kAttentionChunk * (depth + 1) + 64;
 }
 
 static inline bool takes_codes(const Kernels& kernels, Format format) {

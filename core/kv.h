@@ -20,8 +20,9 @@ namespace headrace {
 
 constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
-// Version of the record layout. Raise it when the layout changes: saved KV of another version cannot be used.
-constexpr int64_t kKvLayoutVersion = 4;
+// Version of the record layout and of the arithmetic that fills it. Raise it when either changes: saved KV of another
+// version cannot be used.
+constexpr int64_t kKvLayoutVersion = 5;
 
 enum class KvType : int { kF32, kBf16, kInt8 };
 

@@ -28,7 +28,7 @@
 namespace headrace {
 
 // Version of the packed layout and its rounding. Files packed by another version are not read.
-constexpr int kLayoutVersion = 3;
+constexpr int kLayoutVersion = 4;
 constexpr int64_t kPanel = 32;
 constexpr int64_t kMultipleGroup = 32;  // inputs that share a multiple, and groups that share the scale of a block
 constexpr int64_t kMultipleGroups = 4;
@@ -40,7 +40,9 @@ static inline bool is_integer(Format format) { return format == Format::kInt8 ||
 
 Format format_from_name(const std::string& name);  // throws std::invalid_argument
 
-static inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 struct Layout {
   Format format = Format::kF32;
@@ -73,9 +75,11 @@ struct PackedView {
   Layout layout;
   const uint8_t* data = nullptr;
   float gain = 1.0f;
+  bool rotated = false;  // the inputs, by rotation.h: so must the rows be that a product multiplies
 };
 
-// One output channel as f32: `out` gets layout.inputs values. Used for embeddings and tests.
+// One output channel as f32, rotated where the weights are: `out` gets layout.inputs values. Used for embeddings and
+// tests.
 void unpack_channel(const PackedView& weights, int64_t channel, float* out);
 
 }  // namespace headrace

@@ -9,8 +9,6 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kTileRows = 32;  // (token, head) rows that share the reading of a KV block
-
 int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
 constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
@@ -55,24 +53,26 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   q_pad_ = pad_row(w_.heads * w_.head_size);
   qkv_pad_ = pad_row((w_.heads + 2 * w_.kv_heads) * w_.head_size);
   inner_pad_ = pad_row(std::max(w_.inner, w_.expert_inner));
-  tile_rows_ = std::max(kTileRows, heads_per_kv);
+  tile_rows_ = std::max(kernels.attention_rows, heads_per_kv);
 
   bool experts = false;
   code_stride_ = 64;
   group_stride_ = 1;
-  auto measure = [&](const Product& product) {
-    if (kernels_.widens_codes) product_stride_ = std::max(product_stride_, product_scratch(product.weights.layout));
+  auto measure = [&](Product& product) {
+    product.rotation = rotation_of(product.weights);
+    product_stride_ = std::max(product_stride_, kernels_.product_scratch(product.weights.layout));
     code_stride_ = std::max(code_stride_, round_up(code_bytes(product.weights.layout), 64));
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
-  for (const Layer& layer : w_.layers) {
+  embed_rotation_ = rotation_of(w_.embed);
+  for (Layer& layer : w_.layers) {
     measure(layer.qkv);
     measure(layer.o);
     if (layer.experts.empty()) {
       measure(layer.mlp.up);
       measure(layer.mlp.down);
     }
-    for (const Mlp& expert : layer.experts) {
+    for (Mlp& expert : layer.experts) {
       experts = true;
       measure(expert.up);
       measure(expert.down);
@@ -105,7 +105,8 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     expert_in_ = Buffer<float>(expert_rows_ * hidden_pad_);
     expert_out_ = Buffer<float>(expert_rows_ * hidden_pad_);
   }
-  codes_ = Buffer<int8_t>(inner_rows * code_stride_);
+  codes_ = Buffer<int8_t>(round_up(inner_rows, 16) * code_stride_);
+  if (kernels_.tiled_rows > 0) row_codes_ = Buffer<int8_t>(threads * code_stride_);
   code_scales_ = Buffer<float>(inner_rows * group_stride_);
   code_sums_ = Buffer<int32_t>(inner_rows * group_stride_);
   half_pad_ = round_up((w_.head_size + 1) / 2, 16);
@@ -116,10 +117,26 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   row_scratch_stride_ = pad_row(std::max(w_.heads * w_.head_size, w_.hidden));
   row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
   product_scratch_ = Buffer<uint8_t>(product_stride_ * threads);
+  spread_distances();
+}
+
+// Sixteen lanes read a head's table at once, so each end is repeated.
+void Model::spread_distances() {
+  if (w_.distances.empty()) return;
+  bias_reach_ = w_.reach + 16;
+  bias_stride_ = 2 * bias_reach_ + 16;
+  bias_ = Buffer<float>(w_.heads * bias_stride_);
+  for (int64_t h = 0; h < w_.heads; ++h) {
+    const float* table = w_.distances.data() + h * (2 * w_.reach + 1) + w_.reach;
+    for (int64_t i = 0; i < bias_stride_; ++i) {
+      bias_.data()[h * bias_stride_ + i] = table[std::clamp(i - bias_reach_, -w_.reach, w_.reach)];
+    }
+  }
 }
 
 int64_t Model::scratch_bytes() const {
-  int64_t total = codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
+  int64_t total =
+      codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
   for (const Buffer<float>* buffer :
        {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
         &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
@@ -132,9 +149,31 @@ QuantisedRows Model::quantised() const {
   return {codes_.data(), code_scales_.data(), code_sums_.data(), code_stride_, group_stride_};
 }
 
-void Model::quantise(const float* row, int64_t width, const Product& product, int64_t at) {
-  kernels_.quantise_row(row, width, product.weights.layout, codes_.data() + at * code_stride_,
-                        code_scales_.data() + at * group_stride_, code_sums_.data() + at * group_stride_);
+const Rotation* Model::rotation_of(const PackedView& weights) {
+  return weights.rotated ? &rotations_.try_emplace(weights.layout.inputs, weights.layout.inputs).first->second
+                         : nullptr;
+}
+
+// Whether fit_row has anything to do.
+bool Model::changes_rows(const Product& product) const {
+  return product.present() && (product.rotation != nullptr || takes_codes(kernels_, product.weights.layout.format));
+}
+
+bool Model::tiles(int64_t rows) const { return kernels_.tiled_rows > 0 && rows >= kernels_.tiled_rows; }
+
+// A row as the product takes it: rotated in place where its weights are, and as codes where it reads codes, in tile
+// order where the step's rows are.
+void Model::fit_row(float* row, int64_t width, const Product& product, int64_t at, int thread, bool tiled) {
+  const Layout& layout = product.weights.layout;
+  if (product.rotation != nullptr) kernels_.rotate(product.rotation->view(), row);
+  if (!takes_codes(kernels_, layout.format)) return;
+  int8_t* codes = tiled ? row_codes_.data() + thread * code_stride_ : codes_.data() + at * code_stride_;
+  kernels_.quantise_row(row, width, layout, codes, code_scales_.data() + at * group_stride_,
+                        code_sums_.data() + at * group_stride_);
+  const int64_t bytes = tiled ? code_bytes(layout) : 0;
+  for (int64_t i = 0; i < bytes; i += 64) {
+    std::memcpy(codes_.data() + tiled_offset(at, i, code_stride_), codes + i, 64);
+  }
 }
 
 void Model::place_rows(const StepArgs& args) {
@@ -150,14 +189,18 @@ void Model::embed_rows(const StepArgs& args) {
     for (int64_t r = begin; r < end; ++r) {
       float* x = residual_.data() + r * hidden_pad_;
       unpack_channel(w_.embed, args.tokens[r], x);
+      if (embed_rotation_ != nullptr) kernels_.rotate(embed_rotation_->view(), x);  // back
       if (w_.embedding_scale != 1.0f) {
         for (int64_t i = 0; i < w_.hidden; ++i) x[i] *= w_.embedding_scale;
       }
-      if (!w_.token_type.empty()) {
-        for (int64_t i = 0; i < w_.hidden; ++i) x[i] += w_.token_type[static_cast<size_t>(i)];
+      const Row& row = row_[static_cast<size_t>(r)];
+      if (!w_.token_types.empty()) {
+        const int32_t second = args.second_texts == nullptr ? -1 : args.second_texts[row.sequence];
+        const float* type = w_.token_types.data() + (second >= 0 && row.position >= second ? w_.hidden : 0);
+        for (int64_t i = 0; i < w_.hidden; ++i) x[i] += type[i];
       }
       if (!w_.positions.empty()) {
-        const float* position = w_.positions.data() + row_[static_cast<size_t>(r)].position * w_.hidden;
+        const float* position = w_.positions.data() + row.position * w_.hidden;
         for (int64_t i = 0; i < w_.hidden; ++i) x[i] += position[i];
       }
       if (w_.embed_norm.present()) {
@@ -190,10 +233,11 @@ void Model::rotate_tables(const StepArgs& args) {
   }
 }
 
-// residual -> normed, and quantised for the product that reads it.
+// residual -> normed, and fit for the product that reads it.
 void Model::prepare(int64_t rows, const NormWeights& norm, const Product& product) {
-  const bool quantising = product.present() && takes_codes(kernels_, product.weights.layout.format);
-  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+  const bool fitting = changes_rows(product);
+  const bool tiled = tiles(rows);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t r = begin; r < end; ++r) {
       const float* x = residual_.data() + r * hidden_pad_;
       float* out = normed_.data() + r * hidden_pad_;
@@ -202,16 +246,17 @@ void Model::prepare(int64_t rows, const NormWeights& norm, const Product& produc
       } else {
         std::memcpy(out, x, static_cast<size_t>(w_.hidden) * sizeof(float));
       }
-      if (quantising) quantise(out, w_.hidden, product, r);
+      if (fitting) fit_row(out, w_.hidden, product, r, thread, tiled);
     }
   });
 }
 
-// Rows as they are, as codes for the product that reads them, where it reads codes.
-void Model::take_codes(int64_t rows, const float* in, int64_t stride, int64_t width, const Product& product) {
-  if (takes_codes(kernels_, product.weights.layout.format)) {
-    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t r = begin; r < end; ++r) quantise(in + r * stride, width, product, r);
+// Rows that are there already, made fit for the product that reads them.
+void Model::fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product) {
+  if (changes_rows(product)) {
+    const bool tiled = tiles(rows);
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t r = begin; r < end; ++r) fit_row(in + r * stride, width, product, r, thread, tiled);
     });
   }
   times_.end(Stage::kPrepare);
@@ -220,6 +265,7 @@ void Model::take_codes(int64_t rows, const float* in, int64_t stride, int64_t wi
 void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
                      int64_t out_stride, const Opening* opening, float* peaks) {
   QuantisedRows codes = quantised();
+  codes.tiled = tiles(rows);
   ProductArgs args;
   args.weights = &product.weights;
   args.rows = in;
@@ -234,6 +280,7 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   const int64_t usual = panel_grain(product, opening, panels, panels, pool_.threads());
   const int64_t grain = peaks == nullptr ? usual : std::min(usual, kPeakGrain);
   args.others = (pool_.threads() - 1) * grain;  // hand-outs go round, mostly
+  if (peaks == nullptr && codes.tiled) return multiply_tiled(args);
   if (peaks == nullptr) {
     pool_.run(panels, grain, [&](int64_t begin, int64_t end, int thread) {
       kernels_.product(args, begin, end, product_scratch_of(thread));
@@ -246,6 +293,35 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
     const int64_t first = begin * kPanel;
     const int64_t count = std::min(end * kPanel, product.weights.layout.outputs) - first;
     for (int64_t r = 0; r < rows; ++r) kernels_.peaks(out + r * out_stride + first, count, peaks + r * panels + begin);
+  });
+}
+
+// By panels that the second cache holds, which all rows of a hand-out meet while they are there. Rows are handed out in
+// parts where there are too few such panels for an even end.
+void Model::multiply_tiled(const ProductArgs& args) {
+  constexpr int64_t kPanelsBytes = int64_t{1} << 19;
+  constexpr int64_t kLeastRows = 128;  // of a part, or panels would be read again too soon
+  const Layout& layout = args.weights->layout;
+  const int64_t turns = args.opening != nullptr && args.opening->gated ? 2 : 1;
+  const int64_t panels = layout.panels / turns;
+  const int64_t even = pool_.threads() * 8;
+  const int64_t most_parts = std::max<int64_t>(1, args.row_count / kLeastRows);
+  const int64_t fitting = std::max<int64_t>(1, kPanelsBytes / (layout.panel_bytes * turns));
+  const int64_t grain = std::clamp<int64_t>(panels * most_parts / even, 1, fitting);
+  const int64_t hands = (panels + grain - 1) / grain;
+  const int64_t parts = std::clamp<int64_t>((even + hands - 1) / hands, 1, most_parts);
+  const int64_t step = round_up((args.row_count + parts - 1) / parts, 32);
+  pool_.run(hands * parts, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / hands * step;
+      const int64_t panel = item % hands * grain;
+      if (row >= args.row_count) continue;
+      ProductArgs part = args;
+      part.first_row = row;
+      part.row_count = std::min(step, args.row_count - row);
+      part.out = args.out + row * args.out_stride;
+      kernels_.product(part, panel, std::min(panel + grain, panels), product_scratch_of(thread));
+    }
   });
 }
 
@@ -309,8 +385,13 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     const Row& row = row_[static_cast<size_t>(asking.source)];
     const int64_t fresh = int64_t{args.offsets[row.sequence + 1]} - args.offsets[row.sequence];
     asking.target = r;
-    asking.end = w_.causal ? int64_t{row.position} + 1 : args.computed[row.sequence] + fresh;
-    asking.begin = layer.window > 0 ? std::max<int64_t>(0, int64_t{row.position} + 1 - layer.window) : 0;
+    asking.position = row.position;
+    asking.begin = 0;
+    asking.end = w_.causal ? asking.position + 1 : args.computed[row.sequence] + fresh;
+    if (layer.window > 0) {
+      asking.begin = std::max<int64_t>(0, asking.position + 1 - layer.window);
+      asking.end = std::min(asking.end, asking.position + layer.window);
+    }
   }
   // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
   // empty.
@@ -341,6 +422,9 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       call.heads_per_kv = heads_per_kv;
       call.scale = w_.attention_scale;
       call.softcap = w_.attention_softcap;
+      call.bias = bias_.data();
+      call.bias_stride = bias_stride_;
+      call.bias_reach = bias_reach_;
       call.layout = &args.kv->layout();
       call.layer_base = args.kv->record(index, 0, 0);
       call.block_table = args.block_tables + sequence * args.table_stride;
@@ -349,7 +433,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     }
   });
   times_.end(Stage::kAttention);
-  take_codes(rows, attended_.data(), q_pad_, w_.heads * w_.head_size, layer.o);
+  fit_rows(rows, attended_.data(), q_pad_, w_.heads * w_.head_size, layer.o);
   multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kOutput);
 }
@@ -358,7 +442,7 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
   const Opening opening{w_.activation, w_.gated, w_.inner};
   multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
-  take_codes(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
+  fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kDown);
 }
@@ -405,7 +489,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       float* in = expert_in_.data() + at * hidden_pad_;
       std::memcpy(in, normed_.data() + r * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
       const Product& up = layer.experts[static_cast<size_t>(expert_at(at))].up;
-      if (takes_codes(kernels_, up.weights.layout.format)) quantise(in, w_.hidden, up, at);
+      if (changes_rows(up)) fit_row(in, w_.hidden, up, at, 0, false);
     }
   });
 
@@ -449,8 +533,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   pool_.run(slots, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end; ++at) {
       const Product& down = layer.experts[static_cast<size_t>(expert_at(at))].down;
-      if (!takes_codes(kernels_, down.weights.layout.format)) continue;
-      quantise(inner_.data() + at * inner_pad_, w_.expert_inner, down, at);
+      if (changes_rows(down)) fit_row(inner_.data() + at * inner_pad_, w_.expert_inner, down, at, 0, false);
     }
   });
   times_.end(Stage::kPrepare);

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "kernels.h"
 #include "kv.h"
 #include "pool.h"
+#include "rotation.h"
 
 namespace headrace {
 
@@ -48,7 +50,8 @@ struct NormWeights {
 
 struct Product {
   PackedView weights;
-  Buffer<float> bias;  // padded with zeros to whole panels
+  Buffer<float> bias;                  // padded with zeros to whole panels
+  const Rotation* rotation = nullptr;  // of the rows that it multiplies, where its weights are rotated
   bool present() const { return weights.data != nullptr; }
 };
 
@@ -58,7 +61,7 @@ struct Mlp {
 };
 
 struct Layer {
-  int64_t window = 0;  // 0: sees all
+  int64_t window = 0;  // tokens seen up to the query, and where not causal as many from it on; 0: sees all
   int rope = -1;       // -1: no positions
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
@@ -96,8 +99,10 @@ struct ModelWeights {
   bool normalise_experts = false;
 
   PackedView embed;
-  std::vector<float> positions;   // [count][hidden] learned positions, or empty
-  std::vector<float> token_type;  // [hidden], of type 0, or empty
+  std::vector<float> positions;    // [count][hidden] learned positions, or empty
+  std::vector<float> token_types;  // [count][hidden], or empty
+  std::vector<float> distances;  // [heads][2 * reach + 1], added to scores by a key's distance -reach..reach, or empty
+  int64_t reach = 0;             // beyond, a distance counts as the farthest
   NormWeights embed_norm;
   std::vector<Rope> ropes;
   std::vector<Layer> layers;
@@ -114,7 +119,8 @@ struct StepArgs {
   const int32_t* computed;      // [sequences]
   const int32_t* block_tables;  // [sequences][table_stride]
   int64_t table_stride;
-  const int32_t* rope_variants;  // [sequences]
+  const int32_t* rope_variants;           // [sequences]
+  const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
   int64_t wanted_count;
   const int32_t* wanted;  // [wanted_count], ascending rows
   float* out;             // [wanted_count][vocab], or [wanted_count][hidden]
@@ -163,13 +169,15 @@ class Model {
 
   void check_weights() const;
   void check_step(const StepArgs& args) const;
+  void spread_distances();
   void place_rows(const StepArgs& args);
   void embed_rows(const StepArgs& args);
   void rotate_tables(const StepArgs& args);
   void prepare(int64_t rows, const NormWeights& norm, const Product& product);
-  void take_codes(int64_t rows, const float* in, int64_t stride, int64_t width, const Product& product);
+  void fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product);
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
                 int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr);
+  void multiply_tiled(const ProductArgs& args);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);
@@ -179,9 +187,14 @@ class Model {
   void results(const StepArgs& args);
   QuantisedRows quantised() const;
   uint8_t* product_scratch_of(int thread) { return product_scratch_.data() + thread * product_stride_; }
-  void quantise(const float* row, int64_t width, const Product& product, int64_t at);
+  bool tiles(int64_t rows) const;  // whether the codes of a step's rows lie in tile order
+  bool changes_rows(const Product& product) const;
+  void fit_row(float* row, int64_t width, const Product& product, int64_t at, int thread, bool tiled);
+  const Rotation* rotation_of(const PackedView& weights);
 
   ModelWeights w_;
+  std::map<int64_t, Rotation> rotations_;  // by width
+  const Rotation* embed_rotation_ = nullptr;
   StageTimes times_;
   Pool& pool_;
   const Kernels& kernels_;
@@ -196,9 +209,11 @@ class Model {
   Buffer<float> residual_, normed_, qkv_, attended_, inner_, joined_;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
+  Buffer<float> bias_;             // [heads][bias_stride_], as attend() takes it
+  int64_t bias_stride_ = 0, bias_reach_ = 0;
   Buffer<float> attention_scratch_, row_scratch_;
   Buffer<uint8_t> product_scratch_;
-  Buffer<int8_t> codes_;
+  Buffer<int8_t> codes_, row_codes_;
   Buffer<float> code_scales_;
   Buffer<int32_t> code_sums_;
   int64_t code_stride_ = 0, group_stride_ = 0, half_pad_ = 0;

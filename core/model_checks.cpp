@@ -44,6 +44,12 @@ void Model::check_weights() const {
   };
   if (w_.embed.layout.outputs != w_.vocab || w_.embed.layout.inputs != w_.hidden) refuse("embed has the wrong shape");
   if (w_.head.present()) shaped(w_.head, w_.vocab, w_.hidden, "head");
+  const size_t types = w_.token_types.size();
+  if (types % static_cast<size_t>(w_.hidden) != 0) refuse("token_types has the wrong size");
+  if (w_.reach < 0 || w_.reach > (int64_t{1} << 20)) refuse("reach out of range: " + std::to_string(w_.reach));
+  if (!w_.distances.empty() && static_cast<int64_t>(w_.distances.size()) != w_.heads * (2 * w_.reach + 1)) {
+    refuse("distances has the wrong size");
+  }
   for (const Rope& rope : w_.ropes) {
     for (const std::vector<float>& table : rope.inv_freq) {
       if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
@@ -88,6 +94,7 @@ void Model::check_step(const StepArgs& args) const {
     }
   }
   const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;
+  const int64_t types = static_cast<int64_t>(w_.token_types.size()) / w_.hidden;
   for (int64_t s = 0; s < args.sequences; ++s) {
     const int64_t fresh = int64_t{args.offsets[s + 1]} - args.offsets[s];
     const int64_t computed = args.computed[s];
@@ -96,6 +103,9 @@ void Model::check_step(const StepArgs& args) const {
     if (!w_.causal && computed != 0) refuse("an encoder computes a sequence in one piece");
     if (learned > 0 && computed + fresh > learned) refuse("the sequence is longer than the learned positions");
     if (args.rope_variants[s] < 0 || args.rope_variants[s] > 1) refuse("rope variant must be 0 or 1");
+    if (args.second_texts != nullptr && args.second_texts[s] >= 0 && types < 2) {
+      refuse("the model has no token type for a second text");
+    }
     const int64_t blocks = (computed + fresh + kBlock - 1) / kBlock;
     if (blocks > args.table_stride) refuse("the block table of sequence " + std::to_string(s) + " is too short");
     for (int64_t b = 0; b < blocks; ++b) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "isa.h"
 #include "numbers.h"
 
 // Sanitizers and the resolvers of cloned functions do not go together.
@@ -221,16 +222,21 @@ void pack_empty_rows(const Layout& layout, uint8_t* out) {
 
 }  // namespace
 
-float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Pool& pool) {
+float pack_dense(const DenseView& source, const Layout& layout, const Rotation* rotation, uint8_t* out, Pool& pool) {
+  const Kernels& kernels = kernels_of(available_isas().front());  // all of them rotate to the same bits
   std::lock_guard<std::mutex> turn(pool.turn());
   std::memset(out, 0, static_cast<size_t>(layout.bytes));
   const int64_t width = round_up(layout.padded_inputs, kLanes);
   std::vector<float> rows(static_cast<size_t>(width * pool.threads()), 0.0f);
+  auto read = [&](int64_t channel, float* row) {
+    read_row(source, channel, row);
+    if (rotation != nullptr) kernels.rotate(rotation->view(), row);
+  };
   if (!is_integer(layout.format)) {
     pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
       float* row = rows.data() + thread * width;
       for (int64_t channel = begin; channel < end; ++channel) {
-        read_row(source, channel, row);
+        read(channel, row);
         pack_float_row(layout, row, channel, out);
       }
     });
@@ -241,7 +247,7 @@ float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Po
   pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
     float* row = rows.data() + thread * width;
     for (int64_t channel = begin; channel < end; ++channel) {
-      read_row(source, channel, row);
+      read(channel, row);
       for (int64_t g = 0; g < layout.groups; ++g) {
         Scaling scaling = best_scaling(row + g * layout.group, layout.group, layout.format == Format::kInt4);
         scalings[static_cast<size_t>(channel * layout.groups + g)] = scaling;
@@ -257,7 +263,7 @@ float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Po
   pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
     float* row = rows.data() + thread * width;
     for (int64_t channel = begin; channel < end; ++channel) {
-      read_row(source, channel, row);
+      read(channel, row);
       pack_integer_row(layout, row, scalings.data() + channel * layout.groups, gain, channel, out);
     }
   });

@@ -6,6 +6,7 @@
 
 #include "layout.h"
 #include "pool.h"
+#include "rotation.h"
 
 namespace headrace {
 
@@ -18,8 +19,9 @@ struct DenseView {
   int64_t inputs;
 };
 
-// Fills `out` (layout.bytes, aligned to 64) and returns the gain by which every scale is to be multiplied.
-float pack_dense(const DenseView& source, const Layout& layout, uint8_t* out, Pool& pool);
+// Fills `out` (layout.bytes, aligned to 64) and returns the gain by which every scale is to be multiplied. Rotates the
+// inputs first where there is a rotation of their width.
+float pack_dense(const DenseView& source, const Layout& layout, const Rotation* rotation, uint8_t* out, Pool& pool);
 
 // Lays out codes that came from elsewhere: weight = scales * (codes - zeros); zeros may be null when symmetric.
 float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const Layout& layout, uint8_t* out);

@@ -190,6 +190,13 @@ inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
   }
 }
 
+// Of two panels; 0 for other weights than int4, and for panels that no near cache would hold.
+int64_t product_scratch(const Layout& layout) {
+  constexpr int64_t kMost = int64_t{1} << 19;
+  const int64_t bytes = layout.format == Format::kInt4 ? 2 * kPanel * layout.padded_inputs : 0;
+  return bytes <= kMost ? bytes : 0;
+}
+
 // From this many passes on, widening the nibbles first is faster, widening included.
 constexpr int64_t kWidenPasses = 8;
 

@@ -1,5 +1,8 @@
 // Products by AMX tiles: 32 rows by a panel of 32 channels at a time. Replaces product() on AMX machines.
 //
+// Some panels stay in the second cache while all rows go through them, and 32 rows in the nearest one while they meet
+// these panels. Many rows lie in tile order (see tiled_offset); int4 codes are widened once for all rows.
+//
 // Integer sums of a group are exact, and groups are added in the same order by the same operations as elsewhere, so
 // these products give the same bits as those by dot products, and few rows go by dot products still. bf16 sums are the
 // tiles' own arithmetic, so all rows go by tiles.
@@ -7,6 +10,7 @@
 // Part of a file that is compiled for one instruction set; comes after kernels_impl.h.
 #pragma once
 
+#include "attention_tiles_impl.h"
 #include "kernels_impl.h"
 #include "tiles.h"
 
@@ -16,31 +20,60 @@ namespace {
 constexpr int64_t kTiledRows = 2 * kTileRows;
 constexpr int64_t kLeastTiledRows = 8;  // of integer products; for fewer, most of a tile's work would be wasted
 
-// totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for.
+constexpr int64_t kTileBlockBytes = int64_t{1} << 19;  // of panels: a quarter of the second cache
+
+// Panels that all rows go through before the next, at least two.
+inline int64_t tile_block(const Layout& layout) {
+  const int64_t bytes = kPanel * layout.padded_inputs * (layout.format == Format::kBf16 ? 2 : 1);
+  return most(kTileBlockBytes / bytes / 2, 1) * 2;
+}
+
+int64_t tiled_product_scratch(const Layout& layout) {
+  return layout.format == Format::kInt4 ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
+}
+
+// Rows of codes from `first` on, and how tiles find them.
+class TiledCodes {
+ public:
+  TiledCodes(const QuantisedRows& rows, int64_t first)
+      : codes_(rows.codes + first * rows.stride),
+        second_(kTileRows * rows.stride),
+        pitch_(rows.tiled ? kTileBytes : rows.stride),
+        tiled_(rows.tiled) {}
+
+  // The weights' rows of 128 bytes, and the codes' bytes from `at` on.
+  template <typename Tiles>
+  inline HEADRACE_INLINE void load(Tiles& tiles, const uint8_t* weights, int64_t at) const {
+    const int8_t* codes = codes_ + (tiled_ ? tiled_offset(0, at, 0) : at);
+    tiles.load(weights, weights + 64, 128, codes, codes + second_, pitch_);
+  }
+
+ private:
+  const int8_t* codes_;
+  int64_t second_;
+  int64_t pitch_;
+  bool tiled_;
+};
+
+// totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for. `widened`: the panel's int4
+// codes, widened.
 template <typename Tiles>
 inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArgs& args, int64_t panel, int64_t row,
-                          float* totals) {
+                          const uint8_t* widened, float* totals) {
   const Layout& layout = args.weights->layout;
-  const bool int4 = layout.format == Format::kInt4;
   const QuantisedRows& rows = *args.quantised;
   const int64_t first = args.first_row + row;
-  const int8_t* row_codes = rows.codes + first * rows.stride;
+  const TiledCodes row_codes(rows, first);
   const float* row_scales = rows.scales + first * rows.groups_stride;
   const int32_t* row_sums = rows.sums + first * rows.groups_stride;
   const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
   alignas(64) int32_t sums[kTiledRows * kPanel];
-  alignas(64) uint8_t wide[kTileBytes * kPanel];
   for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store(totals + i, splat(0.0f));
-  // `codes` of one group of the weights, at the rows' inputs from `first_input` on.
+  // One group of the weights, whose bytes are `codes`, with the rows' inputs from `first_input` on.
   auto multiply_group = [&](const uint8_t* codes, int64_t first_input) {
     tiles.clear();
     for (int64_t k = 0; k < layout.group; k += shape.bytes) {
-      const uint8_t* weights = codes + k * kPanel;
-      if (int4) {
-        widen_nibbles(codes + k * kPanel / 2, shape.bytes, wide);
-        weights = wide;
-      }
-      tiles.load(weights, row_codes + first_input + k, rows.stride);
+      row_codes.load(tiles, codes + k * kPanel, first_input + k);
       tiles.add_int8();
     }
     tiles.store(sums);
@@ -50,10 +83,9 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
     for (int64_t b = 0, g = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
       for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store_int(block_sums + i, zero_int());
       const int8_t* multiples = reinterpret_cast<const int8_t*>(record + kPanel * 2);
-      const uint8_t* codes = record + layout.header_bytes;
       const int64_t end = g + layout.block_inputs(b) / layout.group;
-      for (; g < end; ++g, multiples += kPanel, codes += kPanel * layout.group / 2) {
-        multiply_group(codes, g * layout.group);
+      for (; g < end; ++g, multiples += kPanel) {
+        multiply_group(widened + g * layout.group * kPanel, g * layout.group);
         for (int64_t v = 0; v < kPanelVectors; ++v) {
           const I16 multiple = load_multiples(multiples + v * 16);
           for (int64_t r = 0; r < shape.rows; ++r) {
@@ -77,7 +109,8 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
     return;
   }
   for (int64_t g = 0; g < layout.groups; ++g, record += layout.block_bytes) {
-    multiply_group(record + layout.header_bytes, g * layout.group);
+    const int64_t input = g * layout.group;
+    multiply_group(widened != nullptr ? widened + input * kPanel : record + layout.header_bytes, input);
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(record);
     const F16 low_scale = load_f16(scales);
     const F16 high_scale = load_f16(scales + 16);
@@ -106,10 +139,10 @@ template <typename Tiles>
 inline void tiled_bf16(Tiles& tiles, const ProductArgs& args, int64_t panel, int64_t row, float* totals) {
   const Layout& layout = args.weights->layout;
   const uint8_t* weights = args.weights->data + panel * layout.panel_bytes;
-  const int8_t* codes = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
+  const TiledCodes codes(*args.quantised, args.first_row + row);
   tiles.clear();
   for (int64_t k = 0; k < layout.padded_inputs; k += 32) {
-    tiles.load(weights + k * kPanel * 2, codes + k * 2, args.quantised->stride);
+    codes.load(tiles, weights + k * kPanel * 2, k * 2);
     tiles.add_bf16();
   }
   tiles.store(totals);
@@ -119,39 +152,46 @@ template <typename Tiles>
 void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   const Layout& layout = args.weights->layout;
   const bool integer = is_integer(layout.format);
-  if (layout.format == Format::kF32 || (integer && args.row_count < kLeastTiledRows)) {
-    return product(args, first_panel, last_panel, scratch);
+  if (layout.format == Format::kF32 || (integer && args.row_count < kLeastTiledRows && !args.quantised->tiled)) {
+    return product(args, first_panel, last_panel, nullptr);
   }
   Tiles tiles;
   TileShape shape{0, 0};
   const int64_t bytes = integer && layout.group % kTileBytes != 0 ? kTileBytes / 2 : kTileBytes;
   const int64_t parts = panels_per_output(args);
-  for (int64_t panel = first_panel * parts; panel < last_panel * parts; panel += parts) {
+  const int64_t end = last_panel * parts;
+  for (int64_t block = first_panel * parts, panels; block < end; block += panels) {
+    panels = least(tile_block(layout), end - block);
+    const bool widening = layout.format == Format::kInt4;
+    if (widening) widen_panels(*args.weights, block, panels, scratch);
     for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
       const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};
       if (!(wanted == shape)) {
         shape = wanted;
         tiles.shape(shape);
       }
-      auto write_outputs = [&](const ProductArgs& to) {
-        alignas(64) float totals[kTiledRows * kPanel];
-        for (int64_t of = panel; of < panel + parts; ++of) {
-          if (integer) {
-            tiled_integer(tiles, shape, to, of, row, totals);
-          } else {
-            tiled_bf16(tiles, to, of, row, totals);
-          }
-          for (int64_t r = 0; r < shape.rows; ++r) {
-            for (int64_t v = 0; v < kPanelVectors; ++v) {
-              write_totals(to, of * kPanelVectors + v, row + r, load(totals + r * kPanel + v * 16));
+      for (int64_t panel = block; panel < block + panels; panel += parts) {
+        auto write_outputs = [&](const ProductArgs& to) {
+          alignas(64) float totals[kTiledRows * kPanel];
+          for (int64_t of = panel; of < panel + parts; ++of) {
+            if (integer) {
+              const uint8_t* widened = widening ? scratch + (of - block) * kPanel * layout.padded_inputs : nullptr;
+              tiled_integer(tiles, shape, to, of, row, widened, totals);
+            } else {
+              tiled_bf16(tiles, to, of, row, totals);
+            }
+            for (int64_t r = 0; r < shape.rows; ++r) {
+              for (int64_t v = 0; v < kPanelVectors; ++v) {
+                write_totals(to, of * kPanelVectors + v, row + r, load(totals + r * kPanel + v * 16));
+              }
             }
           }
+        };
+        if (args.opening != nullptr) {
+          write_opened<kTiledRows>(args, panel, parts, row, shape.rows, write_outputs);
+        } else {
+          write_outputs(args);
         }
-      };
-      if (args.opening != nullptr) {
-        write_opened<kTiledRows>(args, panel, parts, row, shape.rows, write_outputs);
-      } else {
-        write_outputs(args);
       }
     }
   }
@@ -161,7 +201,10 @@ template <typename Tiles>
 constexpr Kernels make_tiled_kernels(const char* name) {
   Kernels kernels = make_kernels(name);
   kernels.product = product_by_tiles<Tiles>;
-  kernels.widens_codes = false;
+  kernels.product_scratch = tiled_product_scratch;
+  kernels.tiled_rows = kLeastTiledRows;
+  kernels.attend = attend_by_tiles<Tiles>;
+  kernels.attention_rows = 64;
   return kernels;
 }
 

@@ -44,6 +44,23 @@ inline F16 absolute(F16 x) {
 }
 // Lane i of x, and its neighbour's: of the pairs that a product adds up first.
 inline F16 neighbours(F16 x) { return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)}; }
+// Lane i of x plus or minus the lane at a distance of kDistance.
+template <int kDistance>
+inline __m256 butterfly8(__m256 x) {
+  constexpr int kUpper = kDistance == 1 ? 0xaa : kDistance == 2 ? 0xcc : 0xf0;
+  const __m256 other = kDistance == 1   ? _mm256_permute_ps(x, 0xb1)
+                       : kDistance == 2 ? _mm256_permute_ps(x, 0x4e)
+                                        : _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), kUpper);
+}
+template <int kDistance>
+inline F16 butterfly(F16 x) {
+  if constexpr (kDistance == 8) {
+    return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+  } else {
+    return {butterfly8<kDistance>(x.a), butterfly8<kDistance>(x.b)};
+  }
+}
 inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};

@@ -40,6 +40,14 @@ inline F16 minimum(F16 x, F16 y) { return _mm512_min_ps(x, y); }
 inline F16 absolute(F16 x) { return _mm512_abs_ps(x); }
 // Lane i of x, and its neighbour's: of the pairs that a product adds up first.
 inline F16 neighbours(F16 x) { return _mm512_permute_ps(x, 0xb1); }
+// Lane i of x plus or minus the lane at a distance of kDistance.
+template <int kDistance>
+inline F16 butterfly(F16 x) {
+  constexpr int kSwap = kDistance == 1 || kDistance == 4 ? 0xb1 : 0x4e;
+  constexpr uint32_t kUpper = kDistance == 1 ? 0xaaaau : kDistance == 2 ? 0xccccu : kDistance == 4 ? 0xf0f0u : 0xff00u;
+  const F16 other = kDistance < 4 ? _mm512_permute_ps(x, kSwap) : _mm512_shuffle_f32x4(x, x, kSwap);
+  return _mm512_mask_sub_ps(_mm512_add_ps(x, other), static_cast<__mmask16>(kUpper), other, x);
+}
 inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
 }

@@ -43,6 +43,11 @@ inline F16 maximum(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] > b.v[i] 
 inline F16 minimum(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 absolute(const F16& a) { HEADRACE_LANES(a.v[i] < 0.0f ? -a.v[i] : a.v[i]); }
 inline F16 neighbours(const F16& a) { HEADRACE_LANES(a.v[i ^ 1]); }
+// Lane i of x plus or minus the lane at a distance of kDistance.
+template <int kDistance>
+inline F16 butterfly(const F16& a) {
+  HEADRACE_LANES((i & kDistance) == 0 ? a.v[i] + a.v[i ^ kDistance] : a.v[i ^ kDistance] - a.v[i]);
+}
 inline F16 where_less(const F16& a, const F16& b, const F16& yes, const F16& no) {
   HEADRACE_LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
 }

@@ -5,6 +5,8 @@
 //   tiles 4 and 5  codes of rows 0 to 15 and 16 to 31
 //   tiles 6 and 7  weights of channels 0 to 15 and 16 to 31, as a panel holds them
 //
+// Attention uses the same roles: rows are queries or weights, and channels are keys or dims of values.
+//
 // Instructions are written as assembly: an intrinsic would tie the file to compiler flags, and gcc 12's names only the
 // first bytes of the configuration as its input.
 #pragma once
@@ -75,13 +77,19 @@ class HardwareTiles {
     if (both_) asm volatile("tilezero %tmm2\n\ttilezero %tmm3");
   }
 
-  // `weights` in rows of 128 bytes; `codes` of the first row.
+  // Rows of four bytes of a panel's channels, 128 bytes apart; `codes` of the first row.
   void load(const uint8_t* weights, const int8_t* codes, int64_t stride) {
+    load(weights, weights + 64, 128, codes, codes + kTileRows * stride, stride);
+  }
+
+  // `first` and `second`: of channels 0 to 15 and 16 to 31, in rows of four bytes each that are `pitch` bytes apart.
+  // `codes` and `more`: of rows 0 to 15 and 16 to 31.
+  void load(const void* first, const void* second, int64_t pitch, const void* codes, const void* more, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm6\n\ttileloadd (%2,%1,1), %%tmm7\n\ttileloadd (%3,%4,1), %%tmm4"
                  :
-                 : "r"(weights), "r"(int64_t{128}), "r"(weights + 64), "r"(codes), "r"(stride)
+                 : "r"(first), "r"(pitch), "r"(second), "r"(codes), "r"(stride)
                  : "memory");
-    if (both_) asm volatile("tileloadd (%0,%1,1), %%tmm5" : : "r"(codes + 16 * stride), "r"(stride) : "memory");
+    if (both_) asm volatile("tileloadd (%0,%1,1), %%tmm5" : : "r"(more), "r"(stride) : "memory");
   }
 
   void add_int8() {
@@ -94,18 +102,33 @@ class HardwareTiles {
     if (both_) asm volatile("tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
   }
 
-  // sums [rows][32], of 32 bits each.
-  void store(void* sums) {
+  // Sums of 32 bits, [rows][32] or in rows that are `stride` bytes apart.
+  void store(void* sums, int64_t stride = 128) {
     uint8_t* out = static_cast<uint8_t*>(sums);
     asm volatile("tilestored %%tmm0, (%0,%2,1)\n\ttilestored %%tmm1, (%1,%2,1)"
                  :
-                 : "r"(out), "r"(out + 64), "r"(int64_t{128})
+                 : "r"(out), "r"(out + 64), "r"(stride)
                  : "memory");
     if (!both_) return;
-    out += 16 * 128;
+    out += kTileRows * stride;
     asm volatile("tilestored %%tmm2, (%0,%2,1)\n\ttilestored %%tmm3, (%1,%2,1)"
                  :
-                 : "r"(out), "r"(out + 64), "r"(int64_t{128})
+                 : "r"(out), "r"(out + 64), "r"(stride)
+                 : "memory");
+  }
+
+  // The sums to go on from.
+  void load_sums(const void* sums, int64_t stride) {
+    const uint8_t* in = static_cast<const uint8_t*>(sums);
+    asm volatile("tileloadd (%0,%2,1), %%tmm0\n\ttileloadd (%1,%2,1), %%tmm1"
+                 :
+                 : "r"(in), "r"(in + 64), "r"(stride)
+                 : "memory");
+    if (!both_) return;
+    in += kTileRows * stride;
+    asm volatile("tileloadd (%0,%2,1), %%tmm2\n\ttileloadd (%1,%2,1), %%tmm3"
+                 :
+                 : "r"(in), "r"(in + 64), "r"(stride)
                  : "memory");
   }
 
@@ -114,6 +137,7 @@ class HardwareTiles {
 };
 #endif
 
+// Adds as the instructions do, but for denormal numbers, which they take and give as zero.
 class EmulatedTiles {
  public:
   void shape(const TileShape& shape) {
@@ -124,9 +148,18 @@ class EmulatedTiles {
   void clear() { std::memset(sums_, 0, sizeof sums_); }
 
   void load(const uint8_t* weights, const int8_t* codes, int64_t stride) {
-    std::memcpy(weights_, weights, static_cast<size_t>(shape_.bytes * kPanel));
+    load(weights, weights + 64, 128, codes, codes + kTileRows * stride, stride);
+  }
+
+  void load(const void* first, const void* second, int64_t pitch, const void* codes, const void* more, int64_t stride) {
+    for (int64_t k = 0; k < shape_.bytes / 4; ++k) {
+      std::memcpy(weights_[k], static_cast<const uint8_t*>(first) + k * pitch, 64);
+      std::memcpy(weights_[k] + 64, static_cast<const uint8_t*>(second) + k * pitch, 64);
+    }
     for (int64_t r = 0; r < shape_.rows; ++r) {
-      std::memcpy(codes_[r], codes + r * stride, static_cast<size_t>(shape_.bytes));
+      const void* half = r < kTileRows ? codes : more;
+      const uint8_t* row = static_cast<const uint8_t*>(half) + r % kTileRows * stride;
+      std::memcpy(codes_[r], row, static_cast<size_t>(shape_.bytes));
     }
   }
 
@@ -135,36 +168,54 @@ class EmulatedTiles {
       for (int64_t c = 0; c < kPanel; ++c) {
         int32_t sum;
         std::memcpy(&sum, &sums_[r][c], 4);
-        for (int64_t k = 0; k < shape_.bytes; ++k)
-          sum += int32_t{codes_[r][k]} * weights_[(k / 4 * kPanel + c) * 4 + k % 4];
+        for (int64_t k = 0; k < shape_.bytes; ++k) sum += int32_t{codes_[r][k]} * weights_[k / 4][c * 4 + k % 4];
         std::memcpy(&sums_[r][c], &sum, 4);
       }
     }
   }
 
   void add_bf16() {
+    float weights[kTileBytes / 2][kPanel];
+    for (int64_t k = 0; k < shape_.bytes / 2; ++k) {
+      for (int64_t c = 0; c < kPanel; ++c) {
+        uint16_t weight;
+        std::memcpy(&weight, weights_[k / 2] + c * 4 + k % 2 * 2, 2);
+        weights[k][c] = f32_from_bf16(weight);
+      }
+    }
     for (int64_t r = 0; r < shape_.rows; ++r) {
+      // First and second inputs of the pairs are added up apart, and then together.
+      float parts[2][kPanel] = {};
+      for (int64_t k = 0; k < shape_.bytes / 2; ++k) {
+        uint16_t code;
+        std::memcpy(&code, codes_[r] + 2 * k, 2);
+        const float factor = f32_from_bf16(code);
+        for (int64_t c = 0; c < kPanel; ++c) parts[k % 2][c] = __builtin_fmaf(factor, weights[k][c], parts[k % 2][c]);
+      }
       for (int64_t c = 0; c < kPanel; ++c) {
         float sum;
         std::memcpy(&sum, &sums_[r][c], 4);
-        for (int64_t k = 0; k < shape_.bytes / 2; ++k) {
-          uint16_t code, weight;
-          std::memcpy(&code, codes_[r] + 2 * k, 2);
-          std::memcpy(&weight, weights_ + ((k / 2 * kPanel + c) * 2 + k % 2) * 2, 2);
-          sum += f32_from_bf16(code) * f32_from_bf16(weight);
-        }
+        sum += parts[0][c] + parts[1][c];
         std::memcpy(&sums_[r][c], &sum, 4);
       }
     }
   }
 
-  void store(void* sums) { std::memcpy(sums, sums_, static_cast<size_t>(shape_.rows * kPanel * 4)); }
+  void store(void* sums, int64_t stride = 128) {
+    for (int64_t r = 0; r < shape_.rows; ++r) std::memcpy(static_cast<uint8_t*>(sums) + r * stride, sums_[r], 128);
+  }
+
+  void load_sums(const void* sums, int64_t stride) {
+    for (int64_t r = 0; r < shape_.rows; ++r) {
+      std::memcpy(sums_[r], static_cast<const uint8_t*>(sums) + r * stride, 128);
+    }
+  }
 
  private:
   TileShape shape_{0, 0};
   uint32_t sums_[2 * kTileRows][kPanel];
   int8_t codes_[2 * kTileRows][kTileBytes];
-  uint8_t weights_[kTileBytes * kPanel];
+  uint8_t weights_[kTileBytes / 4][kPanel * 4];
 };
 
 }  // namespace

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.models.distance_buckets import spread_buckets
 from headrace.models.spec import ModelSpec, RopeSpec
 
 Doubles = NDArray[np.float64]
@@ -100,6 +101,7 @@ def forward(
     read: Callable[[Doubles], Doubles] = exact,
     twos: bool = False,
     hidden: bool = False,
+    second: int = -1,
 ) -> Doubles:
     """Logits of every token, or its final hidden state. `twos`: attention rounds to bf16 what meets keys and values."""
 
@@ -114,7 +116,7 @@ def forward(
         if spec.norm == "layer":
             x = x - x.mean(axis=-1, keepdims=True)
         y = rms(x, spec.norm_eps) * weight(name)
-        return y + weight(f"{name}.bias") if spec.norm == "layer" else y
+        return y + weight(f"{name}.bias") if f"{name}.bias" in tensors else y
 
     def mlp(name: str, x: Doubles, inner: int) -> Doubles:
         if spec.gated:
@@ -137,7 +139,7 @@ def forward(
         return y
 
     def around(name: str, x: Doubles, sublayer: Callable[[Doubles], Doubles]) -> Doubles:
-        y = sublayer(norm(f"{name}.norm", x) if spec.pre_norm else x)
+        y = sublayer(norm(f"{name}.norm", x) if f"{name}.norm" in tensors else x)
         x = x + (norm(f"{name}.out_norm", y) if spec.out_norm else y)
         return norm(f"{name}.residual_norm", x) if spec.residual_norm else x
 
@@ -164,16 +166,19 @@ def forward(
             cap = spec.attention_softcap * unit
             scores = cap * np.tanh(scores / cap)
         i, j = np.arange(count)[:, None], np.arange(count)[None, :]
+        if spec.distance_buckets:
+            table = spread_buckets(tensors["distances"], spec.max_distance).astype(np.float64)
+            scores = scores + table[:, np.clip(j - i, -spec.max_distance, spec.max_distance) + spec.max_distance] * unit
         seen = (j <= i) if spec.causal else np.full((count, count), True)
         if layer.window:
-            seen &= j > i - layer.window
+            seen &= abs(j - i) < layer.window
         scores = np.where(seen, scores, -np.inf)
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
         return product(f"{name}.o", np.einsum("hij,jhd->ihd", weights, v).reshape(count, spec.q_size))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale
     if spec.token_types:
-        x = x + weight("token_types")[0]
+        x = x + weight("token_types")[[int(0 <= second <= place) for place in range(len(tokens))]]
     if spec.learned_positions:
         x = x + weight("positions")[: len(tokens)]
     if spec.embedding_norm:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace._core as _core
-from tests.core.tiny import ENCODER, SPECS, Floats, Share, Tiny, same_bits, text
+from tests.core.tiny import ENCODER, ENCODERS, SPECS, Floats, Share, Tiny, same_bits, text
 from tests.core.wrong_arrays import REFUSED, floats, frozen, int32, off_by_one_byte
 
 MODEL = SPECS["everything"]
@@ -122,6 +122,9 @@ WRONG_STEPS: dict[str, Change] = {
     "KV of other head sizes": replaced("kv", _core.Kv(2, 2, 32, 8, "f32")),
     "KV of too few blocks": replaced("kv", _core.Kv(2, 2, 24, 3, "f32")),
     "no KV": replaced("kv", None),
+    "a second text too few": replaced("second_texts", int32(-1)),
+    "second texts that are not whole": replaced("second_texts", floats(2, 1)[:, 0]),
+    "a second text of a model without types": replaced("second_texts", int32(-1, 3)),
 }
 
 
@@ -188,5 +191,7 @@ def test_an_encoder_takes_a_sequence_only_whole_and_within_its_positions() -> No
         tiny.step([Share([1, 2], 3, (0,))], hidden=True)
     with pytest.raises(ValueError, match="learned positions"):
         tiny.rows(text(101, ENCODER), range(7), hidden=True)
+    with pytest.raises(ValueError, match="no token type"):
+        Tiny(ENCODERS["windows"]).rows([1, 2], (0,), hidden=True, second=1)
     with pytest.raises(ValueError, match="no output head"):
         tiny.rows(text(5, ENCODER), (0,))

@@ -13,6 +13,7 @@ from headrace.models.spec import ModelSpec
 from tests.core.reference import STORED, Doubles, bf16, exact, forward, int8_rows
 from tests.core.tiny import (
     ENCODER,
+    ENCODERS,
     ISAS,
     ROUNDS_ATTENTION,
     ROUNDS_ROWS,
@@ -47,10 +48,37 @@ def test_logits_are_the_references(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("length", [1, 16, LENGTH, ENCODER.learned_positions])
-def test_hidden_states_of_an_encoder_are_the_references(length: int, isa: str) -> None:
-    tokens = text(length, ENCODER)
-    found = Tiny(ENCODER, isa=isa).rows(tokens, range(7), hidden=True)
-    assert off_by(found, forward(ENCODER, random_tensors(ENCODER), tokens, hidden=True)) < 3e-6
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_of_an_encoder_are_the_references(name: str, length: int, isa: str) -> None:
+    model = ENCODERS[name]
+    tokens = text(length, model)
+    found = Tiny(model, isa=isa).rows(tokens, range(7), hidden=True)
+    assert off_by(found, forward(model, random_tensors(model), tokens, hidden=True)) < 3e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_biases_by_distance_are_added_to_the_scores_of_rounded_keys(kv: KvType, isa: str) -> None:
+    model = ENCODERS["distances"]
+    tokens = text(LENGTH, model)
+    twos = isa in ROUNDS_ATTENTION
+    found = Tiny(model, kv=kv, isa=isa).rows(tokens, range(7), hidden=True)
+    expected = forward(model, random_tensors(model), tokens, stored=STORED[kv], twos=twos, hidden=True)
+    assert off_by(found, expected) < 2e-2
+    without = forward(model, random_tensors(model) | {"distances": np.zeros((8, 4), np.float32)}, tokens, hidden=True)
+    assert off_by(found, without) > 5e-2
+
+
+def test_tokens_of_a_second_text_have_the_second_type() -> None:
+    tokens = text(20, ENCODER)
+    tiny = Tiny(ENCODER)
+    for second in (-1, 0, 7, 19, 20):
+        expected = forward(ENCODER, random_tensors(ENCODER), tokens, hidden=True, second=second)
+        assert off_by(tiny.rows(tokens, range(2), hidden=True, second=second), expected) < 3e-6
+    plain, pair = (forward(ENCODER, random_tensors(ENCODER), tokens, hidden=True, second=at) for at in (-1, 7))
+    assert off_by(plain, pair) > 1e-2
+    shares = [Share(tokens, 0, (0, 1)), Share(tokens, 0, (2, 3), second=7)]
+    assert off_by(tiny.step(shares, hidden=True), np.concatenate([plain, pair])) < 3e-6
 
 
 def test_hidden_states_of_a_decoder_are_normed_last_states() -> None:

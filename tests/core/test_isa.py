@@ -10,13 +10,15 @@ import pytest
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import describe
-from tests.core.tiny import ISAS, SPECS, packed_model
+from headrace.models.precision import KvType, WeightFormat
+from tests.core.tiny import ISAS, SPECS, Tiny, packed_model, same_bits, text
 
 PROGRAM = "from headrace import _core; print(_core.isa_default())"
 
 
-def with_isa(value: str | None) -> subprocess.CompletedProcess[str]:
+def with_isa(value: str | None, arithmetic: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != "HEADRACE_ISA"}
+    environment["HEADRACE_ARITHMETIC"] = arithmetic
     if value is not None:
         environment["HEADRACE_ISA"] = value
     flags = ["-S"] if sys.flags.no_site else []  # as this process was started: the sanitized build is found so
@@ -56,6 +58,40 @@ def test_one_that_is_not_there_is_an_error_that_says_what_is(value: str) -> None
     assert done.returncode != 0
     assert f"ValueError: instruction set '{value}'" in done.stderr
     assert ", ".join(_core.isa_available()) in done.stderr
+
+
+def test_portable_arithmetic_uses_the_best_that_shares_its_bits() -> None:
+    fitting = [isa for isa in _core.isa_available() if isa in ("avx512", "avx2", "portable")]
+    assert with_isa(None, "portable").stdout.strip() == fitting[0]
+    assert _core.isa_default("portable") == fitting[0]
+    assert with_isa("portable", "portable").stdout.strip() == "portable"
+    assert with_isa(None, "native").stdout.strip() == ISAS[0]
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if _core.isa_arithmetic(isa) != "portable"])
+def test_an_instruction_set_of_another_arithmetic_is_an_error(isa: str) -> None:
+    done = with_isa(isa, "portable")
+    assert f"instruction set '{isa}' does not compute the portable arithmetic" in done.stderr
+
+
+def test_an_unknown_arithmetic_is_an_error_that_says_what_is_known() -> None:
+    assert "unknown arithmetic 'exact': expected native or portable" in with_isa(None, "exact").stderr
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_instruction_sets_of_one_arithmetic_give_the_same_bits(name: str) -> None:
+    model = SPECS[name]
+    tokens = text(70, model)
+    precisions: list[tuple[WeightFormat, int, KvType]] = [
+        ("f32", 0, "f32"),
+        ("bf16", 0, "bf16"),
+        ("int8", 0, "int8"),
+        ("int4", 32, "bf16"),
+    ]
+    for format, group, kv in precisions:
+        found = {isa: Tiny(model, format, group, kv=kv, isa=isa).rows(tokens, range(5)) for isa in ISAS}
+        for isa, logits in found.items():
+            assert same_bits(logits, found["portable"]) or _core.isa_arithmetic(isa) != "portable", isa
 
 
 @pytest.mark.parametrize("isa", ISAS)

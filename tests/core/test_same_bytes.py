@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import headrace._core as _core
 from headrace.models.precision import KvType, WeightFormat
 from headrace.models.spec import ModelSpec
 from tests.core.tiny import (
-    ENCODER,
+    ENCODERS,
     ISAS,
     SPECS,
     Floats,
@@ -86,7 +86,7 @@ def in_a_ragged_batch(tiny: Tiny, tokens: list[int], alone: Floats) -> Iterator[
     tables = [(5,), (6, 7, 8, 9, 10, 11), (12, 13, 14)]
     tiny.rows(others[2][:30], tables[2])
     computed = [0, 0, 30]
-    pieces = []
+    pieces: list[Floats] = []
     start = 0
     for place, (end, counts) in enumerate([(1, (1, 50, 1)), (18, (0, 9, 1)), (67, (0, 31, 1)), (LENGTH, (0, 0, 0))]):
         shares = [
@@ -151,13 +151,17 @@ def test_every_feature_gives_the_same_bits(name: str, format: WeightFormat, grou
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("bf16", 0, "bf16"), ("int8", 64, "int8")])
-def test_an_encoder_gives_the_same_bits_in_any_batch(format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
-    tokens = text(LENGTH, ENCODER)
-    alone = Tiny(ENCODER, format, group, kv=kv, isa=isa).rows(tokens, IN_ORDER, hidden=True)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_gives_the_same_bits_in_any_batch(
+    name: str, format: WeightFormat, group: int, kv: KvType, isa: str
+) -> None:
+    model = ENCODERS[name]
+    tokens = text(LENGTH, model)
+    alone = Tiny(model, format, group, kv=kv, isa=isa).rows(tokens, IN_ORDER, hidden=True)
     for threads in (1, 2, 3):
-        tiny = Tiny(ENCODER, format, group, kv=kv, isa=isa, threads=threads)
+        tiny = Tiny(model, format, group, kv=kv, isa=isa, threads=threads)
         spoil(tiny)
-        shares = [Share(text(19, ENCODER), 0, (8, 9)), Share(tokens, 0, SCATTERED), Share(text(1, ENCODER), 0, (10,))]
+        shares = [Share(text(19, model), 0, (8, 9)), Share(tokens, 0, SCATTERED), Share(text(1, model), 0, (10,))]
         assert same_bits(tiny.step(shares, hidden=True)[19 : 19 + LENGTH], alone)
 
 
@@ -180,6 +184,41 @@ def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: WeightF
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize("name", ["plain", "window", "head_norms"])
+def test_a_token_that_runs_to_infinity_touches_none_before_it(name: str, kv: KvType, isa: str) -> None:
+    model = SPECS[name]
+    tensors = dict(random_tensors(model))
+    tensors["embed"] = tensors["embed"].copy()
+    tensors["embed"][0, ::3] = np.inf
+    tiny = Tiny(model, isa=isa, kv=kv, tensors=core_tensors(tensors))
+    tokens = [token or 1 for token in text(LENGTH, model)]
+    alone = tiny.rows(tokens, IN_ORDER)
+    tokens[40] = 0
+    found = tiny.rows(tokens, IN_ORDER)
+    assert same_bits(found[:40], alone[:40])
+    assert np.isnan(found[40]).all()
+    decoded = tiny.rows(tokens, SCATTERED, chunk=1)
+    assert np.array_equal(np.isnan(decoded), np.isnan(found))
+    held = ~np.isnan(found)
+    assert np.array_equal(decoded[held], found[held])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("format", "group", "kv"), [("bf16", 0, "bf16"), ("int8", 128, "int8"), ("int8", 0, "bf16"), ("int4", 32, "bf16")]
+)
+def test_a_long_step_gives_the_bits_of_short_ones(format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
+    """So many rows that kernels share them out in parts, the last of which is small."""
+    model = SPECS["plain"]
+    tokens = text(261, model)
+    tiny = Tiny(model, format, group, kv=kv, isa=isa, threads=2, max_rows=261)
+    whole = tiny.rows(tokens, range(17))
+    assert same_bits(tiny.rows(tokens, range(20, 37), chunk=30), whole)
+    assert same_bits(tiny.rows(tokens, range(20, 37), computed=250, chunk=1), whole[250:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["plain", "everything", "partial_rope"])
 def test_wanting_fewer_rows_changes_none_of_them(name: str, isa: str) -> None:
     model = SPECS[name]
@@ -192,8 +231,8 @@ def test_wanting_fewer_rows_changes_none_of_them(name: str, isa: str) -> None:
     everything = tiny.step(shares)
     hidden = tiny.step(shares, hidden=True)
     random = np.random.default_rng(3)
-    choices = [[0], [87], [37], [36, 37, 38], range(0, 88, 2), range(40, 88)]
-    choices += [np.flatnonzero(random.random(88) < share) for share in (0.1, 0.5, 0.9)]
+    choices: list[Iterable[int]] = [[0], [87], [37], [36, 37, 38], range(0, 88, 2), range(40, 88)]
+    choices += [np.flatnonzero(random.random(88) < share).tolist() for share in (0.1, 0.5, 0.9)]
     for wanted in choices:
         rows = list(wanted)
         assert same_bits(tiny.step(shares, rows), everything[rows])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import describe
+from headrace.models.distance_buckets import spread_buckets
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import KvType, Precision, WeightFormat
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
@@ -27,7 +28,8 @@ CoreTensors = dict[str, _core.Packed | Floats]
 ISAS = [*_core.isa_available(), *_core.isa_emulated()]
 # Those whose instructions multiply bf16 by bf16: rows that meet bf16 weights are rounded to it ...
 ROUNDS_ROWS = ("avx512bf16", "amx", "amx-emulated")
-ROUNDS_ATTENTION = ("avx512bf16",)  # ... and queries and weights of attention, where KV is not f32
+# ... and queries and weights of attention, where KV is not f32.
+ROUNDS_ATTENTION = ("avx512bf16", "amx", "amx-emulated")
 
 
 def rope(dims: int, base: float = 10000.0, **changes: Any) -> RopeSpec:
@@ -114,24 +116,43 @@ SPECS: dict[str, ModelSpec] = {
         experts=ExpertSpec(count=4, top_k=2, intermediate_size=42, normalise=True),
     ),
 }
-ENCODER = spec(
-    kind="encoder",
-    norm="layer",
-    pre_norm=False,
-    residual_norm=True,
-    final_norm=False,
-    gated=False,
-    activation="gelu",
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    ropes=(),
-    layers=(LayerSpec(rope=None), LayerSpec(rope=None)),
-    learned_positions=100,
-    token_types=2,
-    embedding_norm=True,
-    intermediate_size=90,
-)
+BERT: dict[str, Any] = {
+    "kind": "encoder",
+    "causal": False,
+    "norm": "layer",
+    "pre_norm": False,
+    "residual_norm": True,
+    "final_norm": False,
+    "gated": False,
+    "activation": "gelu",
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "ropes": (),
+    "layers": (LayerSpec(rope=None), LayerSpec(rope=None)),
+    "learned_positions": 100,
+    "token_types": 2,
+    "embedding_norm": True,
+    "intermediate_size": 90,
+}
+ENCODER = spec(**BERT)
+ENCODERS: dict[str, ModelSpec] = {
+    "bert": ENCODER,
+    # Biases by distance, which most of 100 tokens are beyond.
+    "distances": spec(**BERT | {"token_types": 0, "distance_buckets": 8, "max_distance": 12, "kv_heads": 4}),
+    # Windows on both sides of a query, each kind of layer with its own rope; no norm before the first attention.
+    "windows": spec(
+        kind="encoder",
+        causal=False,
+        norm="layer",
+        norm_bias=False,
+        activation="gelu",
+        embedding_norm=True,
+        kv_heads=4,
+        ropes=(rope(24), rope(24, base=100.0)),
+        layers=(LayerSpec(attn_norm=False), LayerSpec(window=20, rope=1), LayerSpec(window=1, rope=1)),
+    ),
+}
 
 
 @cache
@@ -177,14 +198,19 @@ def by_turns(gate_up: Floats) -> Floats:
 
 
 def core_tensors(
-    tensors: Mapping[str, Floats], format: WeightFormat = "f32", group: int = 0, *, embed: WeightFormat | None = None
+    tensors: Mapping[str, Floats],
+    format: WeightFormat = "f32",
+    group: int = 0,
+    *,
+    embed: WeightFormat | None = None,
+    max_distance: int = 0,
 ) -> CoreTensors:
     """What the core's Model takes; every product in one format, the router in f32."""
     pool = _core.Pool(1)
     found: CoreTensors = {}
     for name, values in tensors.items():
-        if name == "token_types":
-            found["token_type"] = values[0].copy()
+        if name == "distances":
+            found[name] = spread_buckets(values, max_distance).reshape(-1)
         elif is_product(name) or name.endswith(".router"):
             rows = by_turns(values) if name.endswith(".gate_up") else values
             chosen = "f32" if name.endswith(".router") else embed if embed and name == "embed" else format
@@ -196,7 +222,7 @@ def core_tensors(
 
 @cache
 def packed_model(model: ModelSpec, format: WeightFormat = "f32", group: int = 0) -> CoreTensors:
-    return core_tensors(random_tensors(model), format, group)
+    return core_tensors(random_tensors(model), format, group, max_distance=model.max_distance)
 
 
 @dataclass(frozen=True)
@@ -207,6 +233,7 @@ class Share:
     computed: int
     blocks: Sequence[int]
     variant: int = 0
+    second: int = -1  # where the second text of a pair starts
 
 
 class Tiny:
@@ -254,6 +281,7 @@ class Tiny:
             rows,
             out,
             hidden,
+            second_texts=np.array([share.second for share in shares], dtype=np.int32),
         )
         return out
 
@@ -266,10 +294,11 @@ class Tiny:
         chunk: int = 10_000,
         variant: int = 0,
         hidden: bool = False,
+        second: int = -1,
     ) -> Floats:
         """One sequence, alone, `chunk` tokens a step, from its `computed`-th token on: every row's result."""
         found = [
-            self.step([Share(tokens[start : start + chunk], start, blocks, variant)], hidden=hidden)
+            self.step([Share(tokens[start : start + chunk], start, blocks, variant, second)], hidden=hidden)
             for start in range(computed, len(tokens), chunk)
         ]
         return np.concatenate(found)
