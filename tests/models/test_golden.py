@@ -19,6 +19,7 @@ from headrace.cli import main
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import embed, greedy, hidden_states, logits
 from headrace.models.model_folder import open_model
+from headrace.models.precision import Precision, WeightPlan
 from tests.models.tiny_models import CONTEXT, DECODERS, ENCODERS, Reference, prompt
 
 LENGTHS = (1, 17, 300)  # one token, a few blocks' worth, and far past every window and trained context
@@ -54,6 +55,21 @@ def test_logits_are_those_of_transformers(name: str, length: int, tiny: Tiny, ex
     tokens = prompt(length)
     (found,) = logits(executors(name), [tokens])
     assert relative_error(found, tiny(name).logits(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_rotated_weights_compute_the_same(
+    name: str, tiny: Tiny, executors: Executors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(300)
+    found = hidden_states(executors(name), [tokens])[0]
+    plan = WeightPlan(Precision("f32", rotated=True))
+    monkeypatch.setattr("headrace.engine.executors.cpu_executor.choose_plan", lambda *_, **__: plan)
+    folder = open_model(tiny(name).folder)
+    rotated = CpuExecutor.load(folder, weights="f32", kv="f32", threads=2, context=CONTEXT, isa=None)
+    assert relative_error(hidden_states(rotated, [tokens])[0], found) < 1e-4
+    if name in DECODERS:
+        assert relative_error(logits(rotated, [tokens])[0], tiny(name).logits(tokens)) < 1e-4
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -98,12 +114,13 @@ def test_ragged_batch_of_texts_is_one_at_a_time_to_the_bit(name: str, executors:
 @pytest.mark.parametrize(
     ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16"), ("int4", "f32")]
 )
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe", "phi3", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe", "phi3", "bert", "mpnet", "modernbert"])
 def test_instruction_sets_give_the_same_bits(name: str, weights: str, kv: str, tiny: Tiny) -> None:
     folder = open_model(tiny(name).folder)
     # Dot products of bf16 pairs round rows, queries and weights of attention to bf16 first: an arithmetic of its own.
     own = {"amx", "amx-emulated"} if weights == "bf16" else set[str]()
     own |= {"avx512bf16"} if weights == "bf16" or kv != "f32" else set[str]()
+    own |= {"amx", "amx-emulated"} if kv != "f32" else set[str]()
     isas = [isa for isa in [*_core.isa_available(), *_core.isa_emulated()] if isa not in own]
     found = {
         isa: hidden_states(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,34 +114,12 @@ def test_a_name_that_is_neither_path_nor_hub_id_is_rejected(name: str) -> None:
     assert caught.value.parameter == "model"
 
 
-def test_a_hub_id_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(RequestError, match=r"headrace\[hub\]"):
-        find_model("owner/some-model")
-
-
-def test_a_hub_id_is_fetched_without_pickles(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["owner/some-model", "owner/some-model:Q4_0", "pypi:some-model"])
+def test_a_model_that_is_not_here_says_how_to_download_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tiny_folder)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
-    monkeypatch.chdir(tmp_path)
-    assert find_model("owner/some-model") == tiny_folder
-    assert asked["name"] == "owner/some-model"
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["allow_patterns"])
-
-
-def test_a_hub_that_fails_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, **_: Any) -> str:
-        raise OSError(f"{name} is out of reach\nwith a long story")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
-    with pytest.raises(RequestError, match="out of reach") as caught:
-        find_model("owner/some-model")
-    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RequestError, match=f"run: headrace pull {name}") as caught:
+        find_model(name)
+    assert caught.value.parameter == "model"

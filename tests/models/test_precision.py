@@ -13,10 +13,12 @@ from headrace.models.precision import Precision, parse_kv_type, parse_plan, pars
     [
         ("f32", Precision("f32")),
         ("bf16", Precision("bf16")),
-        ("int8", Precision("int8", 128)),
-        ("int4", Precision("int4", 32)),
-        ("int4-g128", Precision("int4", 128)),
-        ("int8-channel", Precision("int8", 0)),
+        ("int8", Precision("int8", 128, rotated=True)),
+        ("int4", Precision("int4", 32, rotated=True)),
+        ("int4-g128", Precision("int4", 128, rotated=True)),
+        ("int8-channel", Precision("int8", 0, rotated=True)),
+        ("int8-plain", Precision("int8", 128)),
+        ("int4-g64-plain", Precision("int4", 64)),
     ],
 )
 def test_a_precision_is_read_from_its_spelling(text: str, expected: Precision) -> None:
@@ -42,9 +44,9 @@ def test_bits_count_the_share_of_the_scale() -> None:
 
 
 def test_the_group_flag_does_not_override_a_spelled_group() -> None:
-    assert parse_plan("int4", group="128").default == Precision("int4", 128)
-    assert parse_plan("int4-g64", group="128").default == Precision("int4", 64)
-    assert parse_plan("int4", group="channel").default == Precision("int4", 0)
+    assert parse_plan("int4", group="128").default == Precision("int4", 128, rotated=True)
+    assert parse_plan("int4-g64", group="128").default == Precision("int4", 64, rotated=True)
+    assert parse_plan("int4", group="channel").default == Precision("int4", 0, rotated=True)
 
 
 @pytest.mark.parametrize(("weights", "group"), [("bf16", "64"), ("int4", "48"), ("int8", 0)])
@@ -94,3 +96,14 @@ def test_kv_types_are_checked() -> None:
     assert parse_kv_type("int8") == "int8"
     with pytest.raises(RequestError, match="int4"):
         parse_kv_type("int4")
+
+
+def test_an_embedders_int8_has_closer_scales() -> None:
+    assert parse_plan("int8", embedder=True).default == Precision("int8", 32, rotated=True)
+    assert parse_plan("int4", embedder=True).precision("embed") == Precision("int8", 32, rotated=True)
+    assert parse_plan("int4").precision("embed") == Precision("int8", 128, rotated=True)
+    assert parse_plan("int8", group=128, embedder=True).default == Precision("int8", 128, rotated=True)
+    assert parse_plan("int8-g64", embedder=True).default == Precision("int8", 64, rotated=True)
+    assert parse_plan("bf16", keep=["embed=int8"], embedder=True).precision("embed") == Precision(
+        "int8", 32, rotated=True
+    )

@@ -17,6 +17,7 @@ import torch
 import transformers
 import transformers.utils.logging
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace.models.config_json import ConfigJson
@@ -41,6 +42,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 2,
 }
 ENCODER_SIZES: dict[str, Any] = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "bos_token_id")}
+# Tables of positions whose first rows are not used: those up to padding's.
+OFFSET_SIZES = {**ENCODER_SIZES, "max_position_embeddings": CONTEXT + 3}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class Tiny:
     encoder: bool = False
     pooling: dict[str, Any] | None = None
     normalise: bool = False
+    reranker: bool = False
+    dense: tuple[tuple[int, str], ...] = ()  # outputs and activation of the Dense modules
+    saved: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # changes config.json after it is saved
 
 
 def _llama() -> Any:
@@ -230,6 +236,118 @@ def _bert_tanh() -> Any:
     return transformers.BertConfig(**ENCODER_SIZES, hidden_act="gelu_new", layer_norm_eps=1e-3)
 
 
+def _roberta() -> Any:
+    return transformers.RobertaConfig(**OFFSET_SIZES, type_vocab_size=1)
+
+
+def _xlm_roberta() -> Any:
+    return transformers.XLMRobertaConfig(**OFFSET_SIZES | {"pad_token_id": 1}, type_vocab_size=1, layer_norm_eps=1e-5)
+
+
+def _mpnet() -> Any:
+    return transformers.MPNetConfig(**OFFSET_SIZES, layer_norm_eps=1e-5)
+
+
+def _modernbert() -> Any:
+    sizes = {**ENCODER_SIZES, "num_hidden_layers": 5}
+    return transformers.ModernBertConfig(**sizes, local_attention=WINDOW, global_attn_every_n_layers=3)
+
+
+def _modernbert_biased() -> Any:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return transformers.ModernBertConfig(
+        **ENCODER_SIZES,
+        local_attention=WINDOW - 1,
+        layer_types=types,
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        hidden_activation="gelu_pytorch_tanh",
+    )
+
+
+def _nomic() -> Any:
+    return transformers.NomicBertConfig(**ENCODER_SIZES, layer_norm_eps=1e-5)
+
+
+def _own_nomic_config(saved: dict[str, Any]) -> dict[str, Any]:
+    """As models with code of their own are published."""
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "type_vocab_size": "type_vocab_size",
+    }
+    return {
+        "architectures": ["NomicBertModel"],
+        "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+        **{own: saved[name] for name, own in names.items() if name in saved},
+        "activation_function": "swiglu",
+        "attn_pdrop": 0.0,
+        "causal": False,
+        "dense_seq_output": True,
+        "fused_bias_fc": True,
+        "fused_dropout_add_ln": True,
+        "max_trained_positions": 2048,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "model_type": "nomic_bert",
+        "pad_vocab_size_multiple": 64,
+        "parallel_block": False,
+        "parallel_block_tied_norm": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "reorder_and_upcast_attn": False,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "summary_first_dropout": 0.0,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "use_cache": True,
+        "use_flash_attn": True,
+        "use_rms_norm": False,
+        "use_xentropy": True,
+    }
+
+
+def _embedding_gemma() -> Any:
+    return transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=24,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        use_bidirectional_attention=True,
+    )
+
+
+def _qwen2_both_ways() -> Any:
+    return transformers.Qwen2Config(**SIZES, is_causal=False, tie_word_embeddings=False)
+
+
+def _modernbert_mean() -> Any:
+    return transformers.ModernBertConfig(
+        **ENCODER_SIZES, classifier_pooling="mean", classifier_bias=True, classifier_activation="silu", norm_bias=True
+    )
+
+
+def _qwen3_plain() -> Any:
+    return transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
+
+
+def _mistral_plain() -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False)
+
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("LlamaForCausalLM", _llama),
     "llama-linear-tied": Tiny("LlamaForCausalLM", _llama_linear, save={"max_shard_size": "100KB"}),
@@ -252,9 +370,45 @@ TINY: dict[str, Tiny] = {
     "bert-cls": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_cls_token": True}, normalise=True),
     "bert-mlm-last": Tiny("BertForMaskedLM", _bert_tanh, encoder=True, pooling={"pooling_mode": "lasttoken"}),
     "bert-minilm": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_mean_tokens": True}, normalise=True),
+    "roberta": Tiny("RobertaModel", _roberta, encoder=True, pooling={"pooling_mode_mean_tokens": True}),
+    "roberta-mlm": Tiny("RobertaForMaskedLM", _roberta, encoder=True),
+    "bge-m3": Tiny(
+        "XLMRobertaModel", _xlm_roberta, encoder=True, pooling={"pooling_mode_cls_token": True}, normalise=True
+    ),
+    "mpnet": Tiny("MPNetModel", _mpnet, encoder=True, pooling={"pooling_mode_mean_tokens": True}, normalise=True),
+    "modernbert": Tiny("ModernBertModel", _modernbert, encoder=True, pooling={"pooling_mode_cls_token": True}),
+    "modernbert-mlm": Tiny("ModernBertForMaskedLM", _modernbert_biased, encoder=True),
+    "nomic": Tiny("NomicBertModel", _nomic, encoder=True, saved=_own_nomic_config, normalise=True, pooling={}),
+    "nomic-transformers": Tiny("NomicBertModel", _nomic, encoder=True, save={"save_original_format": False}),
+    "embedding-gemma": Tiny(
+        "Gemma3TextModel",
+        _embedding_gemma,
+        encoder=True,
+        normalise=True,
+        pooling={},
+        dense=((200, "Identity"), (40, "Tanh"), (24, "GELU")),
+    ),
+    "bert-max": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode": "max"}),
+    "bert-weighted": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode": "weightedmean"}),
+    "bert-sqrt": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_mean_sqrt_len_tokens": True}),
+    # Decoders without a head, as embedders are saved.
+    "qwen3-embedder": Tiny("Qwen3Model", _qwen3, encoder=True, pooling={"pooling_mode": "lasttoken"}, normalise=True),
+    "mistral-embedder": Tiny("MistralModel", _mistral_plain, encoder=True, pooling={"pooling_mode_mean_tokens": True}),
+    "qwen2-both-ways": Tiny("Qwen2Model", _qwen2_both_ways, encoder=True, pooling={"pooling_mode": "lasttoken"}),
+    "gemma3-embedder": Tiny("Gemma3TextModel", _gemma3_text, encoder=True),
 }
-DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder)
+TINY |= {
+    "bert-reranker": Tiny("BertForSequenceClassification", _bert, reranker=True),
+    "roberta-reranker": Tiny("RobertaForSequenceClassification", _roberta, reranker=True),
+    "bge-reranker": Tiny("XLMRobertaForSequenceClassification", _xlm_roberta, reranker=True),
+    "mpnet-reranker": Tiny("MPNetForSequenceClassification", _mpnet, reranker=True),
+    "modernbert-reranker": Tiny("ModernBertForSequenceClassification", _modernbert, reranker=True),
+    "modernbert-reranker-mean": Tiny("ModernBertForSequenceClassification", _modernbert_mean, reranker=True),
+    "qwen3-reranker": Tiny("Qwen3ForSequenceClassification", _qwen3_plain, reranker=True),
+}
+DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
 ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
+RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)
 
 
 def build(name: str, folder: Path) -> Any:
@@ -263,10 +417,15 @@ def build(name: str, folder: Path) -> Any:
     torch.manual_seed(1000 + sorted(TINY).index(name))
     config = tiny.config()
     config._attn_implementation = "eager"
+    if tiny.reranker:
+        config.num_labels = 1
     model = getattr(transformers, tiny.architecture)(config).to(torch.float32).eval()
-    _randomise(model)
+    randomise(model)
     model.save_pretrained(folder, **tiny.save)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
+    if tiny.saved is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(tiny.saved(json.loads(path.read_text()))))
     if tiny.pooling is not None:
         _write_sentence_files(folder, tiny)
     return model
@@ -286,6 +445,13 @@ class Reference:
         with torch.no_grad():
             return self.model(input_ids=torch.tensor([tokens])).logits[0].numpy()
 
+    def rank(self, tokens: list[int], second_text: int = -1) -> float:
+        """The logit of a reranker. `second_text`: where its token type begins, if it has another."""
+        types = [int(0 <= second_text <= place) for place in range(len(tokens))]
+        given = {"token_type_ids": torch.tensor([types])} if second_text >= 0 else {}
+        with torch.no_grad():
+            return float(self.model(input_ids=torch.tensor([tokens]), **given).logits[0, 0])
+
     def embedding(self, tokens: list[int]) -> NDArray[np.float32]:
         """As sentence-transformers pools the hidden states: the mean where nothing says otherwise."""
         with torch.no_grad():
@@ -295,8 +461,19 @@ class Reference:
             pooled = states[0]
         elif pooling.get("pooling_mode") == "lasttoken":
             pooled = states[-1]
+        elif pooling.get("pooling_mode") == "max":
+            pooled = states.max(0).values
+        elif pooling.get("pooling_mode") == "weightedmean":
+            places = torch.arange(1, len(states) + 1, dtype=torch.float32)[:, None]
+            pooled = (states * places).sum(0) / places.sum()
+        elif pooling.get("pooling_mode_mean_sqrt_len_tokens"):
+            pooled = states.sum(0) / len(states) ** 0.5
         else:
             pooled = states.mean(0)
+        for index, (_, kind) in enumerate(self.tiny.dense):
+            weights = load_file(self.folder / f"{2 + index}_Dense" / "model.safetensors")
+            pooled = weights["linear.weight"] @ pooled + weights["linear.bias"]
+            pooled = getattr(torch.nn, kind)()(pooled)
         return (torch.nn.functional.normalize(pooled, dim=0) if self.tiny.normalise else pooled).numpy()
 
 
@@ -313,7 +490,7 @@ def prompt(length: int, seed: int = 7) -> list[int]:
     return torch.randint(3, VOCAB - 1, (length,), generator=generator).tolist()
 
 
-def _randomise(model: Any) -> None:
+def randomise(model: Any) -> None:
     """Every weight random, so that none can be left out unnoticed; norms stay near what they are made as."""
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -325,7 +502,7 @@ def _randomise(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -341,8 +518,8 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_sentence_files(folder: Path, tiny: Tiny) -> None:
-    kinds = ["Transformer", "Pooling", "Normalize"] if tiny.normalise else ["Transformer", "Pooling"]
-    paths = ["", "1_Pooling", "2_Normalize"]
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(tiny.dense), *["Normalize"] * tiny.normalise]
+    paths = ["", *(f"{index}_{kind}" for index, kind in enumerate(kinds) if index)]
     modules = [
         {"idx": index, "name": str(index), "path": paths[index], "type": f"sentence_transformers.models.{kind}"}
         for index, kind in enumerate(kinds)
@@ -351,3 +528,14 @@ def _write_sentence_files(folder: Path, tiny: Tiny) -> None:
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": SIZES["hidden_size"], **(tiny.pooling or {})}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    inputs = SIZES["hidden_size"]
+    for index, (outputs, kind) in enumerate(tiny.dense):
+        path = folder / f"{2 + index}_Dense"
+        path.mkdir()
+        config = {"in_features": inputs, "out_features": outputs, "bias": True}
+        (path / "config.json").write_text(
+            json.dumps({**config, "activation_function": f"torch.nn.modules.activation.{kind}"})
+        )
+        tensors = {"linear.weight": torch.randn(outputs, inputs) * 0.3, "linear.bias": torch.randn(outputs)}
+        save_file(tensors, path / "model.safetensors")
+        inputs = outputs

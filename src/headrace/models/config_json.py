@@ -35,9 +35,21 @@ _MISSING: Final = object()
 class ConfigJson:
     """One JSON object of a model folder. `prefix` is its place in the file, such as `rope_scaling.`."""
 
-    def __init__(self, values: Mapping[str, object], *, path: Path, prefix: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        *,
+        path: Path,
+        prefix: str = "",
+        read: set[str] | None = None,
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:
+        """`read` collects the full names of the keys that were looked up. `spelled` has the names that messages use for
+        full names, if the values come from a file that has others."""
         self._values = values
         self._prefix = prefix
+        self._read: set[str] = set() if read is None else read
+        self._spelled: Mapping[str, str] = {} if spelled is None else spelled
         self.path = path
 
     @classmethod
@@ -46,7 +58,22 @@ class ConfigJson:
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigJson:
         """Return a copy in which missing keys have these defaults."""
-        return ConfigJson({**defaults, **self._values}, path=self.path, prefix=self._prefix)
+        return self._with({**defaults, **self._values}, self._prefix)
+
+    def with_value(self, key: str, value: object) -> ConfigJson:
+        """Return a copy with another value."""
+        return self._with({**self._values, key: value}, self._prefix)
+
+    def unread(self) -> list[tuple[str, str, object]]:
+        """Return the prefix, name and value of the keys that nothing has looked up; also of objects that were read."""
+        found: list[tuple[str, str, object]] = []
+        for key, value in self._values.items():
+            name = self._prefix + key
+            if name not in self._read:
+                found.append((self._prefix, key, value))
+            elif isinstance(value, dict) and f"{name}." in self._read:
+                found += self.sub(key).unread()
+        return found
 
     @property
     def folder(self) -> Path:
@@ -54,15 +81,16 @@ class ConfigJson:
 
     def has(self, key: str) -> bool:
         """Return whether the key is present and not null."""
-        return self._values.get(key) is not None
+        return self._value(key) is not None
 
     def mismatch(self, key: str, expected: str) -> ModelError:
         """Build an error that says what was expected and quotes the value found."""
-        found = _shorten(self._values[key]) if key in self._values else "nothing"
+        found = shorten(self._values[key]) if key in self._values else "nothing"
         return self.error(key, f"Expected {expected}, found {found}.")
 
     def error(self, key: str, reason: str) -> ModelError:
-        return ModelError(f"Key {(self._prefix + key)[:120]!r}: {reason}", path=self.path)
+        name = self._prefix + key
+        return ModelError(f"Key {self._spelled.get(name, name)[:120]!r}: {reason}", path=self.path)
 
     def size(self, key: str, *, maximum: int, minimum: int = 1, default: int | None = None) -> int:
         value = self._get(key, default)
@@ -71,7 +99,7 @@ class ConfigJson:
         return value
 
     def optional_size(self, key: str, *, maximum: int, minimum: int = 1, default: int | None = None) -> int | None:
-        if self._values.get(key, default) is None:
+        if self._value(key, default) is None:
             return None
         return self.size(key, maximum=maximum, minimum=minimum, default=default)
 
@@ -88,7 +116,7 @@ class ConfigJson:
         return value
 
     def optional_positive(self, key: str, *, maximum: float = MAX_NUMBER, default: float | None = None) -> float | None:
-        if self._values.get(key, default) is None:
+        if self._value(key, default) is None:
             return None
         return self.positive(key, maximum=maximum, default=default)
 
@@ -123,7 +151,7 @@ class ConfigJson:
 
     def optional_sizes(self, key: str, *, minimum: int, maximum: int, max_items: int) -> tuple[int, ...] | None:
         """Return a list of at most `max_items` integers, or None if the key is missing or null."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(cast("list[object]", value)) > max_items:
@@ -135,19 +163,19 @@ class ConfigJson:
 
     def optional_names(self, key: str, allowed: tuple[str, ...], count: int) -> tuple[str, ...] | None:
         """Return exactly `count` of the allowed strings, or None if the key is missing or null."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is None:
             return None
         if not isinstance(value, list) or len(cast("list[object]", value)) != count:
             raise self.mismatch(key, f"a list of {count} names")
         for item in cast("list[object]", value):
             if item not in allowed:
-                raise self.error(key, f"Expected {' or '.join(allowed)}, found {_shorten(item)}.")
+                raise self.error(key, f"Expected {' or '.join(allowed)}, found {shorten(item)}.")
         return tuple(cast("list[str]", value))
 
     def strings(self, key: str) -> tuple[str, ...]:
         """Return a list of at most 64 strings, empty if the key is missing or null."""
-        value = self._values.get(key)
+        value = self._value(key)
         items = cast("list[object]", value) if isinstance(value, list) else []
         if value is not None and (not isinstance(value, list) or len(items) > 64):
             raise self.mismatch(key, "a list of at most 64 strings")
@@ -159,11 +187,13 @@ class ConfigJson:
         value = self._get(key, None)
         if not isinstance(value, dict):
             raise self.mismatch(key, "an object")
-        return ConfigJson(cast("dict[str, object]", value), path=self.path, prefix=f"{self._prefix}{key}.")
+        prefix = f"{self._prefix}{key}."
+        self._read.add(prefix)
+        return self._with(cast("dict[str, object]", value), prefix)
 
     def optional_sub(self, key: str) -> ConfigJson | None:
         """Return the object at `key`, or None if it is missing, null or empty."""
-        value = self._values.get(key)
+        value = self._value(key)
         return None if value is None or value == {} else self.sub(key)
 
     def subs(self, key: str, *, max_items: int) -> tuple[ConfigJson, ...]:
@@ -175,25 +205,39 @@ class ConfigJson:
         within = ConfigJson(items, path=self.path, prefix=f"{self._prefix}{key}.")
         return tuple(within.sub(index) for index in items)
 
+    def names(self) -> tuple[str, ...]:
+        """Return all keys."""
+        return tuple(self._values)
+
     def objects(self) -> tuple[str, ...]:
         """Return the keys that hold objects."""
         return tuple(key for key, value in self._values.items() if isinstance(value, dict))
 
     def refuse(self, key: str, reason: str, *, unless: tuple[object, ...] = (None,)) -> None:
         """Raise unless the key is missing, null or one of the values in `unless`."""
-        value = self._values.get(key)
+        value = self._value(key)
         if value is not None and not any(type(value) is type(good) and value == good for good in unless):
-            raise self.error(key, f"{_shorten(value)} is not supported: {reason}.")
+            raise self.error(key, f"{shorten(value)} is not supported: {reason}.")
 
-    def refuse_quantised(self) -> None:
-        if self.has("quantization_config"):
-            raise self.error(
-                "quantization_config",
-                "Quantised checkpoints are not supported. Use the unquantised model.",
-            )
+    def quantisation(self) -> ConfigJson | None:
+        """Return `quantization_config`, or None if the model is not quantised. What nothing looks up in it is about how
+        the codes were found, and `unread` leaves it out."""
+        key = "quantization_config"
+        if not self.has(key):
+            return None
+        section = self.sub(key)
+        self._read.discard(f"{self._prefix}{key}.")
+        return section
+
+    def _with(self, values: Mapping[str, object], prefix: str) -> ConfigJson:
+        return ConfigJson(values, path=self.path, prefix=prefix, read=self._read, spelled=self._spelled)
+
+    def _value(self, key: str, default: object = None) -> object:
+        self._read.add(self._prefix + key)
+        return self._values.get(key, default)
 
     def _get(self, key: str, default: object) -> object:
-        value = self._values.get(key, _MISSING)
+        value = self._value(key, _MISSING)
         if value is not _MISSING:
             return value
         if default is None:
@@ -207,7 +251,7 @@ class ConfigJson:
         raise self.mismatch(key, f"a number from {minimum:g} to {maximum:g}")
 
 
-def _shorten(value: object) -> str:
+def shorten(value: object) -> str:
     """Describe a value of any size in a few characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

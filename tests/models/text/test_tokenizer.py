@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from headrace.errors import ModelError, RequestError
 from headrace.models.text.tokenizer import Detokenizer, Tokenizer
+from headrace.models.text.user_text import UserText
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "the wheel, the water and the narrow channel", "naïve café"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -473,3 +475,67 @@ def test_the_ids_are_those_of_transformers(tmp_path: Path) -> None:
             assert loaded.encode(text) == reference(text)["input_ids"]
             ids = loaded.encode(text)
             assert loaded.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="session")
+def framed(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(write(tmp_path_factory.mktemp("framed"), with_bos(byte_level()), tokenizer_config=CONFIG))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["mill", "the", "wheel", " ", "é", "[SEP]", "<s>"]), max_size=40),
+    most=st.integers(3, 30),
+)
+def test_a_text_is_cut_at_either_end_between_the_tokens_around_it(
+    framed: Tokenizer, words: list[str], most: int
+) -> None:
+    tokenizer = framed
+    text = UserText(" ".join(words))
+    whole = tokenizer.encode(text)
+    inner = whole[1:]
+    for keep_end in (False, True):
+        found, was_cut = tokenizer.encode_within(text, most, keep_end=keep_end)
+        assert was_cut == (len(whole) > most)
+        room = most - 1
+        kept = inner if not was_cut else inner[-room:] if keep_end else inner[:room]
+        assert found == [whole[0], *kept]
+
+
+def test_the_frame_is_what_stands_around_every_text(framed: Tokenizer, kinds: dict[str, Tokenizer]) -> None:
+    for tokenizer in (framed, kinds["byte level"]):
+        before, after = tokenizer.frame
+        assert tokenizer.encode("the mill") == [
+            *before,
+            *tokenizer.encode("the mill", add_special_tokens=False),
+            *after,
+        ]
+    assert framed.frame[0] == framed.encode("the mill")[:1]
+
+
+def test_tokenizers_differ_by_a_token_that_is_named(kinds: dict[str, Tokenizer], tmp_path: Path) -> None:
+    one = kinds["byte level"]
+    for name in ("same", "longer"):
+        (tmp_path / name).mkdir()
+    assert one.difference(load(write(tmp_path / "same", byte_level(), tokenizer_config=CONFIG))) is None
+    longer = byte_level()
+    longer.add_tokens([AddedToken("<padding>")])
+    assert one.difference(load(write(tmp_path / "longer", longer, tokenizer_config=CONFIG))) is None
+    why = one.difference(kinds["byte fallback"])
+    assert why is not None
+    assert re.fullmatch(r"token 3 is '.+' in one and '<0x00>' in the other", why)
+
+
+def test_of_a_very_long_text_only_a_part_is_tokenised(framed: Tokenizer) -> None:
+    tokenizer = framed
+    text = "the mill turns the wheel and the water runs down " * 4000
+    whole = tokenizer.encode(text)
+    assert tokenizer.encode_within(text, 50) == (whole[:50], True)
+    assert tokenizer.encode_within(text, 50, keep_end=True) == ([whole[0], *whole[-49:]], True)
+    assert tokenizer.encode_within(text, len(whole)) == (whole, False)
+    assert tokenizer.encode_within(text, len(whole) - 1)[1]
+
+
+def test_room_for_no_text_is_refused(framed: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="no room"):
+        framed.encode_within("the mill", 1)

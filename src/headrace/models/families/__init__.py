@@ -1,25 +1,81 @@
 """Lists the model families and chooses the one for a config.
 
-A family is a module with `architectures`, `spec` and `sources` (see `family.Family`). To add one: write it, add it to
-FAMILIES and give it a golden test.
+A family is a module with `architectures`, `ignored`, `spec` and `sources` (see `family.Family`). To add one: write it,
+add it to FAMILIES and give it a golden test.
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
-from headrace.models.families import bert, gemma, llama, mixtral, olmo, phi, qwen
+from headrace.models.families import (
+    bert,
+    gemma,
+    llama,
+    mixtral,
+    modernbert,
+    mpnet,
+    nomic,
+    olmo,
+    phi,
+    qwen,
+    roberta,
+)
+from headrace.models.families.config_keys import check_keys
 from headrace.models.families.decoder import check_size
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
+from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
+from headrace.models.sentence_files import read_max_tokens, read_pooling
 from headrace.models.spec import ModelSpec
 
-__all__ = ["FAMILIES", "Family", "TensorPart", "TensorSources", "family_of", "model_spec"]
+__all__ = [
+    "FAMILIES",
+    "HEADLESS",
+    "RERANKERS",
+    "Family",
+    "TensorPart",
+    "TensorSources",
+    "family_of",
+    "family_sources",
+    "model_spec",
+]
 
-FAMILIES: tuple[Family, ...] = (llama, qwen, gemma, phi, olmo, mixtral, bert)
+FAMILIES: tuple[Family, ...] = (
+    llama,
+    qwen,
+    gemma,
+    phi,
+    olmo,
+    mixtral,
+    bert,
+    roberta,
+    mpnet,
+    modernbert,
+    nomic,
+)
+
+
+# Decoders saved without their head, as embedders often are.
+HEADLESS: dict[str, str] = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "SmolLM3Model": "SmolLM3ForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Qwen3MoeModel": "Qwen3MoeForCausalLM",
+    "MixtralModel": "MixtralForCausalLM",
+    "Gemma2Model": "Gemma2ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Phi3Model": "Phi3ForCausalLM",
+    "Olmo2Model": "Olmo2ForCausalLM",
+}
 
 
 def family_of(config: ConfigJson) -> Family:
     architecture = architecture_of(config)
+    architecture = RERANKERS.get(architecture) or HEADLESS.get(architecture, architecture)
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
@@ -28,6 +84,44 @@ def family_of(config: ConfigJson) -> Family:
 
 
 def model_spec(config: ConfigJson) -> ModelSpec:
-    """Return the spec of the model that this config describes, with its sizes checked."""
-    config.refuse_quantised()
-    return check_size(family_of(config).spec(config), config)
+    """Return the spec of the model that this config describes, with its sizes and keys checked."""
+    config.quantisation()  # the weights read it
+    config.refuse("is_encoder_decoder", "the model must have one part", unless=(False,))
+    family, architecture = family_of(config), architecture_of(config)
+    base = base_of(config, architecture)
+    if base is not None:
+        spec = reranker_spec(family.spec(config.with_value("architectures", [base])), config, architecture)
+        check_keys(config, family.ignored)
+        return check_size(spec, config)
+    headed = HEADLESS.get(architecture)
+    spec = family.spec(config if headed is None else config.with_value("architectures", [headed]))
+    if headed is not None:
+        spec = replace(spec, architecture=architecture, kind="encoder")
+    spec = _as_embedder(spec, config)
+    check_keys(config, family.ignored)
+    return check_size(spec, config)
+
+
+def family_sources(family: Family, spec: ModelSpec, names: frozenset[str]) -> TensorSources:
+    """Map every tensor of a spec to its parts in the files."""
+    return {**family.sources(spec, names), **head_sources(spec, names)}
+
+
+def _as_embedder(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return a spec with what its config and the files of sentence-transformers say about embeddings."""
+    if spec.causal and config.has("is_causal") and not config.flag("is_causal"):
+        if any(layer.window for layer in spec.layers):
+            raise config.error("is_causal", "Headrace does not support a sliding window without a causal mask.")
+        spec = replace(spec, kind="encoder", causal=False)
+    found = read_pooling(config.folder)
+    if found is None and spec.kind == "decoder":
+        return spec
+    spec = replace(spec, context=min(spec.context, read_max_tokens(config.folder) or spec.context))
+    if found is None:
+        return spec
+    width = spec.hidden_size
+    for module, layer in zip(found.dense_folders, found.dense, strict=True):
+        if layer.inputs != width:
+            raise ModelError(f"'in_features' is {layer.inputs}. Expected {width}.", path=module / "config.json")
+        width = layer.outputs
+    return replace(spec, pooling=found.pooling, normalise_embedding=found.normalise, pooled_layers=found.dense)

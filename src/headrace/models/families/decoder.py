@@ -175,6 +175,11 @@ def find_prefix(names: frozenset[str], candidates: tuple[str, ...], probe: str) 
     return next((prefix for prefix in candidates if f"{prefix}{probe}" in names), candidates[0])
 
 
+def decoder_prefix(names: frozenset[str]) -> str:
+    """Return what is before the names of a decoder's tensors; models saved without a head have no prefix."""
+    return find_prefix(names, ("model.", ""), "embed_tokens.weight")
+
+
 def named_sources(
     spec: ModelSpec,
     table: TensorNames,
@@ -202,7 +207,7 @@ def named_sources(
             name = f"{feed}.experts.{leaf}"
         return tuple(TensorPart(f"{where}{stem.replace('{expert}', expert)}.{end}") for stem in table[name])
 
-    sources = {name: parts(name) for name in tensor_shapes(spec)}
+    sources = {name: parts(name) for name in tensor_shapes(spec) if not name.startswith("pooled.")}
     if spec.tied and sources["embed"][0].name not in names and f"{head}.weight" in names:
         sources["embed"] = (TensorPart(f"{head}.weight"),)  # some files store only the head of a tied pair
     return sources
@@ -213,14 +218,15 @@ def fuse_experts(
 ) -> TensorSources:
     """Return the sources with experts taken from fused tensors, in layers whose files have those.
 
-    `blocks` are the names that the files may use for a layer's mixture, such as "model.layers.{layer}.mlp".
+    `blocks` are the names that the files may use for a layer's mixture, such as "layers.{layer}.mlp".
     """
     if spec.experts is None:
         return sources
     fused = dict(sources)
+    prefix = decoder_prefix(names)
     for index in range(len(spec.layers)):
         for block in blocks:
-            stem = f"{block.replace('{layer}', str(index))}.experts"
+            stem = f"{prefix}{block.replace('{layer}', str(index))}.experts"
             if not spec.layers[index].experts or f"{stem}.gate_up_proj" not in names:
                 continue
             for expert in range(spec.experts.count):

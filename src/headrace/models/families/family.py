@@ -11,10 +11,12 @@ from headrace.models.spec import ModelSpec
 
 
 class TensorPart(msgspec.Struct, frozen=True):
-    """A tensor in the files, or expert `index` of a tensor that holds all experts: [experts, outputs, inputs]."""
+    """A tensor in the files, or a part of one: expert `index` of a tensor that holds all experts ([experts, outputs,
+    inputs]), or one row."""
 
     name: str
     index: int | None = None
+    row: int | None = None
 
 
 TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its parts, joined along the rows
@@ -24,6 +26,7 @@ class Family(Protocol):
     """The attributes of a family module."""
 
     architectures: tuple[str, ...]  # Hugging Face class names
+    ignored: tuple[str, ...]  # keys that never change its numbers, or that another key switches off
 
     def spec(self, config: ConfigJson) -> ModelSpec: ...
 

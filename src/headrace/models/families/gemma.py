@@ -2,6 +2,7 @@
 
 They differ from the plain decoder in norms that store their weight minus one, on both sides of each sublayer; scaled
 embeddings; soft caps (Gemma 2) or normalised heads (Gemma 3); and sliding layers, which in Gemma 3 have their own rope.
+EmbeddingGemma is a Gemma 3 whose tokens see the whole text, or in sliding layers a window on both sides.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from headrace.models.rope import read_rope, rope_of
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+# `hidden_activation` is used. The image part of a Gemma 3 is not loaded.
+ignored: tuple[str, ...] = ("hidden_act", "vision_config", "mm_tokens_per_image", "sliding_window_size")
 
 _NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
 # Converters have used each of these prefixes for the text part.
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.language_model.model.")
+_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "model.language_model.model.")
 
 # Gemma 3 configs omit keys whose values equal those of the 4B model.
 _GEMMA3_DEFAULTS: dict[str, object] = {
@@ -46,17 +49,17 @@ def spec(config: ConfigJson) -> ModelSpec:
         config = config.sub("text_config").with_defaults(
             {"tie_word_embeddings": config.flag("tie_word_embeddings", default=True)}
         )
-        config.refuse_quantised()
+        config.refuse("quantization_config", "it belongs beside text_config, not into it")
     gemma3 = architecture != "Gemma2ForCausalLM"
     if gemma3:
         config = config.with_defaults(_GEMMA3_DEFAULTS)
-    config.refuse("use_bidirectional_attention", "the model must be causal", unless=(False,))
+    both_ways = gemma3 and config.flag("use_bidirectional_attention", default=False)
     size = head_size(config, default=256)
     plain = decoder_spec(
         config,
         family="gemma",
         architecture=architecture,
-        layers=_layers(config, gemma3=gemma3),
+        layers=_layers(config, gemma3=gemma3, both_ways=both_ways),
         ropes=_ropes(config, size) if gemma3 else (read_rope(config, size),),
         head_size=size,
         norm_eps=1e-6,
@@ -69,6 +72,8 @@ def spec(config: ConfigJson) -> ModelSpec:
     bias = config.flag("attention_bias", default=False)
     return msgspec.structs.replace(
         plain,
+        causal=not both_ways,
+        kind="encoder" if both_ways else "decoder",
         norm_offset=1.0,
         out_norm=True,
         qk_norm="head" if gemma3 else "none",
@@ -87,10 +92,13 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return named_sources(spec, _NAMES, names, prefix=prefix, head=f"{head}lm_head")
 
 
-def _layers(config: ConfigJson, *, gemma3: bool) -> tuple[LayerSpec, ...]:
+def _layers(config: ConfigJson, *, gemma3: bool, both_ways: bool) -> tuple[LayerSpec, ...]:
     period = config.size("sliding_window_pattern", maximum=MAX_LAYERS, default=6) if gemma3 else 2
     default = tuple((index + 1) % period != 0 for index in range(layer_count(config)))
-    windows = layer_windows(config, sliding_window(config, default=4096), default)
+    window = sliding_window(config, default=4096)
+    if both_ways and window is not None:
+        window = window // 2 + 1  # half on each side of a token, and the token
+    windows = layer_windows(config, window, default)
     return tuple(LayerSpec(window=window, rope=1 if gemma3 and window else 0) for window in windows)
 
 

@@ -7,6 +7,7 @@ import msgspec
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
+    decoder_prefix,
     decoder_spec,
     gated_sliding_window,
     head_size,
@@ -20,11 +21,13 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM")
+ignored: tuple[str, ...] = ("use_sliding_window", "max_window_layers", "no_rope_layer_interval")
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     smollm3 = architecture == "SmolLM3ForCausalLM"
+    config.refuse("rope_interleaved", "the rope must rotate halves", unless=(False,))
     size = head_size(config)
     plain = decoder_spec(
         config,
@@ -43,7 +46,7 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return named_sources(spec, LLAMA_NAMES, names, prefix="model.")
+    return named_sources(spec, LLAMA_NAMES, names, prefix=decoder_prefix(names))
 
 
 def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:

@@ -6,6 +6,7 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     TensorNames,
+    decoder_prefix,
     decoder_spec,
     expert_spec,
     fuse_experts,
@@ -19,8 +20,9 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("MixtralForCausalLM",)
+ignored: tuple[str, ...] = ()
 
-_BLOCKS = ("model.layers.{layer}.block_sparse_moe", "model.layers.{layer}.mlp")
+_BLOCKS = ("layers.{layer}.block_sparse_moe", "layers.{layer}.mlp")
 
 
 def spec(config: ConfigJson) -> ModelSpec:
@@ -39,11 +41,11 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    block = "mlp" if "model.layers.0.mlp.gate.weight" in names else "block_sparse_moe"
+    block = "mlp" if f"{decoder_prefix(names)}layers.0.mlp.gate.weight" in names else "block_sparse_moe"
     table: TensorNames = {
         **LLAMA_NAMES,
         "mlp.router": (f"{block}.gate",),
         "mlp.experts.gate_up": (f"{block}.experts.{{expert}}.w1", f"{block}.experts.{{expert}}.w3"),
         "mlp.experts.down": (f"{block}.experts.{{expert}}.w2",),
     }
-    return fuse_experts(named_sources(spec, table, names, prefix="model."), spec, names, _BLOCKS)
+    return fuse_experts(named_sources(spec, table, names, prefix=decoder_prefix(names)), spec, names, _BLOCKS)

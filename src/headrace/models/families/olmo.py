@@ -9,6 +9,7 @@ from headrace.models.families.decoder import (
     LLAMA_NAMES,
     OUT_NORM_NAMES,
     TensorNames,
+    decoder_prefix,
     decoder_spec,
     head_size,
     layer_count,
@@ -19,6 +20,7 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Olmo2ForCausalLM",)
+ignored: tuple[str, ...] = ()
 
 _NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
 
@@ -39,4 +41,4 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return named_sources(spec, _NAMES, names, prefix="model.")
+    return named_sources(spec, _NAMES, names, prefix=decoder_prefix(names))

@@ -6,6 +6,7 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     TensorNames,
+    decoder_prefix,
     decoder_spec,
     head_size,
     layer_count,
@@ -17,6 +18,7 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Phi3ForCausalLM",)
+ignored: tuple[str, ...] = ("original_max_position_embeddings",)  # without a long rope
 
 _NAMES: TensorNames = {**LLAMA_NAMES, "attn.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
 # Early Phi-3 checkpoints name longrope differently.
@@ -24,6 +26,8 @@ _ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn"
 
 
 def spec(config: ConfigJson) -> ModelSpec:
+    for key in ("full_attn_mod", "interpolate_factor"):
+        config.refuse(key, "Headrace does not support it", unless=(1,))
     size = head_size(config)
     return decoder_spec(
         config,
@@ -37,4 +41,4 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return named_sources(spec, _NAMES, names, prefix="model.")
+    return named_sources(spec, _NAMES, names, prefix=decoder_prefix(names))

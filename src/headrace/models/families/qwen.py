@@ -8,6 +8,7 @@ from headrace.models.config_json import MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     TensorNames,
+    decoder_prefix,
     decoder_spec,
     expert_spec,
     fuse_experts,
@@ -22,6 +23,8 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+# Windows are off unless `use_sliding_window` is on; a Qwen2 always has biases; a mixture may have no dense layer.
+ignored: tuple[str, ...] = ("sliding_window", "max_window_layers", "attention_bias", "intermediate_size")
 
 _NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -53,7 +56,8 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return fuse_experts(named_sources(spec, _NAMES, names, prefix="model."), spec, names, ("model.layers.{layer}.mlp",))
+    table = named_sources(spec, _NAMES, names, prefix=decoder_prefix(names))
+    return fuse_experts(table, spec, names, ("layers.{layer}.mlp",))
 
 
 def _dense_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:

@@ -17,10 +17,11 @@ import msgspec
 from headrace.errors import ModelError
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.formats.json_file import read_json
-from headrace.models.formats.tensors import DenseTensor
+from headrace.models.formats.tensors import DenseTensor, StoredTensor
 
 if TYPE_CHECKING:
-    from headrace.models.formats.safetensors_file import SafetensorsFile
+    from headrace.models.formats.quantised_layer import AffineCodes, StoredLayout
+    from headrace.models.formats.safetensors_file import SafetensorsFile, TensorEntry
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -35,6 +36,7 @@ class ModelWeights:
 
     def __init__(self, files: Iterable[SafetensorsFile]) -> None:
         self._homes: dict[str, SafetensorsFile] = {}
+        self._renamed: dict[str, str] = {}  # names of modules' tensors in their own files
         opened = tuple(files)
         for file in opened:
             for name in file.tensors:
@@ -61,12 +63,59 @@ class ModelWeights:
             return _open_shards(folder / INDEX_FILE)
         return cls([SafetensorsFile.open(_only_file(folder))])
 
+    def add_modules(self, prefix: str, folders: Iterable[Path]) -> None:
+        """Add the tensors of model.safetensors in other folders, named PREFIX.NUMBER.NAME."""
+        from headrace.models.formats.safetensors_file import SafetensorsFile
+
+        for number, folder in enumerate(folders):
+            file = SafetensorsFile.open(_only_file(folder))
+            self.files += (file.path,)
+            for name, entry in file.tensors.items():
+                self._homes[f"{prefix}.{number}.{name}"] = file
+                self._renamed[f"{prefix}.{number}.{name}"] = name
+                self.total_bytes += entry.stop - entry.start
+        self.names = frozenset(self._homes)
+
     def dense(self, name: str) -> DenseTensor:
+        return self._home(name).dense(self._renamed.get(name, name))
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor of any type that quantised files use."""
+        return self._home(name).stored(self._renamed.get(name, name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a dense tensor's shape."""
+        return self.dense(name).shape
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """Return type, shape and place of a tensor; None if there is no such tensor."""
+        file = self._homes.get(name)
+        return None if file is None else file.tensors[self._renamed.get(name, name)]
+
+    def path_of(self, name: str) -> Path:
+        """Return the file of a tensor; of a tensor that does not exist, the place where it is missing."""
+        file = self._homes.get(name)
+        return self._place() if file is None else file.path
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors on disk that a tensor is made from."""
+        return (name,)
+
+    def layout(self, name: str) -> StoredLayout | None:
+        """Return how a tensor is quantised on disk: not at all."""
+        return None
+
+    def codes(self, name: str) -> AffineCodes | None:
+        return None
+
+    def _home(self, name: str) -> SafetensorsFile:
         file = self._homes.get(name)
         if file is None:
-            where = self.files[0] if len(self.files) == 1 else self.files[0].parent
-            raise ModelError("The model's files have no such tensor.", path=where, tensor=name)
-        return file.dense(name)
+            raise ModelError("The model's files have no such tensor.", path=self._place(), tensor=name)
+        return file
+
+    def _place(self) -> Path:
+        return self.files[0] if len(self.files) == 1 else self.files[0].parent
 
 
 def _open_shards(index: Path) -> ModelWeights:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.errors import ModelError
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.formats.mapped_file import map_file
-from headrace.models.formats.tensors import DenseTensor
+from headrace.models.formats.tensors import DenseTensor, StoredTensor
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the reference implementation has the same bound
 MAX_TENSORS: Final = 1 << 20
@@ -39,6 +39,11 @@ _DENSE: Final[dict[str, tuple[Literal["f32", "bf16", "f16"], str]]] = {
     "BF16": ("bf16", "<u2"),
     "F16": ("f16", "<u2"),
 }
+# Types that quantised checkpoints store, beside the dense ones.
+_STORED: Final[dict[str, str]] = {
+    **{dtype: stored for dtype, (_, stored) in _DENSE.items()},
+    "I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1",
+}  # fmt: skip
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
@@ -105,18 +110,30 @@ class SafetensorsFile:
 
     def dense(self, name: str) -> DenseTensor:
         """Return a view of the mapped bytes, or a copy if an old writer left the tensor unaligned."""
+        entry = self._entry(name, _DENSE)
+        dtype, stored = _DENSE[entry.dtype]
+        return DenseTensor(name=name, dtype=dtype, shape=entry.shape, data=self._view(entry, stored), path=self.path)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a view like that of `dense`, of a type that quantised files use."""
+        entry = self._entry(name, _STORED)
+        return StoredTensor(name=name, dtype=entry.dtype, data=self._view(entry, _STORED[entry.dtype]), path=self.path)
+
+    def _entry(self, name: str, dtypes: Iterable[str]) -> TensorEntry:
         entry = self.tensors.get(name)
         if entry is None:
             raise ModelError("The file has no such tensor.", path=self.path, tensor=name)
-        if entry.dtype not in _DENSE:
-            expected = ", ".join(_DENSE)
+        if entry.dtype not in dtypes:
+            expected = ", ".join(dtypes)
             raise ModelError(f"Cannot load dtype {entry.dtype}. Expected {expected}.", path=self.path, tensor=name)
-        dtype, stored = _DENSE[entry.dtype]
+        return entry
+
+    def _view(self, entry: TensorEntry, stored: str) -> NDArray[Any]:
         array = self._data[entry.start : entry.stop].view(stored).reshape(entry.shape)
         if not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
-        return DenseTensor(name=name, dtype=dtype, shape=entry.shape, data=array, path=self.path)
+        return array
 
 
 def _parse_header(header: bytes, path: Path) -> tuple[dict[str, _HeaderEntry], dict[str, str]]:

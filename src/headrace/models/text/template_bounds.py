@@ -19,6 +19,8 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from headrace.models.text.user_text import inherit, join
+
 ITEM: Final = 8  # weight of an item besides its text: about its quotes and comma
 MAX_INT_BITS: Final = 16_384  # above the largest integer that Python prints by default
 MAX_SCAN: Final = 1 << 30  # character comparisons in one call whose cost is a product of two lengths
@@ -81,7 +83,9 @@ def weigh(value: object, limit: int) -> int:
 class RenderBudget:
     """The remaining budget of one rendering."""
 
-    def __init__(self, bounds: TemplateBounds, input_weight: int) -> None:
+    def __init__(self, bounds: TemplateBounds, input_weight: int, *, tracks: bool = False) -> None:
+        """`tracks`: texts of the request are UserText, and what is made of them must be too."""
+        self.tracks = tracks
         self.value = max(bounds.value, 4 * input_weight)
         self._memory = max(bounds.memory, 64 * input_weight)
         self._ticks = bounds.ticks
@@ -134,7 +138,7 @@ class RenderBudget:
             self._weigh(value)
         text = str(value)
         self.check(len(text))
-        return text
+        return inherit(text, value) if self.tracks else text
 
     def join(self, separator: str, items: Sequence[object]) -> str:
         texts: list[str] = []
@@ -143,7 +147,7 @@ class RenderBudget:
             texts.append(self.text(item))
             total += len(texts[-1])
             self.check(total)
-        return self.charged(separator.join(texts))
+        return self.charged(join(separator, texts) if self.tracks else separator.join(texts))
 
     def operate(self, operator: str, left: Any, right: Any, run: Callable[[Any, Any], Any]) -> Any:
         """Run a binary operation; raise before it runs if the result would be too large."""
@@ -162,7 +166,8 @@ class RenderBudget:
         for operand in cast("tuple[object, object]", (left, right)):
             if isinstance(operand, int) and operand.bit_length() > MAX_INT_BITS:
                 raise BoundsExceededError("an integer of too many digits")
-        return self.charged(run(left, right))
+        result = run(left, right)
+        return self.charged(inherit(result, cast(object, left), cast(object, right)) if self.tracks else result)
 
     def check_percent(self, template: str, arguments: object) -> None:
         """Check `template % arguments` and jinja's format filter."""

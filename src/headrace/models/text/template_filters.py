@@ -23,11 +23,17 @@ from headrace.models.text.template_bounds import (
     BoundsExceededError,
     RenderBudget,
 )
+from headrace.models.text.user_text import inherit
 
 _LEFT_OUT: Final = frozenset({"pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr"})
 # Filters that visit a whole container.
 _THOROUGH: Final = frozenset(
     "dictsort e escape forceescape groupby list max min safe sort string unique urlencode".split()
+)
+# Filters that write a text; the others return what they get, or a part of it.
+_WRITING: Final = frozenset(
+    "capitalize center e escape forceescape format indent lower replace safe string title tojson trim truncate upper "
+    "urlencode".split()
 )
 
 
@@ -114,9 +120,13 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
             value = budget.materialised(value)
         _check_filter(budget, name, value, args, kwargs)
         if passes is None:
-            return budget.charged(filter(value, *args, **kwargs))
-        first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passes.name]
-        return budget.charged(filter(first, value, *args, **kwargs))
+            result = filter(value, *args, **kwargs)
+        else:
+            first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+            result = filter(first[passes.name], value, *args, **kwargs)
+        if budget.tracks and name in _WRITING:
+            result = inherit(result, value, args, kwargs)
+        return budget.charged(result)
 
     return bounded
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, update_wrapper
-from types import BuiltinMethodType, MethodType
+from types import BuiltinMethodType, CodeType, MethodType
 from typing import Any, Final, cast
 
 import jinja2
@@ -29,6 +29,7 @@ from markupsafe import Markup
 
 from headrace.models.text.template_bounds import RENDER_BUDGET
 from headrace.models.text.template_filters import bounded_filters, checked_method
+from headrace.models.text.user_text import UserText, has_user_text, inherit, join, plain
 
 _TEXT_METHODS: Final = frozenset(
     "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
@@ -136,9 +137,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "namespace": SandboxNamespace,
         }
 
-    def prepare(self, source: str) -> jinja2.Template:
-        tree = _Rewriter().visit(self.parse(source))
-        return jinja2.Template.from_code(self, self.compile(tree), self.globals)
+    def prepare(self, source: str) -> tuple[CodeType, frozenset[str]]:
+        """Return the code of a template and its literal texts."""
+        parsed = self.parse(source)
+        literals = {node.data for node in parsed.find_all(nodes.TemplateData)}
+        literals.update(node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str))
+        tree = _Rewriter().visit(parsed)
+        return self.compile(tree), frozenset(literals)
+
+    def template(self, code: CodeType) -> jinja2.Template:
+        return jinja2.Template.from_code(self, code, self.globals)
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:  # jinja's name for the join of a block's or macro's output
+        return join("", pieces) if RENDER_BUDGET.get().tracks else "".join(pieces)
 
     # The rewritten tree calls these three methods; a template cannot name them.
     def tick(self) -> bool:
@@ -158,7 +170,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget.tick()
         if isinstance(owner, str):
             args = checked_method(budget, owner, __obj.__name__, args, kwargs)
+            if budget.tracks and not isinstance(owner, UserText) and has_user_text((args, kwargs)):
+                __obj = getattr(UserText(owner, ()), __obj.__name__)
         result = super().call(__context, __obj, *args, **kwargs)
+        if budget.tracks and isinstance(owner, str):
+            result = inherit(result, owner, args, kwargs)
         # `get` returns an existing value.
         return result if isinstance(owner, dict) and __obj.__name__ == "get" else budget.charged(result)
 
@@ -195,7 +211,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                     raise TypeError("format_map() takes exactly one mapping")
                 args, kwargs = (), cast("dict[str, Any]", args[0])
             RENDER_BUDGET.get().check(len(owner))
-            return type(owner)(formatter.vformat(owner, args, kwargs))
+            text = formatter.vformat(plain(owner), args, kwargs)
+            return inherit(text, owner, args, kwargs) if RENDER_BUDGET.get().tracks else type(owner)(text)
 
         return update_wrapper(formatted, value)
 

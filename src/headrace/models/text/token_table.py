@@ -7,11 +7,15 @@ The result equals that of `tokenizers`; read_pieces returns None for a file wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import msgspec
 
+from headrace.errors import ModelError
+from headrace.models.formats.json_file import read_bounded
 from headrace.models.text.detokenizer import TokenPieces, read_decoder
+from headrace.models.text.tokenizer_files import TOKENIZER_LIMIT
 
 
 class AddedTokenEntry(msgspec.Struct):
@@ -71,6 +75,21 @@ def read_pieces(
     special = {added.id for added in file.added_tokens if added.special}
     special.update(ids[text] for text in named_special if text in ids)
     return TokenPieces(TokenTable(texts), decoder, special), ids
+
+
+def read_token_ids(path: Path, words: Iterable[str]) -> dict[str, int]:
+    """Return the ids of words that are tokens. Raise ModelError if one is not."""
+    if not path.exists():
+        raise ModelError("The folder has no tokenizer. Expected tokenizer.json.", path=path)
+    try:
+        file = msgspec.json.decode(read_bounded(path, TOKENIZER_LIMIT), type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise ModelError("The file is not a tokenizer.", path=path) from None
+    ids = _ids(file) or {}
+    for word in words:
+        if word not in ids:
+            raise ModelError(f"The vocabulary has no token {word[:80]!r}.", path=path)
+    return {word: ids[word] for word in words}
 
 
 def _ids(file: _File) -> dict[str, int] | None:

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model folder: special tokens, chat templates and end-of-text tokens.
+"""Builds a model's tokenizer: special tokens, chat templates and end-of-text tokens.
 
 The encoder takes most of the loading time. A server loads it at start and a worker only when a grammar needs it, so its
 libraries are imported where it is loaded.
@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from headrace.errors import ModelError, RequestError
-from headrace.models.formats.json_file import decode_text, parse_json_object, read_bounded, read_json, read_text
+from headrace.models.formats.json_file import decode_text, parse_json_object
 from headrace.models.text.bpe_file import is_tokenizers_error, read_bpe
+from headrace.models.text.control_tokens import ControlTokens, encoding_of
 from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
 from headrace.models.text.token_table import read_pieces
+from headrace.models.text.tokenizer_files import TokenizerFiles, read_folder
+from headrace.models.text.user_text import UserText
 
 if TYPE_CHECKING:
     import tokenizers
 
     from headrace.models.text.chat_template import ChatTemplate
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "PairFrame", "Tokenizer"]
 
-TOKENIZER_LIMIT: Final = 256 * 1024 * 1024  # 256 MiB; the largest in use are about 40 MiB
-_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Tokenizer files that `tokenizers` cannot read.
-_SLOW: Final = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+_LEAST_PART: Final = 16 * 1024  # characters
+_EDGE: Final = 64  # tokens
+_MANY: Final = 1024  # tokens; beyond, a batch of one is decoded, because only that releases the interpreter lock
 
 
 class _Encoder(NamedTuple):
@@ -37,6 +39,16 @@ class _Encoder(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     templates: Mapping[str, ChatTemplate]
     frame: tuple[list[int], list[int]] | None  # tokens around a text; None: those of the tokenizer
+    control: ControlTokens
+
+
+class PairFrame(NamedTuple):
+    """The tokens around two texts."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    typed: int | None  # the token of `between` at which the second type begins (its length: the second text)
 
 
 class Tokenizer:
@@ -61,50 +73,58 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
-        """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens."""
-        config, special_tokens = _read_settings(folder)
-        encoder = _read_encoder(folder, vocab_size, config, special_tokens)
-        tokenizer = encoder.tokenizer
-        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        special.update(id for token in special_tokens.values() if (id := tokenizer.token_to_id(token)) is not None)
-        decoder: Any = tokenizer.decoder
-        kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
-        pieces = TokenPieces(tokenizer, kind, special)
-        return cls._of(folder, lambda: encoder, pieces, tokenizer.token_to_id, vocab_size, special_tokens)
+        """Load the tokenizer of a folder in Hugging Face layout."""
+        return cls.build(read_folder(folder, vocab_size), vocab_size)
 
     @classmethod
     def load_for_decoding(cls, folder: Path, vocab_size: int) -> Tokenizer:
+        """Load what decoding needs of the tokenizer of a folder; see `build_for_decoding`."""
+        return cls.build_for_decoding(read_folder(folder, vocab_size), vocab_size)
+
+    @classmethod
+    def build(cls, files: TokenizerFiles, vocab_size: int) -> Tokenizer:
+        """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens."""
+        encoder = _read_encoder(files, vocab_size)
+        tokenizer = encoder.tokenizer
+        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        special.update(
+            id for token in files.special_tokens.values() if (id := tokenizer.token_to_id(token)) is not None
+        )
+        decoder: Any = tokenizer.decoder
+        kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
+        pieces = TokenPieces(tokenizer, kind, special)
+        return cls._of(files, lambda: encoder, pieces, tokenizer.token_to_id, vocab_size)
+
+    @classmethod
+    def build_for_decoding(cls, files: TokenizerFiles, vocab_size: int) -> Tokenizer:
         """Load what decoding needs. The encoder is loaded on first use and raises its errors then."""
-        config, special_tokens = _read_settings(folder)
-        data = read_bounded(_tokenizer_path(folder), TOKENIZER_LIMIT)
-        table = read_pieces(data, vocab_size, special_tokens.values())
+        table = read_pieces(files.read(), vocab_size, files.special_tokens.values())
         if table is None:
-            return cls.load(folder, vocab_size)
+            return cls.build(files, vocab_size)
         pieces, ids = table
-        encoder = partial(_read_encoder, folder, vocab_size, config, special_tokens)
-        return cls._of(folder, encoder, pieces, ids.get, vocab_size, special_tokens)
+        return cls._of(files, partial(_read_encoder, files, vocab_size), pieces, ids.get, vocab_size)
 
     @classmethod
     def _of(
         cls,
-        folder: Path,
+        files: TokenizerFiles,
         encoder: Callable[[], _Encoder],
         pieces: TokenPieces,
         token_to_id: Callable[[str], int | None],
         vocab_size: int,
-        special_tokens: Mapping[str, str],
     ) -> Tokenizer:
         def named(name: str) -> int | None:
-            token = special_tokens.get(name)
+            token = files.special_tokens.get(name)
             return None if token is None else token_to_id(token)
 
+        eos_id = named("eos_token")
         return cls(
             encoder,
             pieces,
             vocab_size=vocab_size,
-            special_tokens=special_tokens,
+            special_tokens=files.special_tokens,
             bos_id=named("bos_token"),
-            eos_ids=_eos_ids(folder, named("eos_token"), vocab_size),
+            eos_ids=files.eos_ids or (frozenset() if eos_id is None else frozenset({eos_id})),
         )
 
     @cached_property
@@ -126,20 +146,94 @@ class Tokenizer:
         _ = self._encoder
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokenizer, _, frame = self._encoder
+        """Tokenise a text. Strings of control tokens in it become control tokens, except in a UserText the user's."""
+        tokenizer, _, frame, control = self._encoder
         own_frame = add_special_tokens and frame is None
         try:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=own_frame).ids
+            if isinstance(text, UserText) and (len(text.spans) != 1 or control.may_be_in((text,))):
+                ids: list[int] = control.encode(text)
+                if own_frame:
+                    before, after = _own_frame(tokenizer)
+                    ids = [*before, *ids, *after]
+            else:
+                ids = encoding_of(tokenizer, text, add_special_tokens=own_frame).ids
         except (TypeError, UnicodeEncodeError):  # depends on the version of `tokenizers`
             raise RequestError("The text contains half of a surrogate pair, which is not a character.") from None
         if add_special_tokens and frame is not None:
             return [*frame[0], *ids, *frame[1]]
         return ids
 
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` puts before and after a text."""
+        tokenizer, _, frame, _ = self._encoder
+        return _own_frame(tokenizer) if frame is None else frame
+
+    @cached_property
+    def pair_frame(self) -> PairFrame:
+        """The tokens that the tokenizer puts around and between two texts. RequestError if it knows no pairs."""
+        tokenizer = self._encoder.tokenizer
+        pair = tokenizer.encode("a", "b", add_special_tokens=True)
+        sides: list[int | None] = pair.sequence_ids
+        types: list[int] = pair.type_ids
+        if 0 not in sides or 1 not in sides:
+            raise RequestError("The tokenizer has no form for a pair of texts.", parameter="model")
+        first, last = sides.index(0), len(sides) - sides[::-1].index(0)
+        second, end = sides.index(1), len(sides) - sides[::-1].index(1)
+        typed = types.index(1) if 1 in types else -1
+        if last > second or (typed >= 0 and 0 in types[typed:]) or (typed >= 0 and not last <= typed <= second):
+            raise RequestError("The tokenizer's form for a pair of texts is not supported.", parameter="model")
+        ids: list[int] = pair.ids
+        return PairFrame(ids[:first], ids[last:second], ids[end:], typed - last if typed >= 0 else None)
+
+    def difference(self, other: Tokenizer) -> str | None:
+        """Return in words a token that this tokenizer and another do not share, or None. Unused tokens at the end of a
+        vocabulary do not count."""
+        mine, others = (
+            {id: text for text, id in each._encoder.tokenizer.get_vocab().items()} for each in (self, other)
+        )
+        for id in range(min(max(mine, default=-1), max(others, default=-1)) + 1):
+            if mine.get(id) != others.get(id):
+                return f"token {id} is {mine.get(id)!r} in one and {others.get(id)!r} in the other"
+        return None
+
+    def encode_within(self, text: str, most: int, *, keep_end: bool = False) -> tuple[list[int], bool]:
+        """Tokenise a text into at most this many tokens, and say whether it was cut. The tokens around a text stay."""
+        if len(text) > 2 * _LEAST_PART:
+            text, was_cut = self._part(text, most, keep_end=keep_end)
+        else:
+            was_cut = False
+        ids = self.encode(text)
+        if len(ids) <= most:
+            return ids, was_cut
+        before, after = self.frame
+        room = most - len(before) - len(after)
+        if room < 1:
+            raise RequestError(
+                f"{most} tokens have no room for a text between the model's own. Expected at least {most - room + 1}.",
+                parameter="truncate_prompt_tokens",
+            )
+        inner = ids[len(before) : len(ids) - len(after)]
+        return [*before, *(inner[-room:] if keep_end else inner[:room]), *after], True
+
+    def _part(self, text: str, most: int, *, keep_end: bool) -> tuple[str, bool]:
+        """Return a part of a long text that surely has more than `most` tokens, so that not all of it is tokenised."""
+        size = _LEAST_PART
+        while size < len(text):
+            part = text[-size:] if keep_end else text[:size]
+            # A token at the edge may be another in the whole text, so a few more are wanted.
+            if len(self.encode(part, add_special_tokens=False)) > most + _EDGE:
+                return part, True
+            size *= 4
+        return text, False
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text that a Detokenizer emits piece by piece."""
         if self.pieces.kind.form != "pieces":
-            return self._encoder.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            tokens = list(ids)
+            if len(tokens) <= _MANY:
+                return self._encoder.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+            return self._encoder.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.finish()])
 
@@ -157,7 +251,7 @@ class Tokenizer:
 
     @property
     def uses_clock(self) -> bool:
-        """Whether the same messages may give another prompt later."""
+        """True if the same messages may give another prompt later."""
         return any(template.uses_clock for template in self._encoder.templates.values())
 
     def apply_template(
@@ -169,51 +263,26 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """Render a chat. Encode the result with add_special_tokens=False: the template writes the special tokens."""
+        """Render a chat. Encode the result with add_special_tokens=False: the template writes the special tokens.
+
+        If the messages could be read as control tokens, the result is a UserText, which `encode` keeps apart.
+        """
         template = self.tool_template if tools else self.template
         if template is None:
             raise RequestError("The model has no chat template. Use it for text completion.", parameter="messages")
-        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+        forges = self._encoder.control.may_be_in
+        return template.render(messages, forges, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
 
 
-def _read_settings(folder: Path) -> tuple[dict[str, object], dict[str, str]]:
-    """Read tokenizer_config.json and the special tokens by their names in templates."""
-    config = _optional_json(folder / "tokenizer_config.json")
-    return config, _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
-
-
-def _read_encoder(
-    folder: Path, vocab_size: int, config: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> _Encoder:
-    path = _tokenizer_path(folder)
-    tokenizer = _drop_excess_tokens(read_bounded(path, TOKENIZER_LIMIT), vocab_size, path)
+def _read_encoder(files: TokenizerFiles, vocab_size: int) -> _Encoder:
+    tokenizer = _drop_excess_tokens(files.read(), vocab_size, files.path)
     # Truncation saved with the tokenizer would silently cut prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _mark_special(tokenizer, special_tokens)
-    return _Encoder(tokenizer, _templates(folder, config, special_tokens), _frame(config, tokenizer, special_tokens))
-
-
-def _tokenizer_path(folder: Path) -> Path:
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise _missing(folder)
-    return path
-
-
-def _missing(folder: Path) -> ModelError:
-    slow = next((name for name in _SLOW if (folder / name).exists()), None)
-    if slow is None:
-        return ModelError("The folder has no tokenizer. Expected tokenizer.json.", path=folder)
-    return ModelError(
-        f"The folder has its tokenizer only as '{slow}'. Expected tokenizer.json. Convert it with transformers: "
-        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
-        path=folder,
-    )
-
-
-def _optional_json(path: Path) -> dict[str, object]:
-    return read_json(path) if path.exists() else {}
+    _mark_special(tokenizer, files.special_tokens)
+    templates = _templates(files)
+    control = ControlTokens(tokenizer, [(template.source, template.literals) for template in templates.values()])
+    return _Encoder(tokenizer, templates, _frame(files.config, tokenizer, files.special_tokens), control)
 
 
 def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
@@ -250,28 +319,6 @@ def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.
     return _parse(json.dumps(content), path)
 
 
-def _special_tokens(config: Mapping[str, object], legacy: Mapping[str, object]) -> dict[str, str]:
-    """Return the special tokens by their names in templates."""
-    tokens: dict[str, str] = {}
-    for source in (legacy, config):
-        for name in _NAMED:
-            if (content := _token_content(source.get(name))) is not None:
-                tokens[name] = content
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        for name, value in cast("dict[str, object]", extra).items():
-            if (content := _token_content(value)) is not None:
-                tokens.setdefault(name, content)
-    return tokens
-
-
-def _token_content(value: object) -> str | None:
-    """Return the text of a special token, which is a string or an object with "content"."""
-    if isinstance(value, dict):
-        value = cast("dict[str, object]", value).get("content")
-    return value if isinstance(value, str) else None
-
-
 def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
     """Mark named special tokens that older converters left unmarked."""
     from tokenizers import AddedToken
@@ -296,47 +343,19 @@ def _frame(
     return ends[0], ends[1]
 
 
-def _eos_ids(folder: Path, eos_id: int | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-text tokens of the first file that names any, or else the tokenizer's own."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = _optional_json(path).get("eos_token_id")
-        ids = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
-            raise ModelError("Key 'eos_token_id' must be an integer or a list of integers.", path=path)
-        # Ids past the vocabulary are never generated.
-        fitting = frozenset(id for id in cast("list[int]", ids) if 0 <= id < vocab_size)
-        if fitting:
-            return fitting
-    return frozenset() if eos_id is None else frozenset({eos_id})
+def _own_frame(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer puts before and after a text."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    mask: list[int] = encoding.special_tokens_mask
+    first = mask.index(0) if 0 in mask else len(mask)
+    last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+    return encoding.ids[:first], encoding.ids[last:]
 
 
-def _templates(
-    folder: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> dict[str, ChatTemplate]:
-    from headrace.models.text.chat_template import SOURCE_LIMIT, ChatTemplate
+def _templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
+    from headrace.models.text.chat_template import ChatTemplate
 
-    sources: dict[str, tuple[str, Path]] = {}
-    path = folder / "tokenizer_config.json"
-    value = config.get("chat_template")
-    if isinstance(value, str):
-        sources["default"] = (value, path)
-    elif isinstance(value, list):
-        for entry in cast("list[object]", value):
-            named = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
-            name, source = named.get("name"), named.get("template")
-            if not isinstance(name, str) or not isinstance(source, str):
-                raise ModelError(
-                    "Key 'chat_template' must be a string or a list of objects with name and template.", path=path
-                )
-            sources[name] = (source, path)
-    elif value is not None:
-        raise ModelError("Key 'chat_template' must be a string or a list of objects with name and template.", path=path)
-    for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
-        if (folder / place).exists():
-            sources[name] = (read_text(folder / place, limit=4 * SOURCE_LIMIT), folder / place)
     return {
-        name: ChatTemplate(source, special_tokens=special_tokens, path=origin)
-        for name, (source, origin) in sources.items()
-        if name in ("default", "tool_use")
+        name: ChatTemplate(source, special_tokens=files.special_tokens, path=path)
+        for name, (source, path) in files.templates().items()
     }

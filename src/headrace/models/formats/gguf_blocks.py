@@ -1,0 +1,214 @@
+"""Decodes the block types of GGUF: how many weights and bytes a block has, and its values as f32.
+
+The arithmetic is that of the reference, in f32 and in its order, so values are equal bit for bit. Does not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]  # [blocks, bytes of a block]
+F32 = NDArray[np.float32]
+
+_DECODED: Final = 1 << 22  # weights decoded at once, so that the memory in between stays small
+_NIBBLES: Final = np.array([0, 4], dtype=np.uint8)[:, None]
+_PAIRS: Final = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+_BITS: Final = np.arange(8, dtype=np.uint8)[:, None]
+_IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+_IQ4_CODES: Final = (_IQ4 + np.float32(128)).astype(np.uint8)
+
+
+class Block(NamedTuple):
+    weights: int
+    bytes: int
+    decode: Callable[[Bytes], F32]  # [blocks, weights], or with more axes
+
+
+class Codes(NamedTuple):
+    """Weights as scale * (code - zero), in groups of 32 inputs that share a scale."""
+
+    codes: NDArray[np.uint8]  # [outputs, inputs]
+    scales: F32  # [outputs, groups]
+
+
+def decode_rows(rows: Bytes, type_name: str) -> F32:
+    """Return the values of rows of whole blocks, decoded a few rows at a time."""
+    block = BLOCKS[type_name]
+    width = rows.shape[1] // block.bytes * block.weights
+    values = np.empty((len(rows), width), dtype=np.float32)
+    step = max(1, _DECODED // max(width, 1))
+    for start in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[start : start + step])
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # a hostile scale: packing rejects values that are not finite
+            values[start : start + step] = block.decode(part.reshape(-1, block.bytes)).reshape(len(part), width)
+    return values
+
+
+def exact_codes(rows: Bytes, type_name: str) -> Codes:
+    """Return the codes and scales of rows of a type in EXACT_BITS. The zero is in the middle: 128, or 8 of Q4_0."""
+    block = BLOCKS[type_name]
+    blocks = np.ascontiguousarray(rows).reshape(-1, block.bytes)
+    scales = _half(blocks, 0)
+    match type_name:
+        case "Q8_0":
+            codes = blocks[:, 2:] ^ np.uint8(128)
+        case "Q5_0":
+            codes = _fives(blocks, 2) + np.uint8(128 - 16)
+        case "Q4_0":
+            codes = _nibbles(blocks[:, 2:], 16)
+        case "IQ4_NL":
+            codes = _IQ4_CODES[_nibbles(blocks[:, 2:], 16)]
+        case _:
+            codes = _IQ4_CODES[_nibbles(blocks[:, 8:], 16)]
+            with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale
+                scales = _iq4_xs_scales(blocks)
+    return Codes(codes.reshape(len(rows), -1), np.ascontiguousarray(scales.reshape(len(rows), -1)))
+
+
+def _half(blocks: Bytes, at: int) -> F32:
+    """Return the f16 at a place of every block, as [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(data: Bytes, run: int) -> Bytes:
+    """Return the low nibbles of every run of bytes, then its high ones."""
+    return ((data.reshape(len(data), -1, 1, run) >> _NIBBLES) & np.uint8(15)).reshape(len(data), -1)
+
+
+def _minus(values: NDArray[np.uint8], zero: int) -> F32:
+    result: F32 = np.subtract(values, zero, dtype=np.float32)
+    return result
+
+
+def _dense(dtype: str) -> Callable[[Bytes], F32]:
+    return lambda blocks: blocks.view(dtype).astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> F32:
+    return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * _minus(_nibbles(blocks[:, 2:], 16), 8)
+
+
+def _q4_1(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).astype(np.float32) + _half(blocks, 2)
+
+
+def _fives(blocks: Bytes, at: int) -> Bytes:
+    high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+    return _nibbles(blocks[:, at + 4 :], 16) | (high << np.uint8(4))
+
+
+def _q5_0(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * _minus(_fives(blocks, 2), 16)
+
+
+def _q5_1(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * _fives(blocks, 4).astype(np.float32) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q2_k(blocks: Bytes) -> F32:
+    scales, data = blocks[:, :16], blocks[:, 16:80]
+    scale = (_half(blocks, 80) * (scales & np.uint8(15)).astype(np.float32))[:, :, None]
+    minimum = (_half(blocks, 82) * (scales >> np.uint8(4)).astype(np.float32))[:, :, None]
+    codes = ((data.reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
+    values: F32 = np.subtract(scale * codes.astype(np.float32), minimum)
+    return values
+
+
+def _q3_k(blocks: Bytes) -> F32:
+    high, data, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    low_scales = (packed[:, None, :8] >> _NIBBLES).reshape(-1, 16) & np.uint8(15)
+    high_scales = (packed[:, None, 8:] >> _PAIRS).reshape(-1, 16) & np.uint8(3)
+    scales = _minus(low_scales | (high_scales << np.uint8(4)), 32)
+    scale = (_half(blocks, 108) * scales)[:, :, None]
+    low = ((data.reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
+    set_bits = ((high[:, None, :] >> _BITS) & np.uint8(1)).reshape(-1, 16, 16)
+    return scale * _minus(low | (set_bits << np.uint8(2)), 4)
+
+
+def _scales_and_minima(blocks: Bytes) -> tuple[F32, F32]:
+    """Return the scales and minima of the eight groups of a Q4_K or Q5_K block, six bits each."""
+    packed = blocks[:, 4:16].reshape(-1, 3, 4)
+    first, second, rest = packed[:, 0], packed[:, 1], packed[:, 2]
+    two = np.uint8(2)
+    scales = np.hstack([first & np.uint8(63), (rest & np.uint8(15)) | ((first >> two) & np.uint8(48))])
+    minima = np.hstack([second & np.uint8(63), (rest >> np.uint8(4)) | ((second >> two) & np.uint8(48))])
+    scale = _half(blocks, 0) * scales.astype(np.float32)
+    minimum = _half(blocks, 2) * minima.astype(np.float32)
+    return scale[:, :, None], minimum[:, :, None]
+
+
+def _q4_k(blocks: Bytes) -> F32:
+    scale, minimum = _scales_and_minima(blocks)
+    return scale * _nibbles(blocks[:, 16:], 32).reshape(-1, 8, 32).astype(np.float32) - minimum
+
+
+def _q5_k(blocks: Bytes) -> F32:
+    scale, minimum = _scales_and_minima(blocks)
+    low = _nibbles(blocks[:, 48:], 32).reshape(-1, 8, 32)
+    high = (blocks[:, None, 16:48] >> _BITS) & np.uint8(1)
+    return scale * (low | (high << np.uint8(4))).astype(np.float32) - minimum
+
+
+def _q6_k(blocks: Bytes) -> F32:
+    low = _nibbles(blocks[:, :128], 64)
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 256)
+    codes = _minus(low | (high << np.uint8(4)), 32)
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return scale[:, :, None] * codes.reshape(-1, 16, 16)
+
+
+def _iq4_nl(blocks: Bytes) -> F32:
+    return _half(blocks, 0) * _IQ4[_nibbles(blocks[:, 2:], 16)]
+
+
+def _iq4_xs_scales(blocks: Bytes) -> F32:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
+    low = ((blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8)) & np.uint8(15)).reshape(-1, 8)
+    scales = _minus(low | ((high.astype(np.uint8) & np.uint8(3)) << np.uint8(4)), 32)
+    return _half(blocks, 0) * scales
+
+
+def _iq4_xs(blocks: Bytes) -> F32:
+    return _iq4_xs_scales(blocks)[:, :, None] * _IQ4[_nibbles(blocks[:, 8:], 16)].reshape(-1, 8, 32)
+
+
+BLOCKS: Final[Mapping[str, Block]] = {
+    "F32": Block(1, 4, _dense("<f4")),
+    "F16": Block(1, 2, _dense("<f2")),
+    "BF16": Block(1, 2, _bf16),
+    "Q8_0": Block(32, 34, _q8_0),
+    "Q4_0": Block(32, 18, _q4_0),
+    "Q4_1": Block(32, 20, _q4_1),
+    "Q5_0": Block(32, 22, _q5_0),
+    "Q5_1": Block(32, 24, _q5_1),
+    "Q2_K": Block(256, 84, _q2_k),
+    "Q3_K": Block(256, 110, _q3_k),
+    "Q4_K": Block(256, 144, _q4_k),
+    "Q5_K": Block(256, 176, _q5_k),
+    "Q6_K": Block(256, 210, _q6_k),
+    "IQ4_NL": Block(32, 18, _iq4_nl),
+    "IQ4_XS": Block(256, 136, _iq4_xs),
+}
+# Types whose weights are a scale times whole numbers in groups of 32, as the kernels have them, and the bits of those.
+EXACT_BITS: Final[Mapping[str, int]] = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "IQ4_NL": 8, "IQ4_XS": 8}
+# The types' numbers in files; those that BLOCKS lacks are refused by name.
+TYPE_NAMES: Final[Mapping[int, str]] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip

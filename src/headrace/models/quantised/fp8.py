@@ -1,0 +1,99 @@
+"""Reads layers in FP8 (E4M3 or E5M2): `weight` with `weight_scale` or `weight_scale_inv`, which multiplies it.
+
+A scale belongs to the tensor, to a row, or to a block of rows and inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.models.config_json import ConfigJson
+from headrace.models.formats.quantised_layer import FLOATS, AffineCodes, QuantisedLayer, StoredLayout
+
+FP8: Final = ("F8_E4M3", "F8_E5M2")
+_AT_ONCE: Final = 1 << 22  # weights that are widened at a time
+_MAX_BLOCK: Final = 1 << 17
+
+
+def _table(exponent_bits: int, *, infinities: bool) -> NDArray[np.float32]:
+    """Return what each of the 256 bytes stands for."""
+    mantissa_bits = 7 - exponent_bits
+    codes = np.arange(256)
+    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = codes & (1 << mantissa_bits) - 1
+    bias = (1 << exponent_bits - 1) - 1
+    values = np.ldexp(np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits)), 0).astype(np.float32)
+    values = np.ldexp(values, np.maximum(exponent, 1) - bias - mantissa_bits).astype(np.float32)
+    top = exponent == (1 << exponent_bits) - 1
+    if infinities:
+        values[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
+    else:
+        values[top & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
+    return np.where(codes >= 128, -values, values).astype(np.float32)
+
+
+_TABLES: Final = {"F8_E4M3": _table(4, infinities=False), "F8_E5M2": _table(5, infinities=True)}
+
+
+class Fp8(msgspec.Struct, frozen=True):
+    block: tuple[int, int] | None = None  # rows and inputs that share a scale
+
+    label = "FP8"
+    marker = "weight"
+    parts = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "output_scale")
+
+    @classmethod
+    def from_config(cls, config: ConfigJson) -> Fp8:
+        return cls(read_block(config, "weight_block_size"))
+
+    def owns(self, layer: QuantisedLayer) -> bool:
+        return layer.dtype("weight") in FP8
+
+    def shape(self, layer: QuantisedLayer) -> tuple[int, int]:
+        outputs, inputs = layer.matrix("weight", *FP8)
+        shapes = [(), (1,), (1, 1), (outputs,), (outputs, 1)]
+        if self.block is not None:
+            shapes.append((-(-outputs // self.block[0]), -(-inputs // self.block[1])))
+        layer.check(_scale_of(layer), FLOATS, *shapes)
+        return outputs, inputs
+
+    def layout(self, layer: QuantisedLayer) -> StoredLayout:
+        return StoredLayout("float", 8)
+
+    def codes(self, layer: QuantisedLayer) -> AffineCodes | None:
+        return None
+
+    def dense(self, layer: QuantisedLayer) -> NDArray[np.float32]:
+        outputs, inputs = self.shape(layer)
+        table = _TABLES[layer.dtype("weight") or ""]
+        codes = layer.data("weight")
+        scales = layer.floats(_scale_of(layer))
+        scales = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
+        height, width = self.block or (1, inputs)
+        if scales.shape[1] == 1 and scales.shape[0] in (1, outputs):
+            height, width = outputs // scales.shape[0], inputs
+        column = np.arange(inputs) // width
+        values = np.empty((outputs, inputs), dtype=np.float32)
+        step = max(1, _AT_ONCE // inputs)
+        for start in range(0, outputs, step):
+            rows = np.arange(start, min(start + step, outputs))
+            np.multiply(table[codes[rows]], scales[rows // height][:, column], out=values[start : start + step])
+        return values
+
+
+def read_block(config: ConfigJson, key: str) -> tuple[int, int] | None:
+    """Return the rows and inputs of a block; None if there are no blocks."""
+    sizes = config.optional_sizes(key, minimum=1, maximum=_MAX_BLOCK, max_items=2)
+    if sizes is None:
+        return None
+    if len(sizes) != 2:
+        raise config.mismatch(key, "two sizes, of rows and of inputs")
+    return sizes[0], sizes[1]
+
+
+def _scale_of(layer: QuantisedLayer) -> str:
+    return "weight_scale_inv" if layer.has("weight_scale_inv") else "weight_scale"

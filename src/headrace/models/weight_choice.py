@@ -1,0 +1,88 @@
+"""Chooses the precision of a model's weights when the user names none ("auto"), and says why.
+
+What is not quantised on disk becomes bf16. Whole numbers keep their codes, where the kernels have a layout for them;
+everything else goes to the nearest richer precision. Does not read weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from headrace.models.formats.model_weights import ModelWeights
+from headrace.models.formats.quantised_layer import StoredLayout
+from headrace.models.gguf.gguf_weights import GgufWeights
+from headrace.models.model_folder import ModelFolder
+from headrace.models.precision import AUTO, Precision, WeightPlan, parse_plan
+from headrace.models.spec import is_product
+
+_RICHER: Final = Precision("int8", 32, rotated=True)
+_LONGEST: Final = 128  # inputs of a group: activations are rounded per group too, so long groups are divided
+_UNIT: Final = 32  # inputs; the kernels' groups are multiples of it
+
+
+def choose_plan(
+    folder: ModelFolder,
+    weights: str = AUTO,
+    *,
+    group: str | int | None = None,
+    keep: Sequence[str] | Mapping[str, str] = (),
+) -> WeightPlan:
+    """Return the plan that a user's options mean for a model."""
+    plan = parse_plan(weights, group=group, keep=keep, embedder=folder.spec.embeds)
+    if weights != AUTO:
+        return plan
+    stored = {name: _precision(folder, name) for name in folder.shapes if is_product(name)}
+    found = {name: precision for name, precision in stored.items() if precision is not None}
+    return msgspec.structs.replace(plan, stored=found)
+
+
+def describe_choice(folder: ModelFolder, plan: WeightPlan) -> str:
+    """Return what most weights became and why; empty if nothing was chosen."""
+    if not plan.stored or isinstance(folder.weights, ModelWeights):
+        return ""
+    if isinstance(folder.weights, GgufWeights):
+        return _describe_blocks(folder, plan, folder.weights)
+    precision, _ = Counter(plan.stored.values()).most_common(1)[0]
+    if precision.stored:
+        why = "the codes in the files"
+    elif precision.format == "bf16":
+        why = "it loses less than integers"
+    else:
+        why = "the kernels have no layout for the codes in the files"
+    return f"{precision.name} from {folder.weights.scheme.label}: {why}"
+
+
+def _describe_blocks(folder: ModelFolder, plan: WeightPlan, weights: GgufWeights) -> str:
+    """Return what the types of a GGUF file became, most weights first: a file mixes several."""
+    sizes: Counter[tuple[str, Precision]] = Counter()
+    for name, precision in plan.stored.items():
+        kinds = sorted({weights.block_type(part.name) for part in folder.sources[name]})
+        sizes[" with ".join(kinds), precision] += math.prod(folder.shapes[name])
+    return "; ".join(
+        f"{precision.name} from GGUF's {kind}, {'the codes in the file' if precision.stored else 'repacked'}"
+        for (kind, precision), _ in sizes.most_common()
+    )
+
+
+def _precision(folder: ModelFolder, name: str) -> Precision | None:
+    """Return the precision of a tensor that is quantised on disk, in all its parts; None if it is not."""
+    layouts: set[StoredLayout] = set()
+    for part in folder.sources[name]:
+        layout = None if part.index is not None else folder.weights.layout(part.name)
+        if layout is None:
+            return None
+        layouts.add(layout)
+    if any(layout.kind == "float" for layout in layouts):
+        return Precision("bf16")  # a value of FP8 times its scale, rounded to 8 bits of fraction
+    layout = layouts.pop()
+    if layouts or layout.kind != "codes":
+        return _RICHER
+    group = _LONGEST if layout.group % _LONGEST == 0 else layout.group
+    if group % _UNIT:
+        return _RICHER
+    return Precision("int4" if layout.bits <= 4 else "int8", group, stored=True, zeros=not layout.symmetric)

@@ -1,0 +1,90 @@
+"""Keys of a config that Headrace does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ModelError
+from headrace.models.synthetic.public_shapes import SHAPE_NAMES, find_shape
+from tests.models.tiny_models import TINY, Reference, saved_config, spec_of
+
+Tiny = Callable[[str], Reference]
+
+# As transformers writes them for public checkpoints, beside the sizes.
+ORIGIN: dict[str, Any] = {
+    "_name_or_path": "x/y",
+    "attention_dropout": 0.1,
+    "auto_map": {"AutoModel": "modeling_x.X"},
+    "bos_token_id": 1,
+    "do_sample": True,
+    "id2label": {"0": "LABEL_0"},
+    "initializer_range": 0.02,
+    "pretraining_tp": 1,
+    "temperature": 0.6,
+    "transformers.js_config": {"dtype": "q4"},
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_never_changes_numbers_is_let_through(name: str, tiny: Tiny) -> None:
+    reference = tiny(name)
+    values = saved_config(reference)
+    assert spec_of({**values, **ORIGIN}, reference.folder) == spec_of(values, reference.folder)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tiny) -> None:
+    reference = tiny(name)
+    values = saved_config(reference)
+    plain = spec_of(values, reference.folder)
+    for found in (0.5, 1, 0, True, "x", [1], {"a": 1}):
+        with pytest.raises(ModelError, match=r"'residual_multiplier': Headrace does not know this key.*Found"):
+            spec_of({**values, "residual_multiplier": found}, reference.folder)
+    for off in (None, False, "", [], {}):
+        assert spec_of({**values, "residual_multiplier": off}, reference.folder) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"rope_interleaved": True}, "rope_interleaved.*halves"),
+        ("llama", {"sliding_window": 64}, "sliding_window.*does not know"),
+        ("llama-linear-tied", {"num_experts": 4}, "num_experts.*does not know"),
+        ("mistral", {"attention_bias": True}, "attention_bias.*does not know"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias.*does not know"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("gemma2", {"layer_scale": 2.0}, "layer_scale.*does not know"),
+        ("bert", {"embedding_size": 32}, "embedding_size.*does not know"),
+        ("bert", {"is_causal": True}, "is_causal.*encoder"),
+        ("qwen2", {"is_causal": False}, "is_causal.*sliding window"),
+        ("qwen2-yarn", {"is_causal": "no"}, "is_causal.*true or false"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:
+    reference = tiny(name)
+    with pytest.raises(ModelError, match=message):
+        spec_of({**saved_config(reference), **change}, reference.folder)
+
+
+def test_an_unknown_key_of_a_rope_or_a_nested_config_is_refused(tiny: Tiny) -> None:
+    values = saved_config(tiny("llama"))
+    values["rope_parameters"]["wobble"] = 2.0
+    with pytest.raises(ModelError, match=r"'rope_parameters.wobble'"):
+        spec_of(values)
+    values = saved_config(tiny("gemma3-vision"))
+    values["text_config"]["wobble"] = 2.0
+    with pytest.raises(ModelError, match=r"'text_config.wobble'"):
+        spec_of(values)
+
+
+@pytest.mark.parametrize("name", SHAPE_NAMES)
+def test_configs_of_public_models_are_known(name: str) -> None:
+    assert spec_of(dict(find_shape(name).config), Path("model")).vocab_size > 0

@@ -1,0 +1,140 @@
+"""The precision of a quantised file's weights when the user names none: its own codes, or what loses least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import logits
+from headrace.errors import ModelError
+from headrace.models.model_folder import open_model
+from headrace.models.packing import load_tensors, packed_size
+from headrace.models.precision import Precision
+from headrace.models.weight_choice import choose_plan, describe_choice
+from tests.models.quantised.quantised_models import GROUP, SCHEMES, Quantised, build_quantised, gptq
+from tests.models.tiny_models import CONTEXT, prompt
+
+Built = Callable[[str], Quantised]
+OWN = {
+    **dict.fromkeys(("gptq-2", "gptq-3", "gptq-4", "gptq-4-v2", "awq", "ct-w4a16-asymmetric"), ("int4", GROUP, True)),
+    **dict.fromkeys(("gptq-4-symmetric", "ct-w4a16", "ct-w3a16"), ("int4", GROUP, False)),
+    "gptq-8": ("int8", GROUP, True),
+    "gptq-8-rows": ("int8", 128, True),
+    **dict.fromkeys(("ct-w8a16-channel", "ct-w8a8", "ct-w8a8-tensor", "bnb-int8"), ("int8", 128, False)),
+}
+RICHER = ("gptq-3-v2-act-order", "gptq-4-act-order", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    made: dict[str, Quantised] = {}
+
+    def get(name: str) -> Quantised:
+        if name not in made:
+            made[name] = build_quantised(SCHEMES[name], tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def test_every_scheme_has_a_choice() -> None:
+    assert {*OWN, *RICHER, *(name for name in SCHEMES if "fp8" in name)} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_codes_are_kept_as_they_are(name: str, built: Built) -> None:
+    folder = open_model(built(name).folder)
+    plan = choose_plan(folder)
+    kind, group, zeros = OWN[name]
+    expected = Precision(kind, group, stored=True, zeros=zeros)  # pyright: ignore[reportArgumentType]
+    assert plan.precision("layers.0.attn.qkv") == plan.precision("layers.1.mlp.down") == expected
+    assert plan.precision("embed") == plan.precision("head") == Precision("bf16")
+    assert plan.name == expected.name
+    assert describe_choice(folder, plan).endswith("the codes in the files")
+    loaded = load_tensors(folder, plan, _core.Pool(1), cache=None)
+    assert loaded.bytes == packed_size(folder.spec, folder.shapes, plan)
+    packed = loaded.tensors["layers.1.mlp.down"]
+    assert isinstance(packed, _core.Packed)
+    dense = folder.tensor("layers.1.mlp.down").to_f32()
+    error = np.abs(packed.unpack() - dense).max() / np.abs(dense).max()
+    assert error < 2.0**-11  # of scales that f16 does not hold
+    if "gptq" in name or name == "awq":
+        assert error < 2.0**-23  # their scales are f16 themselves
+
+
+@pytest.mark.parametrize("name", RICHER)
+def test_codes_without_a_layout_are_repacked_richer(name: str, built: Built) -> None:
+    folder = open_model(built(name).folder)
+    plan = choose_plan(folder)
+    assert plan.name == "int8-g32"
+    assert not plan.precision("layers.0.mlp.gate_up").stored
+    assert describe_choice(folder, plan).startswith("int8-g32 from ")
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "ct-fp8-block"])
+def test_fp8_becomes_bf16_which_loses_less_than_integers(name: str, built: Built) -> None:
+    folder = open_model(built(name).folder)
+    assert choose_plan(folder).name == "bf16"
+    errors: dict[str, float] = {}
+    for weights in ("bf16", "int8-g32"):
+        packed = load_tensors(folder, choose_plan(folder, weights), _core.Pool(1), cache=None).tensors
+        found = packed["layers.0.mlp.down"]
+        assert isinstance(found, _core.Packed)
+        dense = folder.tensor("layers.0.mlp.down").to_f32()
+        errors[weights] = float(np.square(found.unpack() - dense).sum())
+    assert errors["bf16"] < errors["int8-g32"]
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "ct-w4a16", "ct-w8a8", "gptq-4-act-order", "bnb-nf4", "fp8-blocks"])
+def test_the_chosen_precision_computes_what_the_dequantised_model_does(name: str, built: Built) -> None:
+    quantised = built(name)
+    tokens = prompt(40)
+    executor = CpuExecutor.load(open_model(quantised.folder), kv="f32", threads=2, context=CONTEXT)
+    try:
+        found = logits(executor, [tokens])[0]
+    finally:
+        executor.close()
+    expected = quantised.logits(tokens)
+    # Activations are rounded to 8 bits beside integer weights, and these weights are random.
+    assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+
+
+def test_a_named_precision_and_keep_win(built: Built) -> None:
+    folder = open_model(built("gptq-4").folder)
+    assert choose_plan(folder, "int8").precision("layers.0.attn.o") == Precision("int8", 128, rotated=True)
+    plan = choose_plan(folder, keep=["layers.0.attn.*=f32"])
+    assert plan.precision("layers.0.attn.o") == Precision("f32")
+    assert plan.precision("layers.1.attn.o").stored
+
+
+def test_a_model_that_is_not_quantised_is_bf16() -> None:
+    folder = open_model(Path(__file__).parents[2] / "src/headrace/models/bundled/draft")
+    plan = choose_plan(folder)
+    assert plan == choose_plan(folder, "bf16")
+    assert describe_choice(folder, plan) == ""
+
+
+def test_packed_codes_are_mapped_on_the_next_start(built: Built, tmp_path: Path) -> None:
+    folder = open_model(built("awq").folder)
+    plan = choose_plan(folder)
+    first = load_tensors(folder, plan, _core.Pool(1), cache=tmp_path).tensors["layers.0.mlp.gate_up"]
+    again = load_tensors(folder, plan, _core.Pool(1), cache=tmp_path)
+    second = again.tensors["layers.0.mlp.gate_up"]
+    assert again.mapped
+    assert isinstance(first, _core.Packed)
+    assert isinstance(second, _core.Packed)
+    assert np.array_equal(first.unpack(), second.unpack())
+
+
+def test_zeros_of_a_file_that_claims_to_be_symmetric_are_refused(tmp_path: Path) -> None:
+    scheme = gptq(4)
+    scheme.config["sym"] = True
+    folder = open_model(build_quantised(scheme, tmp_path).folder)
+    with pytest.raises(ModelError, match="Has zeros other than 8") as caught:
+        load_tensors(folder, choose_plan(folder), _core.Pool(1), cache=None)
+    assert caught.value.tensor == "model.layers.0.self_attn.q_proj.weight"
