@@ -1,0 +1,305 @@
+"""`headrace compress`: make a model smaller, measure what that costs, and write it with a model card.
+
+Maps flags to a recipe and to the texts for calibration and measurement, shows progress and prints tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+
+from headrace.bench.evaluation.documents import Document, cut, read_prompts, read_text, tokenise
+from headrace.bench.evaluation.evaluation import (
+    LEAST_WINDOW,
+    EvaluationOptions,
+    EvaluationProgress,
+    evaluate_variants,
+)
+from headrace.bench.evaluation.evaluation_table import markdown, show
+from headrace.cli.compress_target import parse_target, planned
+from headrace.cli.evaluate import EvaluationBar
+from headrace.compress.calibration import BUNDLED_TEXT, HELD_OUT
+from headrace.compress.compressed_folder import FORMATS, folder_bytes
+from headrace.compress.compression import (
+    CompressedModel,
+    LayerProgress,
+    check_model,
+    compress_model,
+    products_of,
+    scale_type,
+)
+from headrace.compress.model_card import bits_per_weight, describe_recipe, write_card
+from headrace.compress.recipe import BITS, GROUPS, KEPT, Recipe, check_method
+from headrace.errors import RequestError
+from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.precision import parse_group
+from headrace.variant import Variant
+
+_COLUMNS: Final = 100  # width of a table that is not printed on a terminal
+
+
+def compress(
+    model: str,
+    out: Path,
+    /,
+    *,
+    method: str = "awq+gptq",
+    bits: float | None = None,
+    target_size: str | None = None,
+    max_kl: float | None = None,
+    group: str | None = None,
+    symmetric: bool | None = None,
+    keep: Annotated[list[str] | None, Parameter(negative=())] = None,
+    clip: bool = True,
+    act_order: bool = True,
+    format: str | None = None,
+    calibrate: Path | None = None,
+    calibrate_tokens: int = 16384,
+    window: int | None = None,
+    measure: Path | None = None,
+    measure_tokens: int = 10000,
+    quality: bool = True,
+    speed: bool = True,
+    restart: bool = False,
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+) -> None:
+    """Make a model smaller and measure what that costs.
+
+    Usage: headrace compress path/to/model path/to/smaller --bits 4 --calibrate prompts.jsonl
+
+    Writes a folder that Headrace serves and that other engines read, with the recipe and the measured quality in its
+    README. A command that was killed continues where it was when you repeat it.
+
+    Parameters
+    ----------
+    model
+        Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
+    out
+        Folder to write. It must not exist.
+    method
+        rtn (round to nearest), gptq, awq, awq+gptq, smoothquant (weights and activations in int8), smoothquant+gptq,
+        nf4 or nf4+gptq.
+    bits
+        Bits of each weight in the layers' products, 2 to 8. Embedding, head and norms stay as they are. A fraction,
+        such as 4.5, is a mean with scales: each product gets the bits that its measured effect deserves. Default: 4;
+        8 for smoothquant.
+    target_size
+        Size of the weight files, such as 80MB. Each product gets the bits that its measured effect deserves.
+    max_kl
+        Bound of the KL divergence from the original that the plan expects, such as 0.02. Products get few bits where
+        that costs little.
+    group
+        Inputs that share a scale: 128, 64, 32 or channel. Default: the largest that divides every row, or channel for
+        smoothquant.
+    symmetric
+        Store no zero for each group. Default: only for 8 bits.
+    keep
+        PATTERN=BITS for products whose names match, such as "layers.0.*=8"; 16 keeps them as they are. Repeatable.
+    clip
+        Search for the part of each group's range that rounds best.
+    act_order
+        Let gptq round the columns with the largest inputs first.
+    format
+        compressed-tensors or bitsandbytes (NF4 only). Default: the one that holds the method's codes.
+    calibrate
+        Text file, or JSONL file of prompts as `headrace evaluate` reads them, that is like what the model will read.
+        Default: a bundled English text about software.
+    calibrate_tokens
+        Calibrate on at most this many tokens.
+    window
+        Tokens of a calibration sequence. Default: 512, or the model's context if that is shorter.
+    measure
+        Text or JSONL file to measure the result on. Default: a tenth of the calibration text, which is not calibrated
+        on.
+    measure_tokens
+        Measure on at most this many tokens.
+    quality
+        Measure the result against the original.
+    speed
+        Measure the speed of both too.
+    restart
+        Begin again, though OUT.partial has finished layers.
+    threads
+        Threads for the measurement. Default: the machine's cores.
+    """
+    folder = open_model(find_model(model))
+    target = parse_target(bits, target_size, max_kl)
+    uniform = None if target is not None or bits is None else int(bits)
+    recipe = _recipe(
+        folder, check_method(method), uniform, group, symmetric, keep or [], clip=clip, act_order=act_order
+    )
+    kind = format or ("bitsandbytes" if recipe.grid(4).kind == "nf4" else "compressed-tensors")
+    _check_format(kind, recipe)
+    check_model(folder, recipe)
+    source = calibrate or BUNDLED_TEXT
+    documents = _documents(source, "calibrate")
+    held_out: list[Document] = []
+    if measure is None:
+        documents, held_out = _split(documents)
+    else:
+        held_out = _documents(measure, "measure")
+    sequences = _sequences(folder, documents, window, calibrate_tokens)
+    counted = sum(len(sequence) for sequence in sequences)
+    name = "the bundled text" if calibrate is None else source.name
+    if target is not None:
+        if recipe.grid(4).kind == "nf4":
+            raise RequestError("NF4 has 4 bits. Choose another method for a mixed plan.", parameter="method")
+        with EvaluationBar() as bar:
+            recipe = planned(folder, sequences, recipe, target, lambda done, total: bar.show(_sensing(done, total)))
+    with EvaluationBar() as bar:
+
+        def watch(state: LayerProgress) -> None:
+            bar.show(EvaluationProgress(state.doing, state.done, state.total))
+
+        compressed = compress_model(folder, out, sequences, recipe, format=kind, restart=restart, watch=watch)
+    if compressed.resumed:
+        print(f"Continued after layer {compressed.resumed}.", file=sys.stderr)
+    table = ""
+    if quality:
+        where = measure.name if measure else f"a tenth of {name}"
+        table = _measure(model, compressed, held_out, where, speed=speed, tokens=measure_tokens, threads=threads)
+    calibration = f"{counted:,} tokens of {name}" if recipe.calibrates else "none"
+    write_card(
+        compressed.folder,
+        folder,
+        recipe,
+        compressed.products,
+        format=kind,
+        calibration=calibration,
+        quality=table,
+    )
+    smaller = folder_bytes(compressed.folder)
+    compressed.publish(out)
+    print(
+        f"{out}: {describe_recipe(recipe)}, {bits_per_weight(folder, recipe):.2f} bits per weight in the layers. "
+        f"Weight files {folder.weights.total_bytes / 1e6:,.1f} MB before, {smaller / 1e6:,.1f} MB after."
+    )
+
+
+def _sensing(done: int, total: int) -> EvaluationProgress:
+    return EvaluationProgress("sensitivity", done, total)
+
+
+def _recipe(
+    folder: ModelFolder,
+    method: str,
+    bits: int | None,
+    group: str | None,
+    symmetric: bool | None,
+    keep: Sequence[str],
+    *,
+    clip: bool,
+    act_order: bool,
+) -> Recipe:
+    smooth = method.startswith("smoothquant")
+    chosen = (8 if smooth else 4) if bits is None else bits
+    if chosen not in BITS:
+        raise RequestError(f"'bits' must be 2 to 8, not {chosen}.", parameter="bits")
+    if method.startswith("nf4") and chosen != 4:
+        raise RequestError(f"NF4 has 4 bits, not {chosen}. Choose another method or remove --bits.", parameter="bits")
+    names = products_of(folder)
+    each = dict.fromkeys(names, chosen)
+    for entry in keep:
+        pattern, equals, kept = entry.rpartition("=")
+        if not equals or not kept.isdigit() or (int(kept) not in BITS and int(kept) != KEPT):
+            raise RequestError(f"Invalid entry '{entry}'. Expected PATTERN=BITS, 2 to 8 or 16.", parameter="keep")
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise RequestError(
+                f"--keep pattern '{pattern}' matches no product. Names look like {', '.join(names[:4])}.",
+                parameter="keep",
+            )
+        each.update(dict.fromkeys(matched, int(kept)))
+    return Recipe(
+        method=method,
+        group=_group(folder, names) if group is None and not smooth else parse_group(group or "channel"),
+        symmetric=(chosen == 8) if symmetric is None else symmetric,
+        clip=clip,
+        act_order=act_order,
+        scale_type=scale_type(folder),
+        bits=each,
+    )
+
+
+def _group(folder: ModelFolder, names: Sequence[str]) -> int:
+    """Return the largest group that divides the rows of every product; 0 if there is none."""
+    return next((size for size in GROUPS if all(folder.shapes[name][1] % size == 0 for name in names)), 0)
+
+
+def _check_format(kind: str, recipe: Recipe) -> None:
+    if kind not in FORMATS:
+        raise RequestError(f"Unknown format '{kind}'. Expected {', '.join(FORMATS)}.", parameter="format")
+    if (kind == "bitsandbytes") != (recipe.grid(4).kind == "nf4"):
+        raise RequestError(
+            f"{kind} does not hold the codes of {recipe.method}. bitsandbytes takes nf4, compressed-tensors all other "
+            "methods.",
+            parameter="format",
+        )
+
+
+def _documents(path: Path, parameter: str) -> list[Document]:
+    if not path.is_file():
+        raise RequestError(f"There is no file {path}.", parameter=parameter)
+    return read_prompts(path) if path.suffix == ".jsonl" else read_text(path)
+
+
+def _split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Return documents to calibrate and to measure on: every tenth is held out, or the last tenth of a text."""
+    if len(documents) == 1:
+        text = documents[0].prompt
+        end = len(text) - len(text) // HELD_OUT
+        if documents[0].messages or not text[end:].strip():
+            return documents, documents
+        return [Document(prompt=text[:end])], [Document(prompt=text[end:])]
+    if len(documents) < HELD_OUT:
+        return documents, documents
+    held_out = documents[HELD_OUT - 1 :: HELD_OUT]
+    return [each for number, each in enumerate(documents) if (number + 1) % HELD_OUT], held_out
+
+
+def _sequences(folder: ModelFolder, documents: Sequence[Document], window: int | None, most: int) -> list[list[int]]:
+    size = min(512, folder.spec.context) if window is None else window
+    if not LEAST_WINDOW <= size <= folder.spec.context:
+        raise RequestError(
+            f"'window' must be {LEAST_WINDOW} to {folder.spec.context} tokens, the model's context, not {size}.",
+            parameter="window",
+        )
+    if most < 1:
+        raise RequestError(f"'calibrate_tokens' must be at least 1, not {most}.", parameter="calibrate_tokens")
+    # All of a prompt is calibrated on, and not only what an evaluation scores.
+    tokens = [msgspec.structs.replace(tokenise(document, folder.tokenizer), score_from=0) for document in documents]
+    windows = cut(tokens, window=size, stride=size, most=most)
+    if not windows:
+        raise RequestError("The calibration text is too short: it has no two tokens.", parameter="calibrate")
+    return [each.tokens for each in windows]
+
+
+def _measure(
+    model: str,
+    compressed: CompressedModel,
+    documents: Sequence[Document],
+    source: str,
+    *,
+    speed: bool,
+    tokens: int,
+    threads: int | None,
+) -> str:
+    """Measure the compressed model against the original, print the table and return it as Markdown."""
+    with EvaluationBar() as bar:
+        report = evaluate_variants(
+            documents,
+            [Variant.of(str(compressed.folder), threads=threads, cache=False)],
+            source=source,
+            reference=Variant.of(model, threads=threads),
+            options=EvaluationOptions(speed=speed, tokens=tokens),
+            watch=bar.show,
+        )
+    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS))
+    return markdown(report)

@@ -1,0 +1,81 @@
+"""Writes the README of a compressed model: what was done to it, and what that costs by measurement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.compress.compressed_folder import CARD, folder_bytes
+from headrace.compress.recipe import KEPT, Recipe
+from headrace.compress.work_folder import ProductReport
+from headrace.models.formats.atomic_file import new_file
+from headrace.models.model_folder import ModelFolder
+
+
+def write_card(
+    model: Path,
+    original: ModelFolder,
+    recipe: Recipe,
+    products: Sequence[ProductReport],
+    *,
+    format: str,
+    calibration: str,
+    quality: str = "",
+) -> None:
+    """Write the card into a model folder. `calibration` says on what, `quality` is a Markdown table."""
+    with new_file(model / CARD) as file:
+        file.write(_card(model, original, recipe, products, format, calibration, quality).encode())
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """Return the recipe in a line: "awq+gptq, 4 bits in groups of 128, asymmetric"."""
+    bits = Counter(bits for bits in recipe.bits.values() if bits < KEPT)
+    spec = recipe.grid(4)
+    if spec.kind == "nf4":
+        return f"{recipe.method}, blocks of {spec.group}"
+    spelled = " and ".join(str(each) for each in sorted(bits)) or "no"
+    groups = f"in groups of {spec.group}" if spec.group else "with a scale per output"
+    return f"{recipe.method}, {spelled} bits {groups}, {'symmetric' if spec.symmetric else 'asymmetric'}"
+
+
+def bits_per_weight(original: ModelFolder, recipe: Recipe, kept_bits: int = 16) -> float:
+    """Return the mean bits of the weights of products, with their scales."""
+    sizes = {name: original.shapes[name][0] * original.shapes[name][1] for name in recipe.bits}
+    stored = {bits: kept_bits if bits == KEPT else recipe.grid(bits).stored_bits for bits in recipe.bits.values()}
+    return sum(size * stored[recipe.bits[name]] for name, size in sizes.items()) / max(sum(sizes.values()), 1)
+
+
+def _card(
+    model: Path,
+    original: ModelFolder,
+    recipe: Recipe,
+    products: Sequence[ProductReport],
+    format: str,
+    calibration: str,
+    quality: str,
+) -> str:
+    name = original.path.name
+    kept = sorted(each for each, bits in recipe.bits.items() if bits == KEPT)
+    lines = [
+        f"---\nbase_model: {name}\ntags: [{format}, headrace]\n---",
+        f"# {model.name}",
+        f"[{name}] made smaller with `headrace compress`. Serve it with `headrace serve --model {model.name}`, or with "
+        f"any engine that reads {format}.".replace(f"[{name}]", name),
+        "## Recipe",
+        f"| | |\n|---|---|\n| method | {describe_recipe(recipe)} |\n| clipping | "
+        f"{'searched' if recipe.clip else 'none'} |\n| act order | {'yes' if recipe.act_order else 'no'} (gptq) |\n"
+        f"| bits per weight | {bits_per_weight(original, recipe):.2f} in the layers' products, with their scales |\n"
+        f"| kept as they were | embedding, head, norms{''.join(f', {each}' for each in kept)} |\n"
+        f"| weight files | {original.weights.total_bytes / 1e6:,.1f} MB before, {folder_bytes(model) / 1e6:,.1f} MB "
+        f"after |\n| calibration | {calibration} |",
+    ]
+    if quality:
+        lines += ["## Quality", quality.strip()]
+    lines += [
+        "## Products",
+        "Output error: square error of a product's outputs over their square, on calibration inputs.",
+        "| product | bits | output error |\n|---|---:|---:|\n"
+        + "\n".join(f"| {each.name} | {each.bits} | {each.error:.2e} |" for each in products),
+    ]
+    return "\n\n".join(lines) + "\n"

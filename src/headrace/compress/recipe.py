@@ -1,0 +1,71 @@
+"""Describes how a model is made smaller: the method, the grid, and the bits of each tensor. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from headrace.compress.grids import NF4_BLOCK, GridSpec, ScaleType
+from headrace.errors import RequestError
+
+Scaling = Literal["none", "awq", "smoothquant"]
+Rounding = Literal["nearest", "gptq"]
+
+METHODS: Final[Mapping[str, tuple[Scaling, Rounding, Literal["integer", "nf4"]]]] = {
+    "rtn": ("none", "nearest", "integer"),
+    "gptq": ("none", "gptq", "integer"),
+    "awq": ("awq", "nearest", "integer"),
+    "awq+gptq": ("awq", "gptq", "integer"),
+    "smoothquant": ("smoothquant", "nearest", "integer"),
+    "smoothquant+gptq": ("smoothquant", "gptq", "integer"),
+    "nf4": ("none", "nearest", "nf4"),
+    "nf4+gptq": ("none", "gptq", "nf4"),
+}
+BITS: Final = (2, 3, 4, 5, 6, 7, 8)
+GROUPS: Final = (128, 64, 32)
+KEPT: Final = 16  # "bits" of a tensor that stays as it is
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How every product is made smaller; `bits` says which. What differs between two recipes differs in the result."""
+
+    method: str = "awq+gptq"
+    group: int = 128  # inputs that share a scale; 0: the whole row
+    symmetric: bool = False
+    clip: bool = True
+    act_order: bool = True
+    damping: float = 0.01
+    strength: float = 0.5  # of smoothquant
+    scale_type: ScaleType = "bf16"
+    bits: dict[str, int] = {}  # of every product, by its canonical name; 16: kept
+
+    @property
+    def scaling(self) -> Scaling:
+        return METHODS[self.method][0]
+
+    @property
+    def rounding(self) -> Rounding:
+        return METHODS[self.method][1]
+
+    @property
+    def calibrates(self) -> bool:
+        """True if the method looks at the inputs of products."""
+        return self.scaling != "none" or self.rounding != "nearest"
+
+    @property
+    def quantises_activations(self) -> bool:
+        """True if the files say that readers quantise activations too."""
+        return self.scaling == "smoothquant"
+
+    def grid(self, bits: int) -> GridSpec:
+        if METHODS[self.method][2] == "nf4":
+            return GridSpec(bits=4, group=NF4_BLOCK, kind="nf4", scale_type="f32")
+        return GridSpec(bits=bits, group=self.group, symmetric=self.symmetric, scale_type=self.scale_type)
+
+
+def check_method(name: str) -> str:
+    if name not in METHODS:
+        raise RequestError(f"Unknown method '{name}'. Expected {', '.join(METHODS)}.", parameter="method")
+    return name

@@ -1,0 +1,56 @@
+"""Puts a rounded product into the tensors of a file: compressed-tensors or bitsandbytes. Writes no file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.compress.disk_layout import DenseType
+from headrace.compress.grids import NF4, NF4_BLOCK, Grid, to_bf16
+from headrace.compress.layer_pass import F32
+from headrace.models.formats.quantised_layer import pack_bits
+
+Stored = dict[str, tuple[str, NDArray[Any]]]  # name -> (type in the file, data)
+NAMES: Final = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+def store_dense(name: str, values: F32, kind: DenseType) -> Stored:
+    """Return a tensor that is not quantised."""
+    return {name: (NAMES[kind], to_disk_type(values, kind))}
+
+
+def to_disk_type(values: F32, kind: DenseType) -> NDArray[Any]:
+    if kind == "bf16":
+        return to_bf16(values)
+    return values.astype(np.float16 if kind == "f16" else np.float32)
+
+
+def store_codes(name: str, codes: NDArray[np.uint8], grid: Grid, *, plain_int8: bool = False) -> Stored:
+    """Return the tensors that stand for `name`. `plain_int8` stores bytes and not words, as W8A8 has them."""
+    spec, layer = grid.spec, name.removesuffix(".weight")
+    if spec.kind == "nf4":
+        return _store_nf4(layer, codes, grid)
+    found = store_dense(f"{layer}.weight_scale", grid.scales, spec.scale_type)
+    if plain_int8 and spec.bits == 8 and spec.symmetric:
+        return found | {f"{layer}.weight": ("I8", (codes ^ np.uint8(128)).view(np.int8))}
+    found[f"{layer}.weight_packed"] = ("I32", pack_bits(codes, spec.bits).view(np.int32))
+    found[f"{layer}.weight_shape"] = ("I64", np.array(codes.shape, dtype=np.int64))
+    if not spec.symmetric:
+        packed = pack_bits(np.ascontiguousarray(grid.zeros.T.astype(np.uint8)), spec.bits)
+        found[f"{layer}.weight_zero_point"] = ("I32", np.ascontiguousarray(packed.T).view(np.int32))
+    return found
+
+
+def _store_nf4(layer: str, codes: NDArray[np.uint8], grid: Grid) -> Stored:
+    flat = codes.reshape(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": "bfloat16", "shape": list(codes.shape)}
+    weight = f"{layer}.weight"
+    return {
+        weight: ("U8", (flat[:, :1] << 4) | flat[:, 1:]),
+        f"{weight}.absmax": ("F32", np.ascontiguousarray(grid.scales.reshape(-1))),
+        f"{weight}.quant_map": ("F32", NF4),
+        f"{weight}.quant_state.bitsandbytes__nf4": ("U8", np.frombuffer(json.dumps(state).encode(), dtype=np.uint8)),
+    }
