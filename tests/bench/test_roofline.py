@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import headrace._core as _core
-from headrace.bench.machine import Machine, available_memory, bandwidth, probe_machine
+from headrace.bench.machine import Machine, bandwidth, probe_machine
 from headrace.bench.roofline import (
     active_parameters,
     best_peak,
@@ -95,14 +95,3 @@ def test_the_machine_is_probed() -> None:
     assert machine.peaks["fma_f32"] > 1e8
     assert machine.memory > 0
     assert bandwidth(pool, 1 << 20, seconds=0.01) > 1e8
-
-
-def test_memory_is_the_least_of_system_and_container(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    assert available_memory(tmp_path / "meminfo", tmp_path) == 1000 * 1024
-    (tmp_path / "memory.max").write_text("500000\n")
-    (tmp_path / "memory.current").write_text("100000\n")
-    assert available_memory(tmp_path / "meminfo", tmp_path) == 400000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(tmp_path / "meminfo", tmp_path) == 1000 * 1024
-    assert available_memory(tmp_path / "none", tmp_path / "none") == 0

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 import headrace._core as _core
+from headrace.engine.executors.memory import available_memory
 
 PEAKS: Final = ("fma_f32", "dot_int8", "dot_bf16", "amx_int8", "amx_bf16")
 _RUNS: Final = 4
@@ -29,7 +30,7 @@ class Machine(msgspec.Struct, frozen=True):
 def probe_machine(pool: _core.Pool, *, seconds: float = 0.1) -> Machine:
     peaks = {kind: max(_core.measure_peak(pool, kind, seconds) for _ in range(_RUNS)) for kind in PEAKS}
     return Machine(
-        cpu=_cpu_name(), threads=pool.threads, isa=_core.isa_default(), memory=available_memory(), peaks=peaks
+        cpu=cpu_name(), threads=pool.threads, isa=_core.isa_default(), memory=available_memory(), peaks=peaks
     )
 
 
@@ -39,32 +40,13 @@ def bandwidth(pool: _core.Pool, size: int, *, seconds: float = 0.15) -> float:
     return max(_core.measure_bandwidth(pool, mebibytes, seconds) for _ in range(_RUNS))
 
 
-def available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that the system and a container's limit leave, in bytes; 0 if unknown."""
-    bounds: list[int] = []
-    for line in _lines(proc):
-        if line.startswith("MemAvailable:"):
-            bounds.append(int(line.split()[1]) * 1024)  # kB
-    limit = _number(cgroup / "memory.max")
-    if limit is not None:
-        bounds.append(max(0, limit - (_number(cgroup / "memory.current") or 0)))
-    return min(bounds, default=0)
-
-
-def _lines(path: Path) -> list[str]:
+def cpu_name() -> str:
+    """Return the model name of the processor; "unknown" if the system does not say."""
     try:
-        return path.read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdecimal() else None  # "max" is no limit
-
-
-def _cpu_name() -> str:
-    for line in _lines(Path("/proc/cpuinfo")):
+        lines = []
+    for line in lines:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return "unknown"

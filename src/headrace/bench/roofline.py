@@ -50,10 +50,10 @@ def operations(spec: ModelSpec, tokens: int) -> float:
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
     seen = 0.0
     for layer in spec.layers:
+        window = min(layer.window or tokens, tokens)
         if not spec.causal:
-            seen += tokens * tokens
+            seen += tokens * tokens - (tokens - window) * (tokens - window + 1)
         else:
-            window = min(layer.window or tokens, tokens)
             seen += window * (window + 1) / 2 + (tokens - window) * window
     return 2.0 * products * tokens + 2.0 * int(np.prod(head)) + 4.0 * spec.q_size * seen
 
@@ -102,4 +102,5 @@ def _active_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         del shapes["embed"]  # one row is read
     shapes.pop("positions", None)
     shapes.pop("token_types", None)
+    shapes.pop("distances", None)
     return shapes

@@ -295,9 +295,9 @@ def test_seconds_bound_a_stage_and_what_hangs_is_cut() -> None:
             await super().__call__(heard, writer)
 
     with Fake(Hanging()) as fake:
-        result = measured(fake, seconds=0.05, drain=0.05, warmup=0)
+        result = measured(fake, seconds=0.5, drain=0.05, warmup=0)
         assert result.figures.errors == {"unfinished": 3}
-        result = measured(fake, seconds=0.05, timeout=0.02, warmup=0)
+        result = measured(fake, seconds=0.5, timeout=0.02, warmup=0)
         assert set(result.figures.errors) == {"timeout"}
 
 

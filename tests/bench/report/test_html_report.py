@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.bench.report import html_report as report_module
 from headrace.bench.report.html_report import MOST_RESULTS, html, write_html
 from headrace.bench.report.markup import Html, tag
 from headrace.bench.report.plot import MOST_POINTS, SERIES, Axis, axis, spread_out, tail_axis, thin
@@ -22,6 +21,7 @@ from headrace.bench.results.benchmark_result import BenchmarkResult, RequestStat
 from headrace.bench.results.formatting import clean, milliseconds, number, seconds
 from headrace.bench.results.result_columns import columns, lanes, percentiles, rate, running, slice_width, slices
 from headrace.errors import RequestError
+from headrace.observe.web import web_text
 from tests.support.benchmark_results import measured, swept
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' \u202egnp.exe\x00\x1b[2J"
@@ -450,7 +450,7 @@ SIGHTS = {
 
 
 def palettes() -> dict[str, dict[str, str]]:
-    style = (Path(report_module.__file__).parent / "report.css").read_text()
+    style = web_text("base.css")
     blocks = {"light": style.index(":root {"), "dark": style.index(':root[data-theme="dark"]')}
     return {
         name: dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", style[begin : style.index("}", begin)]))
@@ -477,7 +477,7 @@ def test_series_can_be_told_apart_by_colour_blind_readers_and_from_the_page(them
 
 
 def test_both_dark_palettes_are_the_same() -> None:
-    style = (Path(report_module.__file__).parent / "report.css").read_text()
+    style = web_text("base.css")
     found = [re.sub(r"\s+", " ", block) for block in re.findall(r"color-scheme: dark;(.*?)}", style, flags=re.DOTALL)]
     assert len(found) == 2
     assert found[0] == found[1]

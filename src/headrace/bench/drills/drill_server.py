@@ -21,8 +21,9 @@ from headrace.errors import HeadraceError
 KEY: Final = "drill"  # API key, with write access to the admin API
 _START_TIMEOUT_S: Final = 300.0
 _STOP_TIMEOUT_S: Final = 20.0
+_PORT_TIMEOUT_S: Final = 60.0
 
-_SERVING: Final = re.compile(r"Serving .* at (http://127\.0\.0\.1:\d+)/v1")
+_SERVING: Final = re.compile(r"^Serving .* at (http://127\.0\.0\.1:\d+)/v1", re.MULTILINE)  # with format = "text"
 _COMMON_CONFIG: Final = """
 [server]
 host = "127.0.0.1"
@@ -33,7 +34,7 @@ drain_s = 2.0
 folder = {folder}
 
 [log]
-format = "json"
+format = "text"
 
 [[keys]]
 name = "drill"
@@ -71,6 +72,7 @@ class DrillServer:
                 stdout=log,
                 stderr=log,
                 env=self._environ,
+                start_new_session=True,  # so that Ctrl-C reaches only the drill, which stops the server
             )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -133,3 +135,16 @@ class DrillServer:
             raise DrillError("The drill's server has no worker process.")
         os.kill(workers[0], signal.SIGKILL)
         return workers[0]
+
+
+async def wait_for_port(port: int, name: str, process: asyncio.subprocess.Process) -> None:
+    """Wait until a program of the drill takes connections on 127.0.0.1."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PORT_TIMEOUT_S):
+            while process.returncode is None:
+                with contextlib.suppress(ConnectionError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    return
+                await asyncio.sleep(0.05)
+    raise DrillError(f"{name} did not start within {_PORT_TIMEOUT_S:g} s.")

@@ -1,4 +1,4 @@
-"""What a playbook promises, and what a drill observed. Contains no drill."""
+"""The promises of playbooks and the observations of drills. Contains no drill."""
 
 from __future__ import annotations
 

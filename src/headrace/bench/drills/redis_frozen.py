@@ -16,14 +16,13 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from headrace.bench.drills.drill_client import ChatClient, ChatReply, retry_until
-from headrace.bench.drills.drill_server import KEY, DrillError, DrillServer
+from headrace.bench.drills.drill_server import KEY, DrillError, DrillServer, wait_for_port
 from headrace.bench.drills.promises import Promise, milliseconds, percentile
 
 WAIT_S = 0.05  # Redis timeout
 RETURN_S = 20.0  # by when Redis must count again
 _NOISE_S = 0.03  # by which two measurements on one machine may differ
 _REQUESTS = 120  # of each measurement
-_START_TIMEOUT_S = 60.0
 CONFIG = f"""
 [models.mini]
 
@@ -125,24 +124,13 @@ async def _redis() -> AsyncGenerator[tuple[int, int]]:
             *("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", folder),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # so that Ctrl-C reaches only the drill
         )
         try:
-            await _wait_for_port(port)
+            await wait_for_port(port, "redis-server", process)
             yield process.pid, port
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
                 process.kill()
             await process.wait()
-
-
-async def _wait_for_port(port: int) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            while True:
-                with contextlib.suppress(ConnectionError):
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.close()
-                    return
-                await asyncio.sleep(0.05)
-    raise DrillError(f"redis-server did not start within {_START_TIMEOUT_S:g} s.")

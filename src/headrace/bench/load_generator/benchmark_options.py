@@ -91,7 +91,7 @@ class BenchmarkOptions:
 
     @property
     def is_trace_timed(self) -> bool:
-        """Whether requests are sent at the trace's own times."""
+        """True if requests are sent at the trace's own times."""
         return self.trace is not None and not self.rates and not self.concurrency and self.ramp is None
 
     def check(self) -> None:

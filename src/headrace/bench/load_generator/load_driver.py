@@ -38,7 +38,7 @@ class StageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantLoad(msgspec.Struct, kw_only=True):
-    """What one tenant sends in a stage."""
+    """The requests of one tenant in a stage."""
 
     ahead: PrebuiltRequests
     users: int | None = None  # closed loop

@@ -84,7 +84,7 @@ class WordCosts(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Whether texts of any length can be generated exactly."""
+        """True if texts of any length can be generated exactly."""
         return 1 in self.tokens
 
     def of(self, words: int) -> float:

@@ -9,8 +9,7 @@ import msgspec
 
 from headrace.bench.client.http_client import HttpClient
 from headrace.models.formats.json_file import read_json
-from headrace.models.model_folder import find_model
-from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.model_folder import find_model, open_tokenizer
 
 _NO_BOUND: Final = 1 << 30  # vocabulary size without a config.json
 
@@ -31,13 +30,13 @@ class TokenizerCounter:
 
     def __init__(self, model: str) -> None:
         self.name = model
-        folder = find_model(model)
-        config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        path = find_model(model)
+        config = read_json(path / "config.json") if (path / "config.json").exists() else {}
         inner = config.get("text_config")
         if isinstance(inner, dict):
             config = {**cast("dict[str, object]", inner), **config}
         size = config.get("vocab_size")
-        self._tokenizer = Tokenizer.load(folder, size if isinstance(size, int) else _NO_BOUND)
+        self._tokenizer = open_tokenizer(path, size if isinstance(size, int) else _NO_BOUND)
 
     async def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False))

@@ -28,6 +28,7 @@ from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.bench.results.formatting import clean
 from headrace.bench.results.result_columns import columns
 from headrace.errors import RequestError
+from headrace.observe.web import web_text
 
 MOST_RESULTS: Final = 16  # per report; the style sheet can hide as many
 MOST_WARNINGS: Final = 50
@@ -59,8 +60,8 @@ def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str =
     title = "Benchmark of " + (every[0].model or every[0].url or "a server")
     if len(runs) > 1:
         title = "Benchmark of " + ", ".join(run.name for run in runs)
-    style = (_HERE / "report.css").read_text(encoding="utf-8")
-    script = (_HERE / "report.js").read_text(encoding="utf-8")
+    style = web_text("base.css", "charts.css") + (_HERE / "report.css").read_text(encoding="utf-8")
+    script = web_text("theme.js", "tooltips.js") + (_HERE / "report.js").read_text(encoding="utf-8")
     # Nothing may be loaded. Even if escaping failed, no other script could run: only this digest is allowed.
     own = f"style-src {_digest(style)}; script-src {_digest(script)}"
     policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"

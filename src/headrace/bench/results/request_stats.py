@@ -95,7 +95,7 @@ def span(rows: Sequence[RequestRow]) -> float:
 
 
 def is_good(row: RequestRow, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and met every objective. TPOT needs two tokens: an answer of one meets any."""
+    """True if a request succeeded and met every objective. TPOT needs two tokens: an answer of one meets any."""
     if not row.ok:
         return False
     for name, most in objectives.items():

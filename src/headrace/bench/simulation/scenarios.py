@@ -23,7 +23,7 @@ DRAIN_S = 600.0  # seconds that a run continues after the last arrival
 
 
 class ScenarioSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all compared orders have in common."""
+    """The setup that all compared orders share."""
 
     mix: TrafficMix
     hardware: Hardware

@@ -63,7 +63,7 @@ def spread(values: Iterable[float]) -> LatencyPercentiles | None:
 
 
 def is_good(record: RequestOutcome, policy: Policy) -> bool:
-    """Whether a request finished in time and met its surface's TTFT and mean ITL."""
+    """True if a request finished in time and met its surface's TTFT and mean ITL."""
     surface = policy.surfaces[record.request.surface]
     whole = record.finish in (FinishReason.STOP, FinishReason.LENGTH)
     in_time = record.request.deadline is None or record.end <= record.request.deadline
