@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.executors.executor import StepBatch, StepTicket
 from headrace.engine.executors.runner import embed, greedy, logits
 from headrace.engine.grammar.constraints import Grammar
+from headrace.engine.interface.grammar_spec import GrammarTrigger
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams, sequence_seed
 from headrace.engine.interface.sequence_result import SequenceResult
@@ -35,6 +37,10 @@ SCHEMA = json.dumps(
 )
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 PENALISED = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
+
+
+# Free text in which every "e" begins a call.
+CALLS = Grammar("lark", 'start: "e" /[a-d]{2,6}/ ";"', trigger=GrammarTrigger(("e",), repeats=True))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,7 @@ def mixed(stop: str) -> list[GenerationRequest]:
         request("penalised", prompt=PROMPT * 2, sampling=PENALISED, max_tokens=40),
         request("several", n=3, sampling=SAMPLED),
         request("grammar", grammar=Grammar("json_schema", SCHEMA), sampling=SAMPLED, max_tokens=60),
+        request("calls", grammar=CALLS, sampling=SAMPLED, max_tokens=60),
         request("biased", sampling=SamplingParams(logit_bias={77: 3.0}, min_p=0.02, temperature=1.0, seed=2)),
         request("stopped", stop=(stop,), max_tokens=40),
         request("short", prompt=(9,), max_tokens=3, sampling=SamplingParams(temperature=2.0, top_k=50, seed=8)),
@@ -84,6 +91,8 @@ def test_greedy_tokens_are_those_of_the_executor_driven_directly(opened: OpenedV
     assert answer.text == opened.tokenizer.decode(expected)
     assert answer.ending is not None
     assert (answer.ending.finish, answer.ending.usage.output_tokens) == (FinishReason.LENGTH, 24)
+    usage = answer.ending.usage
+    assert (usage.prefill_steps, usage.prefill_steps + usage.decode_steps) == (1, 24)
 
 
 def test_company_changes_nothing(engine: Engine, stop: str, alone: dict[str, list[SequenceResult]]) -> None:
@@ -148,7 +157,7 @@ def test_sequences_that_are_preempted_come_back_with_the_same_tokens(tiny_folder
     assert other.scheduler.stats().preempted > 0
 
 
-@pytest.mark.parametrize("id", ["greedy", "penalised", "grammar", "biased", "stopped"])
+@pytest.mark.parametrize("id", ["greedy", "penalised", "grammar", "calls", "biased", "stopped"])
 def test_an_answer_goes_on_from_the_tokens_of_another_engine(
     id: str, engine: Engine, stop: str, alone: dict[str, list[SequenceResult]]
 ) -> None:
@@ -219,6 +228,15 @@ def test_a_grammar_holds_the_text(alone: dict[str, list[SequenceResult]]) -> Non
     if answer.ending.finish is FinishReason.STOP:
         assert json.loads(answer.text).keys() == {"name", "age"}
     assert answer.text.lstrip().startswith("{")
+
+
+def test_a_grammar_holds_from_its_marker_on(alone: dict[str, list[SequenceResult]]) -> None:
+    free, *calls = alone["calls"][0].text.split("e")
+    assert free
+    assert len(calls) > 2
+    for call in calls[:-1]:
+        assert re.match("[a-d]{2,6};", call), call
+    assert re.match("[a-d]{0,6}(;|$)", calls[-1])
 
 
 def test_a_grammar_with_log_probabilities_writes_the_same(

@@ -15,6 +15,7 @@ import pytest
 
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.grammar.constraints import Grammar, GrammarCompiler
+from headrace.engine.interface.grammar_spec import GrammarTrigger
 from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.speculation.draft_model import DraftModelDrafter
@@ -34,6 +35,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"sampling": SamplingParams(temperature=1.5, seed=3, top_k=60, top_p=0.95, min_p=0.01)},
     "three at once": {"sampling": SamplingParams(temperature=3.0, seed=5), "n": 3},
+    "predicted": {"prediction": tuple(range(30, 90))},
     "penalties": {
         "sampling": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, temperature=0.7)
     },
@@ -50,6 +52,13 @@ WISHES: dict[str, dict[str, Any]] = {
     "grammar and logprobs": {
         "grammar": Grammar("json_object"),
         "sampling": SamplingParams(logprobs=1, temperature=2.0),
+    },
+    "free text and calls": {
+        "grammar": Grammar(
+            "lark", 'start: "e" /[a-d]{2,6}/ ";"', trigger=GrammarTrigger(("e",), repeats=True), best_effort=True
+        ),
+        "sampling": SamplingParams(temperature=3.0, seed=4),
+        "max_tokens": 60,
     },
     "grammar and min tokens": {"grammar": Grammar("regex", "a{1,30}"), "min_tokens": 12},
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -46,14 +46,19 @@ _HOST_SHARE: Final = 0.05  # weight of the newest step in the running mean of th
 MOST_PROMPT_LOGPROBS: Final = 1_000_000  # per prompt; each takes about ten bytes on the wire
 
 
+def _unchanged(vector: Any) -> Any:
+    return vector
+
+
 class _Step(msgspec.Struct):
     """The step under way."""
 
     plan: StepPlan
     ticket: StepTicket
     running: list[SequenceProgress]  # by share
-    masks: Masks | None  # of the sequences with a grammar, in order
+    masks: Masks | None  # of the sequences in `masked`, in order
     launched: float
+    masked: set[int]  # sequences whose grammar constrains this step, by share
     rows: SampleBatch | None = None
     mask_counts: dict[int, int] = {}  # by share
 
@@ -68,6 +73,16 @@ class EngineTiming(msgspec.Struct):
     choosing: float = 0.0  # in the sampler
     between: float = 0.0  # host time from a step's result to the next launch, without choosing
     beside: float = 0.0  # host time while a step ran
+
+
+_CORE_STEPS: Final = 64  # steps between two readings of the core's stages
+
+
+@runtime_checkable
+class _Timed(Protocol):
+    """An executor that measures its stages."""
+
+    def stage_seconds(self) -> dict[str, float]: ...
 
 
 class Engine:
@@ -92,6 +107,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.timing = EngineTiming()
         self._spec = executor.spec
+        self._after_pooling = executor.after_pooling if self._spec.pooled_layers else _unchanged
         self._grammars = grammars
         self.speculator = speculator
         self._step_time = step_time or StepTimeModel()
@@ -103,6 +119,7 @@ class Engine:
         self._step: _Step | None = None
         self._decoding: list[SequenceState] = []  # sequences of the last step that continue
         self._events: list[SequenceEvent] = []  # not delivered yet
+        self._core: dict[str, float] = {}  # seconds by stage of the core, as last read
         self._results_at = 0.0  # when the last step's results arrived; 0 after a pause
         self._host = 0.0  # running mean of host seconds between two steps
         drafter = None if speculator is None else speculator.drafter
@@ -182,7 +199,10 @@ class Engine:
                 raise RequestError(f"'{name}' has a token outside the vocabulary of {vocab} tokens.", parameter=name)
         if request.kind != "embed" and self._spec.kind != "decoder":
             raise RequestError(
-                f"{self._spec.architecture} is an encoder: it makes embeddings, not text.", parameter="model"
+                f"{self._spec.architecture} is an {self._spec.kind}: it makes embeddings, not text."
+                if self._spec.kind == "encoder"
+                else f"{self._spec.architecture} is a reranker: it scores pairs of texts and generates none.",
+                parameter="model",
             )
         if not 1 <= request.n <= self.scheduler.limits.max_sequences:
             most = self.scheduler.limits.max_sequences
@@ -224,7 +244,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, waits or is to be delivered."""
+        """True if nothing runs, waits or is to be delivered."""
         return self._step is None and not self._events and self.scheduler.idle
 
     @property
@@ -252,7 +272,7 @@ class Engine:
         batch = self._builder.build(plan, [progress.block_row for progress in running])
         launched = self._clock()
         ticket = self.executor.launch(batch)
-        step = self._step = _Step(plan, ticket, running, None, launched)
+        step = self._step = _Step(plan, ticket, running, None, launched, set())
         if self._results_at:
             between = launched - self._results_at
             self.timing.between += between
@@ -261,13 +281,16 @@ class Engine:
             if not progress.started_at:
                 progress.started_at = launched
         if not plan.hidden:
-            grammatical = [
-                (progress.grammar, share.sequence.drafted[: share.wanted - 1])
-                for share, progress in zip(plan.shares, running, strict=True)
-                if progress.grammar is not None and share.wanted
-            ]
-            if grammatical:
-                step.masks = self.grammars.launch(grammatical)
+            work: list[tuple[GrammarState, list[int]]] = []
+            for place, (share, progress) in enumerate(zip(plan.shares, running, strict=True)):
+                grammar = progress.grammar
+                if grammar is not None and share.wanted:
+                    drafts = share.sequence.drafted[: share.wanted - 1]
+                    if grammar.constrains(drafts):
+                        work.append((grammar, drafts))
+                        step.masked.add(place)
+            if work:
+                step.masks = self.grammars.launch(work)
         return ticket
 
     def _draft(self, speculator: Speculator, decoding: list[SequenceState]) -> None:
@@ -310,7 +333,7 @@ class Engine:
             if not share.wanted:
                 continue
             own = None
-            if progress.grammar is not None:
+            if place in step.masked:
                 own = next(masks)
                 step.mask_counts[place] = len(own)
             rows += progress.rows(share, own)
@@ -331,7 +354,8 @@ class Engine:
                 continue
             if event.tokens and not progress.first_at:
                 progress.first_at = now
-            outputs.append(progress.output(event, self._spec, now))
+                progress.first_step = progress.steps
+            outputs.append(progress.output(event, self._spec, now, self._after_pooling))
             if event.finish is not None:
                 del self._progress[id(sequence)]
                 if self.speculator is not None:
@@ -371,6 +395,8 @@ class Engine:
         self._step = None
         timing = self.timing
         timing.steps += 1
+        if timing.steps % _CORE_STEPS == 1 and isinstance(self.executor, _Timed):
+            self._core = self.executor.stage_seconds()  # no step runs now, so it does not wait
         timing.rows += plan.rows
         timing.device += seconds
         self._results_at = done
@@ -385,10 +411,11 @@ class Engine:
         at = 0
         speculator = self.speculator
         for place, share in enumerate(step.plan.shares):
+            progress = step.running[place]
+            progress.steps += 1
             if not share.wanted:
                 outcomes.append(ShareOutcome())
                 continue
-            progress = step.running[place]
             before = progress.accepted
             outcome = progress.outcome(share, tokens, at, rows, step.mask_counts.get(place))
             outcomes.append(outcome)
@@ -428,6 +455,7 @@ class Engine:
             "beside_seconds": timing.beside,
             "scheduler": self.scheduler.stats(),
             "blocks": self.blocks.stats(),
+            **({"core": self._core} if self._core else {}),
         }
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class PinnedPrefixes:
         if folder is not None and identity is not None:
             # One file for each kind of KV, because variants may share the folder.
             self._path = (
-                folder / f"{identity.model[:16]}-{re.sub(r'[^a-z0-9]', '', identity.kv)}-{identity.isa}.prefixes"
+                folder / f"{identity.model[:16]}-{re.sub(r'[^a-z0-9]', '', identity.kv)}-{identity.arithmetic}.prefixes"
             )
         self._numbers = itertools.count()
         self._waiting: dict[str, PinCallback] = {}

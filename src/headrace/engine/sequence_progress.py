@@ -6,7 +6,8 @@ ends it. Does not know blocks or the order in which sequences run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ from headrace.models.spec import ModelSpec
 if TYPE_CHECKING:
     from headrace.engine.grammar.constraints import GrammarState
 
+Floats = NDArray[np.float32]
+
 _NO_CHOICE: Final = "no token can be chosen: all are masked, or the logits are NaN or infinite"
 
 
@@ -40,6 +43,7 @@ class SequenceProgress:
         "chosen",
         "drafted",
         "first_at",
+        "first_step",
         "grammar",
         "held_text",
         "measured",
@@ -48,6 +52,7 @@ class SequenceProgress:
         "seed",
         "sequence",
         "started_at",
+        "steps",
         "text",
     )
 
@@ -76,12 +81,14 @@ class SequenceProgress:
         self.queued_at = now
         self.started_at = 0.0
         self.first_at = 0.0
+        self.first_step = 0  # the step of its first token
+        self.steps = 0  # with a share of it
         self.drafted = 0
         self.accepted = 0
 
     # Before the results
 
-    def rows(self, share: Share, masks: Sequence[Mask] | None) -> list[SampleRow]:
+    def rows(self, share: Share, masks: Sequence[Mask | None] | None) -> list[SampleRow]:
         """Return how to sample each wanted row of the share. Prompt rows are only measured; the last ones choose
         tokens."""
         sequence = self.sequence
@@ -183,7 +190,13 @@ class SequenceProgress:
                     self.pool = states[0].copy()
             case "last":
                 self.pool = states[-1].copy()
-            case "mean":
+            case "max":
+                rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
+                self.pool = rows.max(axis=0)
+            case "mean" | "mean_sqrt" | "weighted" as pooling:
+                if pooling == "weighted":
+                    places = np.arange(first + 1, first + 1 + len(states), dtype=np.float32)
+                    states = states * places[:, None]
                 # Add one row after the other, so that the sum does not depend on how the text was split into steps.
                 rows = states if first == 0 or self.pool is None else np.concatenate([self.pool[None], states])
                 self.pool = np.add.reduce(rows, axis=0)
@@ -192,7 +205,9 @@ class SequenceProgress:
 
     # Output
 
-    def output(self, event: SequenceEvent, spec: ModelSpec, now: float) -> SequenceOutput:
+    def output(
+        self, event: SequenceEvent, spec: ModelSpec, now: float, after_pooling: Callable[[Floats], Floats]
+    ) -> SequenceOutput:
         """Return the new output. Text that decides nothing is detokenised only here, while the next step runs."""
         sequence = self.sequence
         text = self.held_text
@@ -212,16 +227,26 @@ class SequenceProgress:
             text,
             None if self.blind else chosen,
             measured or None,
-            self._vector(spec) if ended and sequence.request.kind == "embed" else None,
+            self._vector(spec, after_pooling) if ended and sequence.request.kind == "embed" else None,
             self._ending(event, now) if ended else None,
         )
 
-    def _vector(self, spec: ModelSpec) -> bytes | None:
+    def _vector(self, spec: ModelSpec, after_pooling: Callable[[Floats], Floats]) -> bytes | None:
         if self.pool is None:
             return None
         pooled = self.pool
-        if (spec.pooling or "mean") == "mean":
-            pooled = pooled / np.float32(len(self.sequence.tokens))
+        count = len(self.sequence.tokens)
+        match spec.pooling or "mean":
+            case "mean":
+                pooled = pooled / np.float32(count)
+            case "mean_sqrt":
+                pooled = pooled / np.float32(math.sqrt(count))
+            case "weighted":
+                pooled = pooled / np.float32(count * (count + 1) // 2)
+            case _:
+                pass
+        if spec.pooled_layers:
+            pooled = after_pooling(pooled)
         if spec.normalise_embedding:
             pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
         return np.asarray(pooled, dtype="<f4").tobytes()
@@ -239,6 +264,8 @@ class SequenceProgress:
             queue_s=started - self.queued_at,
             prefill_s=first - started,
             decode_s=now - first,
+            prefill_steps=self.first_step or self.steps,
+            decode_steps=self.steps - (self.first_step or self.steps),
         )
         stop = self.text.ended if self.text is not None and isinstance(self.text.ended, str) else None
         return SequenceEnd(event.finish or FinishReason.FAILED, usage, event.why, stop)

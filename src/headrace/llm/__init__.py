@@ -7,9 +7,11 @@ token ids and chats and return whole results; `stream` returns outputs as they c
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,7 +28,8 @@ from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.supervisor import Supervisor, SupervisorTimeouts
 from headrace.engine.process.wire import WorkerConfig
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
+from headrace.llm.interrupts import held_interrupts
 from headrace.llm.prompting import (
     Generation,
     Message,
@@ -61,15 +64,22 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,  # bytes of weights packed so far, bytes in all
         **options: Any,
     ) -> None:
-        """`model` is a folder, the name of a bundled model, or a hub id."""
+        """`model` is a folder, a GGUF file, or the name of a bundled or downloaded model."""
         folder = model if isinstance(model, ModelFolder) else open_model(find_model(str(model)))
         self._opened: OpenedVariant = open_variant(
             Variant.of(str(folder.path), **options), folder=folder, progress=progress
         )
         self._engine = self._opened.engine
         context = self._opened.executor.capacity.context
-        self._asking = RequestFactory(self._opened.tokenizer, context=context)
+        folder = self._opened.folder
+        self._asking = RequestFactory(
+            self._opened.tokenizer, context=context, prompts=folder.prompts, ranking=folder.spec.ranking
+        )
         self._turn = threading.Lock()
+        self._stream: weakref.ref[Generator[SequenceOutput]] | None = None  # that has the turn
+        self._stream_thread = 0
+        self._broken = False  # interrupted while its state changed
+        self._closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -105,36 +115,68 @@ class LLM:
 
     def stream(self, prompt: Prompt, **params: Any) -> Iterator[SequenceOutput]:
         """Yield the outputs of one prompt as they come: `text`, `tokens`, and at last an `ending`."""
-        request = self._asking.generate(self._asking.tokens(prompt), params_of(**params))
-        with self._turn:
-            self._submit(request)
-            open_sequences = request.n
-            try:
-                while open_sequences:
-                    for output in self._engine.step():
-                        if output.request == request.id:
-                            open_sequences -= output.ending is not None
-                            yield output
-            finally:
-                if open_sequences:
-                    self._cancel([request.id])
+
+        def outputs() -> Generator[SequenceOutput]:
+            request = self._asking.generate(self._asking.tokens(prompt), params_of(**params))
+            with self._take_turn():
+                self._stream, self._stream_thread = own, threading.get_ident()
+                open_sequences = request.n
+                try:
+                    self._submit(request)
+                    while open_sequences:
+                        for output in self._run_step(self._engine.step):
+                            if output.request == request.id:
+                                open_sequences -= output.ending is not None
+                                yield output
+                finally:
+                    self._stream = None
+                    if open_sequences:
+                        self._cancel([request.id])
+
+        stream = outputs()
+        own = weakref.ref(stream)  # weak, so that a stream that its caller drops ends at once
+        return stream
 
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         """Return how likely each pair's second text is after its first."""
         requests = [self._asking.score(before, text) for before, text in pairs]
         return [as_score(answer) for (answer,) in self._run(requests)]
 
-    def embed(self, texts: Prompt | Iterable[Prompt]) -> NDArray[np.float32]:
-        """Return one vector for each text, pooled as the model specifies (default: the mean over its tokens)."""
-        requests = [self._asking.embed(text) for text in as_prompts(texts)]
-        width = self._opened.executor.spec.hidden_size
+    def embed(
+        self, texts: Prompt | Iterable[Prompt], *, prompt_name: str | None = None, truncate: bool = False
+    ) -> NDArray[np.float32]:
+        """Return one vector for each text, pooled as the model specifies (default: the mean over its tokens).
+
+        `prompt_name` is the name of a prompt of the model that is put before each text. `truncate` cuts texts that are
+        too long; otherwise they are a RequestError.
+        """
+        prompts = as_prompts(texts)
+        requests = [self._asking.embed(text, prompt_name=prompt_name, truncate=truncate) for text in prompts]
+        width = self._opened.executor.spec.vector_size
         return stack_vectors((answer for (answer,) in self._run(requests)), width)
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> list[float]:
+        """Return a reranker's score of each document for the query: higher is more relevant.
+
+        `instruction` says what a document must do for the query, for rerankers that take a prompt. `truncate` cuts
+        pairs that are too long; otherwise they are a RequestError.
+        """
+        requests = self._asking.rank(query, documents, instruction=instruction, truncate=truncate)
+        return self._asking.scores(answer for (answer,) in self._run(requests))
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
 
     def close(self) -> None:
+        """Wait for the step under way and end the engine. A stream that is not at its end is cancelled."""
+        stream = None if self._stream is None else self._stream()
+        if stream is not None:
+            with contextlib.suppress(ValueError):  # another thread runs it; it keeps its turn to its end
+                stream.close()
         with self._turn:
+            self._closed = True
             self._engine.close()
 
     def _generations(self, requests: list[GenerationRequest]) -> list[Generation]:
@@ -145,16 +187,17 @@ class LLM:
         answers = {request.id: [SequenceResult(index) for index in range(request.n)] for request in requests}
         waiting = deque(requests)
         running: dict[str, int] = {}  # sequences that have not ended
-        with self._turn:
+        with self._take_turn():
             try:
                 while waiting or running:
                     while waiting and len(running) < _AT_ONCE:
-                        request = waiting[0]
-                        if not self._submit(request, patient=bool(running)):
+                        request, patient = waiting[0], bool(running)
+                        running[request.id] = request.n  # before it is submitted, so that an interrupt cancels it
+                        if not self._submit(request, patient=patient):
+                            del running[request.id]
                             break
                         waiting.popleft()
-                        running[request.id] = request.n
-                    for output in self._engine.overlapped_step():
+                    for output in self._run_step(self._engine.overlapped_step):
                         if output.request not in running:
                             continue
                         answers[output.request][output.index].add(output)
@@ -169,16 +212,42 @@ class LLM:
 
     def _submit(self, request: GenerationRequest, *, patient: bool = False) -> bool:
         """Submit a request. With `patient`, return False if the queue is full; otherwise raise OverloadedError."""
-        admission = self._engine.submit(request)
+        self._check_open()
+        with held_interrupts():
+            admission = self._engine.submit(request)
         if not admission.accepted and not patient:
             raise OverloadedError(admission.why, retry_after=admission.retry_after, predicted=admission.predicted)
         return admission.accepted
 
+    def _take_turn(self) -> threading.Lock:
+        if self._stream is not None and self._stream_thread == threading.get_ident():
+            raise HeadraceError("A stream of this LLM is open. Read it to its end or close it before the next call.")
+        return self._turn
+
+    def _run_step(self, step: Callable[[], list[SequenceOutput]]) -> list[SequenceOutput]:
+        """Run a step of the engine. Ctrl-C takes effect at its end; the second one interrupts it and breaks the
+        engine."""
+        self._check_open()
+        with held_interrupts():
+            self._broken = True
+            outputs = step()
+            self._broken = False
+        return outputs
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HeadraceError("This LLM is closed. Create a new one.")
+        if self._broken:
+            raise HeadraceError("This LLM was interrupted in the middle of a step. Create a new one.")
+
     def _cancel(self, ids: list[str]) -> None:
-        for id in ids:
-            self._engine.cancel(id)
+        if self._broken or self._closed:
+            return
+        with held_interrupts():
+            for id in ids:
+                self._engine.cancel(id)
         while not self._engine.idle:
-            self._engine.step()
+            self._run_step(self._engine.step)
 
 
 class AsyncLLM:
@@ -212,13 +281,19 @@ class AsyncLLM:
         folder = open_model(find_model(str(model)))
         self.variant = Variant.of(str(folder.path), **options)
         self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
-        self._width = folder.spec.hidden_size
+        self._width = folder.spec.vector_size
         config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds)
         self.supervisor = Supervisor([config] * replicas, watch=watch, progress=progress)
         if early:
             self.supervisor.begin()
         try:
-            self._asking = RequestFactory(folder.tokenizer, context=self.context, alone="chat")
+            self._asking = RequestFactory(
+                folder.tokenizer,
+                context=self.context,
+                alone="chat",
+                prompts=folder.prompts,
+                ranking=folder.spec.ranking,
+            )
         except BaseException:
             self.abandon()
             raise
@@ -272,9 +347,18 @@ class AsyncLLM:
         requests = [self._asking.score(before, text) for before, text in pairs]
         return [as_score(answer) for (answer,) in await self._answers(requests)]
 
-    async def embed(self, texts: Prompt | Iterable[Prompt]) -> NDArray[np.float32]:
-        requests = [self._asking.embed(text) for text in as_prompts(texts)]
+    async def embed(
+        self, texts: Prompt | Iterable[Prompt], *, prompt_name: str | None = None, truncate: bool = False
+    ) -> NDArray[np.float32]:
+        prompts = as_prompts(texts)
+        requests = [self._asking.embed(text, prompt_name=prompt_name, truncate=truncate) for text in prompts]
         return stack_vectors((answer for (answer,) in await self._answers(requests)), self._width)
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> list[float]:
+        requests = self._asking.rank(query, documents, instruction=instruction, truncate=truncate)
+        return self._asking.scores(answer for (answer,) in await self._answers(requests))
 
     async def _generations(self, requests: list[GenerationRequest]) -> list[Generation]:
         answers = await self._answers(requests)

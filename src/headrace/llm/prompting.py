@@ -18,11 +18,16 @@ from headrace.engine.interface.request import FinishReason, GenerationParams, Ge
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.errors import HeadraceError, RequestError
+from headrace.models.sentence_files import Prompts
+from headrace.models.spec import RankingSpec
+from headrace.models.text.pair_encoder import PairEncoder
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.text.user_text import UserText
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
+_NO_PROMPTS: Final = Prompts()
 DEFAULT_TOKENS: Final = 256
 BULK: Final = "batch"  # the surface of work that no user watches
 _SAMPLING: Final = frozenset(SamplingParams.__struct_fields__)
@@ -60,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How likely a text is after another."""
+    """The log-probability of one text after another."""
 
     logprob: float  # sum over the text's tokens
     tokens: list[SampledToken]
@@ -95,8 +100,18 @@ class RequestFactory:
 
     _numbers = itertools.count()
 
-    def __init__(self, tokenizer: Tokenizer, *, context: int, alone: str = BULK) -> None:
-        """`alone` is the surface of a single prompt."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        alone: str = BULK,
+        prompts: Prompts = _NO_PROMPTS,
+        ranking: RankingSpec | None = None,
+    ) -> None:
+        """`alone` is the surface of a single prompt, `prompts` are an embedder's, `ranking` is a reranker's."""
+        self._prompts = prompts
+        self._ranking = ranking
         self.tokenizer = tokenizer
         self._context = context
         self._alone = alone
@@ -161,8 +176,40 @@ class RequestFactory:
             surface=BULK,
         )
 
-    def embed(self, text: Prompt) -> GenerationRequest:
-        return GenerationRequest(id=self._id(), prompt=self.tokens(text), kind="embed", surface=BULK)
+    def rank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> list[GenerationRequest]:
+        """Build requests for a reranker's scores. `truncate`: cut pairs that are too long."""
+        encoder = PairEncoder(self.tokenizer, self._reranker(), query, context=self._context, instruction=instruction)
+        pairs = [encoder.encode(document, cut=truncate) for document in documents]
+        return [
+            GenerationRequest(
+                id=self._id(), prompt=pair.tokens, kind="embed", second_text=pair.second_text, surface=BULK
+            )
+            for pair in pairs
+        ]
+
+    def scores(self, answers: Iterable[SequenceResult]) -> list[float]:
+        """Return a reranker's scores from what the engine computed."""
+        ranking = self._reranker()
+        return [ranking.score(vector.tolist()) for vector in stack_vectors(answers, 0)]
+
+    def _reranker(self) -> RankingSpec:
+        if self._ranking is None:
+            raise RequestError("The model is not a reranker. Use its embeddings to compare texts.", parameter="model")
+        return self._ranking
+
+    def embed(self, text: Prompt, *, prompt_name: str | None = None, truncate: bool = False) -> GenerationRequest:
+        """`prompt_name`: of a prompt of the model that is put before the text. `truncate`: cut a text that is too
+        long."""
+        if self._ranking is not None:
+            raise RequestError("The model is a reranker and makes no embeddings. Call `rerank`.", parameter="model")
+        if isinstance(text, str):
+            given = UserText(self._prompts.text(prompt_name) + text)
+            tokens = self.tokenizer.encode_within(given, self._context)[0] if truncate else self.tokens(given)
+        else:
+            tokens = text[: self._context] if truncate else text
+        return GenerationRequest(id=self._id(), prompt=tuple(tokens), kind="embed", surface=BULK)
 
     def _id(self) -> str:
         return f"local.{next(RequestFactory._numbers)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import Runner, embed, greedy, hidden_states, logits
 from headrace.errors import RequestError
@@ -74,6 +75,7 @@ def test_a_runner_without_free_blocks_refuses(executor: CpuExecutor) -> None:
         ({"context": 0}, "context"),
         ({"context": 10**9}, "context"),
         ({"isa": "mmx"}, "isa"),
+        ({"arithmetic": "exact"}, "arithmetic"),
         ({"keep": ["nothing=bf16"]}, "keep"),
     ],
 )
@@ -88,6 +90,20 @@ def test_an_unknown_forced_instruction_set_is_refused(tiny_folder: Path, monkeyp
     with pytest.raises(RequestError, match="mmx") as caught:
         CpuExecutor.load(open_model(tiny_folder))
     assert caught.value.parameter == "HEADRACE_ISA"
+
+
+def test_portable_arithmetic_limits_the_instruction_sets(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_ISA", raising=False)
+    executor = CpuExecutor.load(open_model(tiny_folder), arithmetic="portable")
+    assert (executor.isa, executor.arithmetic) == (_core.isa_default("portable"), "portable")
+    executor.close()
+    for isa in _core.isa_emulated():
+        with pytest.raises(RequestError, match="does not compute the portable arithmetic"):
+            CpuExecutor.load(open_model(tiny_folder), isa=isa, arithmetic="portable")
+    monkeypatch.setenv("HEADRACE_ARITHMETIC", "exact")
+    with pytest.raises(RequestError, match="Unknown arithmetic 'exact'") as caught:
+        CpuExecutor.load(open_model(tiny_folder))
+    assert caught.value.parameter == "HEADRACE_ARITHMETIC"
 
 
 def test_a_wrong_token_fails_the_step_and_not_the_executor(executor: CpuExecutor) -> None:

@@ -292,21 +292,6 @@ def test_a_clone_goes_its_own_way(grammars: GrammarCompiler, tokenizer: Tokenize
     assert other.finished
 
 
-def test_tokens_are_taken_back(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    state = grammars.compile(schema(PERSON))
-    before = mask_of(grammars, state).copy()
-    tokens = tokenizer.encode('{"name": "the')
-    state.advance(tokens)
-    after = mask_of(grammars, state).copy()
-    state.rollback(len(tokens))
-    assert np.array_equal(mask_of(grammars, state), before)
-    state.advance(tokens)
-    state.rollback(0)
-    assert np.array_equal(mask_of(grammars, state), after)
-    with pytest.raises(GrammarError):
-        state.rollback(len(tokens) + 1)
-
-
 def test_drafts_are_followed_as_far_as_the_grammar_goes(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = grammars.compile(Grammar("choice", '["fox jumps", "fox runs"]'))
     good, bad = tokenizer.encode("fox "), tokenizer.encode("dog")

@@ -35,7 +35,14 @@ from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 SIZE = 16
 BLOCK_BYTES = 96
 IDENTITY = KvIdentity(
-    model="0123", weights="int8", kv="bf16", isa="avx2", release="1", layout="1.1", block_tokens=SIZE, block_bytes=96
+    model="0123",
+    weights="int8",
+    kv="bf16",
+    arithmetic="portable",
+    release="1",
+    layout="1.1",
+    block_tokens=SIZE,
+    block_bytes=96,
 )
 TRAILER = struct.Struct("<32sQ8s")  # sha256 of the footer, its length, end magic
 Bytes = NDArray[np.uint8]
@@ -197,7 +204,7 @@ def test_a_file_without_prefixes_is_a_file(tmp_path: Path) -> None:
         ("model", "4567"),
         ("weights", "int4"),
         ("kv", "int8"),
-        ("isa", "amx"),
+        ("arithmetic", "amx"),
         ("release", "2"),
         ("layout", "2.1"),
         ("block_tokens", 32),
@@ -390,7 +397,7 @@ def test_the_identity_tells_apart_all_that_changes_kv() -> None:
         "spec": spec(),
         "plan": parse_plan("int8"),
         "kv": "bf16",
-        "isa": "avx2",
+        "arithmetic": "portable",
         "block_tokens": SIZE,
         "block_bytes": BLOCK_BYTES,
     }
@@ -401,7 +408,7 @@ def test_the_identity_tells_apart_all_that_changes_kv() -> None:
         {"plan": parse_plan("int4")},
         {"plan": parse_plan("int8", keep=["head=bf16"])},
         {"kv": "int8"},
-        {"isa": "amx"},
+        {"arithmetic": "amx"},
         {"block_tokens": 32},
         {"block_bytes": 97},
     ]

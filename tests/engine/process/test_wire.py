@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.grammar_spec import Grammar, GrammarSchema, GrammarTrigger
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
@@ -22,7 +22,13 @@ SUBMIT = wire.Submit(
         sampling=SamplingParams(temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, logprobs=3),
         stop_ids=frozenset({2, 3}),
         stop=("\n\n", "é"),
-        grammar=Grammar("json_object"),
+        grammar=Grammar(
+            "lark",
+            "start: a",
+            schemas=(GrammarSchema("a", "{}", instead="true"),),
+            trigger=GrammarTrigger(("<a>",), repeats=True, reasoning=("<b>", "</b>"), reasoning_begins="open"),
+            best_effort=True,
+        ),
     ),
     output=(5, 6),
     deadline_in_s=1.5,

@@ -25,6 +25,37 @@ def sequence(prompt: Sequence[int], output: Sequence[int] = (), *, index: int = 
     return found
 
 
+# Predictions.
+
+
+@pytest.mark.parametrize(
+    ("output", "drafts"),
+    [
+        ([], [10, 11, 12, 13]),
+        ([10], [11, 12, 13, 14]),
+        ([10, 11], [12, 13, 14, 15]),
+        ([99], []),  # it does not begin as predicted
+        ([10, 99], []),
+        ([10, 99, 12], []),
+        ([10, 99, 12, 13], [14, 15, 16, 17]),  # and goes on as predicted after a change
+    ],
+)
+def test_a_prediction_is_drafted_from_where_the_output_is_in_it(output: list[int], drafts: list[int]) -> None:
+    predicted = sequence([1, 2, 3], output, prediction=tuple(range(10, 20)))
+    assert NgramDrafter().propose(predicted, 4) == drafts
+    grown = sequence([1, 2, 3], prediction=tuple(range(10, 20)))
+    drafter = NgramDrafter()
+    for token in output:  # the same token by token
+        drafter.propose(grown, 4)
+        grown.append([token])
+    assert drafter.propose(grown, 4) == drafts
+
+
+def test_without_a_prediction_the_prompt_is_searched_as_before() -> None:
+    assert NgramDrafter().propose(sequence([7, 8, 9, 1, 7, 8]), 2) == [9, 1]
+    assert NgramDrafter().propose(sequence([7, 8, 9, 1, 7, 8], prediction=(4, 5)), 2) == [9, 1]
+
+
 # Verification.
 
 

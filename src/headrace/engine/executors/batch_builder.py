@@ -77,6 +77,9 @@ class BatchBuilder:
         self._tokens[:end] = tokens
         self._offsets[: count + 1] = offsets
         self._computed[:count] = [share.sequence.computed for share in shares]
+        seconds = None
+        if plan.hidden and any(share.sequence.request.second_text >= 0 for share in shares):
+            seconds = np.array([share.sequence.request.second_text for share in shares], dtype=np.int32)
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
         return StepBatch(
@@ -90,6 +93,7 @@ class BatchBuilder:
             copies=plan.copies,
             out=(self._states if plan.hidden else self._logits)[: len(wanted)],
             peaks=None if plan.hidden else self._peaks[: len(wanted)],
+            second_texts=seconds,
         )
 
     def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:

@@ -5,6 +5,7 @@ Owns the core's model, its KV memory and the thread that waits for it. Does not 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,24 +17,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
+from headrace.engine.executors.cgroups import cpu_quota
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
+from headrace.engine.executors.memory import MemoryNeed, check_memory
+from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
 from headrace.engine.executors.step_thread import StepCall, StepThread
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
-from headrace.models.packing import LoadedTensors, load_tensors
-from headrace.models.precision import KvType, WeightPlan, parse_kv_type, parse_plan
-from headrace.models.spec import ModelSpec
+from headrace.models.packing import LoadedTensors, load_tensors, packed_size
+from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
+from headrace.models.spec import ModelSpec, is_product
+from headrace.models.weight_choice import choose_plan
+from headrace.variant import Variant
 
 DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, if the model allows that many
 DEFAULT_MAX_ROWS: Final = 512
+_SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
+_MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may keep busy: those it may run on, within the CPU quota of its container.
+
+    A part of a core does not count: the threads of a step wait for each other, so one that is throttled stops them all.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota = cpu_quota(proc, cgroups)
+    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))
 
 
 def default_context(spec: ModelSpec) -> int:
@@ -41,17 +54,73 @@ def default_context(spec: ModelSpec) -> int:
     return min(spec.context, DEFAULT_CONTEXT)
 
 
-def choose_isa(named: str | None) -> str:
-    """Return the instruction set to use: the named one, else HEADRACE_ISA, else the best of this machine."""
+def check_options(folder: ModelFolder, variant: Variant) -> None:
+    """Raise RequestError for options that this model or this machine cannot serve. Reads no weights."""
+    plan = parse_plan(variant.weights, group=variant.group, keep=variant.keep)
+    plan.check_patterns(name for name in folder.shapes if is_product(name))
+    spec = folder.spec
+    context = default_context(spec) if variant.context is None else variant.context
+    _check_sizes(spec, 1 if variant.threads is None else variant.threads, context)
+    choose_isa(variant.isa, variant.arithmetic)
+
+
+def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
+    """Return the memory of a variant that `check_options` accepts, without its draft model. Reads no weights."""
+    plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
+    context = default_context(folder.spec) if variant.context is None else variant.context
+    return _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens)
+
+
+def _memory_need(folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int, kv_tokens: int | None) -> MemoryNeed:
+    spec = folder.spec
+    blocks_each = -(-context // _core.BLOCK)
+    blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
+    block_bytes = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, 1, kv).bytes_per_block
+    return MemoryNeed(
+        precision=plan.name,
+        weights=packed_size(spec, folder.shapes, plan),
+        kv_token=block_bytes // _core.BLOCK,
+        kv_tokens=blocks * _core.BLOCK,
+    )
+
+
+def _check_sizes(spec: ModelSpec, threads: int, context: int) -> None:
+    if not 1 <= threads <= 512:
+        raise RequestError(f"'threads' must be 1 to 512, not {threads}.", parameter="threads")
+    if not 1 <= context <= spec.context:
+        raise RequestError(
+            f"'context' must be 1 to {spec.context} tokens for this model, not {context}.", parameter="context"
+        )
+
+
+ARITHMETICS: Final = ("native", "portable")
+
+
+def choose_isa(named: str | None, arithmetic: str | None = None) -> str:
+    """Return the instruction set to use: the named one, else HEADRACE_ISA, else the best of this machine.
+
+    `arithmetic` "portable" limits the choice to instruction sets that give the same bits on every machine; None means
+    HEADRACE_ARITHMETIC, which is "native" by default.
+    """
+    place = "HEADRACE_ARITHMETIC" if arithmetic is None else "arithmetic"
+    wanted = (os.environ.get("HEADRACE_ARITHMETIC") or "native") if arithmetic is None else arithmetic
+    if wanted not in ARITHMETICS:
+        raise RequestError(f"Unknown arithmetic '{wanted}'. Expected: {', '.join(ARITHMETICS)}.", parameter=place)
     if named is None:
         try:
-            return _core.isa_default()
+            return _core.isa_default(wanted)
         except ValueError as error:
             raise RequestError(str(error), parameter="HEADRACE_ISA") from None
     known = _core.isa_available()
     if named not in (*known, *_core.isa_emulated()):
         raise RequestError(
             f"Instruction set '{named}' is not available on this machine. Available: {', '.join(known)}.",
+            parameter="isa",
+        )
+    if wanted == "portable" and _core.isa_arithmetic(named) != wanted:
+        raise RequestError(
+            f"Instruction set '{named}' does not compute the portable arithmetic. Remove 'isa', or set it to avx512, "
+            "avx2 or portable.",
             parameter="isa",
         )
     return named
@@ -86,6 +155,7 @@ class CpuExecutor:
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
         self._kv = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, capacity.blocks, kv)
         self._sampler = Sampler(spec.vocab_size, pool, isa)
+        self._head = PooledHead(spec, tensors.tensors, isa)
         self._thread = StepThread("headrace-step")
         self.load_report = LoadReport(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
 
@@ -94,7 +164,7 @@ class CpuExecutor:
         cls,
         folder: ModelFolder,
         *,
-        weights: str = "bf16",
+        weights: str = AUTO,
         group: str | int | None = None,
         keep: Sequence[str] = (),
         kv: str = "bf16",
@@ -103,30 +173,36 @@ class CpuExecutor:
         kv_tokens: int | None = None,
         max_rows: int = DEFAULT_MAX_ROWS,
         isa: str | None = None,
+        arithmetic: str | None = None,
         cache: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
         sequences)."""
         started = time.perf_counter()
-        plan = parse_plan(weights, group=group, keep=keep)
-        kv_type = parse_kv_type(kv)
         spec = folder.spec
+        plan = choose_plan(folder, weights, group=group, keep=keep)
+        kv_type = parse_kv_type(kv)
         cores = usable_cores()
         count = cores if threads is None else threads
-        if not 1 <= count <= 512:
-            raise RequestError(f"'threads' must be 1 to 512, not {count}.", parameter="threads")
         length = default_context(spec) if context is None else context
-        if not 1 <= length <= spec.context:
+        _check_sizes(spec, count, length)
+        if not spec.causal:
+            max_rows = max(max_rows, length)  # such a sequence is computed in one piece
+        need = _memory_need(folder, plan, kv_type, length, kv_tokens)
+        blocks, blocks_each = need.kv_tokens // _core.BLOCK, -(-length // _core.BLOCK)
+
+        def weights_at(precision: str) -> int:
+            return packed_size(spec, folder.shapes, parse_plan(precision, keep=keep, embedder=spec.embeds))
+
+        sequences = None if kv_tokens is not None and blocks > blocks_each else blocks // blocks_each
+        check_memory(folder.path.name, need, weights_at, sequence=length, sequences=sequences)
+        if blocks > _MOST_BLOCKS:
             raise RequestError(
-                f"'context' must be 1 to {spec.context} tokens for this model, not {length}.", parameter="context"
+                f"'kv_tokens' must be at most {_MOST_BLOCKS * _core.BLOCK}, not {kv_tokens}.", parameter="kv_tokens"
             )
-        if spec.kind == "encoder":
-            max_rows = max(max_rows, length)  # an encoder computes a sequence in one piece
-        blocks_each = -(-length // _core.BLOCK)
-        blocks = 4 * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
         capacity = Capacity(blocks=blocks, block_tokens=_core.BLOCK, max_rows=max_rows, context=length)
-        chosen = choose_isa(isa)
+        chosen = choose_isa(isa, arithmetic)
         pool = _core.Pool(count)
         tensors = load_tensors(folder, plan, pool, cache=cache, progress=progress)
         executor = cls(spec, plan, tensors, pool, kv=kv_type, capacity=capacity, isa=chosen)
@@ -135,6 +211,11 @@ class CpuExecutor:
             time.perf_counter() - started, report.weight_bytes, report.mapped, report.scratch_bytes
         )
         return executor
+
+    @property
+    def arithmetic(self) -> str:
+        """Return the arithmetic: executors with the same one compute the same bits on every machine."""
+        return _core.isa_arithmetic(self.isa)
 
     @property
     def isa(self) -> str:
@@ -162,6 +243,9 @@ class CpuExecutor:
 
     def choose(self, logits: NDArray[np.float32], rows: AnyRows, peaks: NDArray[np.float32] | None = None) -> list[int]:
         return self._sampler.choose_laid_out(logits, cast("CoreSampleBatch", rows), peaks)
+
+    def after_pooling(self, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self._head.apply(vector)
 
     def close(self) -> None:
         """Wait for the step under way and end the waiting thread."""
@@ -202,6 +286,7 @@ class CpuExecutor:
             values,
             batch.hidden,
             batch.peaks,
+            batch.second_texts,
         )
         return StepResult(values, batch.peaks)
 
@@ -227,6 +312,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "attention_softcap": spec.attention_softcap,
         "logit_softcap": spec.logit_softcap,
         "embedding_scale": spec.embedding_scale,
+        "reach": spec.max_distance,
         "top_k": experts.top_k if experts else 0,
         "normalise_experts": experts.normalise if experts else False,
         "ropes": [

@@ -40,6 +40,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     copies: Sequence[tuple[int, int]] = ()  # KV blocks to copy first, in order: from, to
     out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
+    second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -99,6 +100,10 @@ class Executor(Protocol):
     ) -> list[int]:
         """Do the rest: return a token for every row, -1 if none can be chosen. `peaks` are those of the unchanged
         logits."""
+        ...
+
+    def after_pooling(self, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Pass a pooled hidden state through the spec's `pooled_layers`."""
         ...
 
     def read_block(self, block: int) -> NDArray[np.uint8]:

@@ -150,11 +150,19 @@ def embed(executor: Executor, prompts: Sequence[Sequence[int]]) -> Floats:
     for states in hidden_states(executor, prompts):
         match spec.pooling or "mean":
             case "cls":
-                vectors.append(states[0])
+                vector = states[0]
             case "last":
-                vectors.append(states[-1])
+                vector = states[-1]
+            case "max":
+                vector = states.max(axis=0)
+            case "weighted":
+                places = np.arange(1, len(states) + 1, dtype=np.float32)
+                vector = places @ states / places.sum()
+            case "mean_sqrt":
+                vector = states.sum(axis=0) / np.float32(np.sqrt(len(states)))
             case "mean":
-                vectors.append(states.mean(axis=0))
+                vector = states.mean(axis=0)
+        vectors.append(executor.after_pooling(vector) if spec.pooled_layers else vector)
     pooled = np.stack(vectors)
     if spec.normalise_embedding:
         pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)

@@ -5,7 +5,9 @@ Handing over a call takes a few microseconds; a standard-library pool takes tens
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -68,9 +70,11 @@ class StepCall(Generic[T]):
 class StepThread:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[StepCall[Any] | None] = SimpleQueue()
-        # A daemon thread, so that a program that never closes its executor can exit.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # A daemon thread, so that a program that never closes its executor can exit; `_finish_calls` waits for a call.
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None)  # the thread of a forgotten executor ends
+        _threads.add(self)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> StepCall[T]:
         call = StepCall(function, arguments)
@@ -82,6 +86,18 @@ class StepThread:
         self._calls.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run()
+
+_threads: weakref.WeakSet[StepThread] = weakref.WeakSet()
+
+
+def _serve(calls: SimpleQueue[StepCall[Any] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+
+
+@atexit.register
+def _finish_calls() -> None:
+    """Wait for the calls under way before the interpreter ends: a thread that returns from the core to an interpreter
+    that is gone aborts the process."""
+    for thread in list(_threads):
+        thread.close()

@@ -19,18 +19,19 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
+from headrace.engine.grammar.grammar_state import CompiledGrammar, GrammarError, GrammarState, Mask, failure_reason
 from headrace.engine.grammar.token_vocabulary import Vocabulary
-from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source
-from headrace.errors import HeadraceError, ModelError, RequestError
+from headrace.engine.grammar.triggered_state import TriggeredGrammar
+from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source, schema_rule_source
+from headrace.errors import ModelError, RequestError
 from headrace.models.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -44,15 +45,7 @@ __all__ = [
     "Masks",
 ]
 
-Mask = NDArray[np.uint32]
-
 _COMPILERS: Final = 2  # threads
-_MOST_FORCED: Final = 64  # tokens at a time; about 20 us each, 100 us in a long text
-_RENEW_SECONDS: Final = 0.3  # bound on a recompilation that a step waits for, which is rare
-
-
-class GrammarError(HeadraceError):
-    """A grammar that exceeded its bounds, or reached a dead end, while in use."""
 
 
 class GrammarCompiler:
@@ -64,10 +57,10 @@ class GrammarCompiler:
         self.tokenizer = tokenizer
         self._words = -(-tokenizer.vocab_size // 32)
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._known: OrderedDict[tuple[str, Grammar], Future[CompiledGrammar]] = OrderedDict()
+        self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
+        self._known: OrderedDict[tuple[str, Grammar], Future[_Compiled]] = OrderedDict()
         self._known_bytes = 0
-        self._unfinished: list[Future[CompiledGrammar]] = []
+        self._unfinished: list[Future[_Compiled]] = []
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="headrace-grammar", initializer=_give_way)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
         self._executor = LLExecutor(threads)
@@ -81,18 +74,18 @@ class GrammarCompiler:
         key = (salt, grammar)
         known = self._known.get(key)
         if known is None:
-            source = grammar_source(grammar, limits)
+            grammar_source(grammar, limits)
             self._unfinished = [future for future in self._unfinished if not future.done()]
             if len(self._unfinished) >= limits.compiling:
                 raise RequestError(
                     f"{limits.compiling} grammars are being compiled already. Try again.", parameter="grammar"
                 )
-            known = self._known[key] = self._compilers.submit(lambda: CompiledGrammar(lambda: self._compile(source)))
+            known = self._known[key] = self._compilers.submit(self._compile, grammar)
             self._unfinished.append(known)
-            self._known_bytes += len(grammar.text)
+            self._known_bytes += grammar.size
             while len(self._known) > 1 and (len(self._known) > limits.kept or self._known_bytes > limits.kept_bytes):
                 (_, forgotten), _ = self._known.popitem(last=False)
-                self._known_bytes -= len(forgotten.text)
+                self._known_bytes -= forgotten.size
         else:
             self._known.move_to_end(key)
         return Compilation(known, limits.compile_seconds)
@@ -107,7 +100,12 @@ class GrammarCompiler:
         return Masks(self._filler.submit(self._fill, work))
 
     def mask_after(self, state: GrammarState, drafts: Sequence[int]) -> Mask | None:
-        """Return the mask after a state and its drafts at once; None if the grammar rejects the drafts."""
+        """Return the mask after a state and its drafts at once. None: everything is allowed, or the grammar rejects the
+        drafts."""
+        last = state.mask_runs(drafts)[-1]
+        if isinstance(last, list):
+            return last[-1]
+        state, drafts = last
         matcher = state.matcher
         taken = matcher.try_consume_tokens(list(drafts)) if drafts else 0
         mask: Mask | None = None
@@ -137,43 +135,96 @@ class GrammarCompiler:
             verbose_errors=False,
         )
 
-    def _read_vocabulary(self) -> LLTokenizer:
+    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
         with self._lock:
             if self._vocabulary is None:
                 try:
                     self.tokenizer.load_encoder()  # a worker's first grammar may find that the model's folder is gone
                 except ModelError as error:
                     raise RequestError(f"Grammars are not available: {error}", parameter="grammar") from None
-                self._vocabulary = Vocabulary(self.tokenizer).for_llguidance()
+                vocabulary = Vocabulary(self.tokenizer)
+                self._vocabulary = vocabulary, vocabulary.for_llguidance()
             return self._vocabulary
 
-    def _compile(self, source: str) -> LLMatcher:
-        vocabulary = self._read_vocabulary()
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        compiled: CompiledGrammar | None = None
+        vocabulary: Vocabulary | None = None
+        try:
+            vocabulary, _ = self._read_vocabulary()
+            source = self._usable_source(grammar)
+            compiled = CompiledGrammar(lambda: self._matcher(source))
+        except RequestError:
+            if not grammar.best_effort:
+                raise
+        if grammar.trigger is None:
+            assert compiled is not None
+            return compiled
+        return TriggeredGrammar(
+            compiled, grammar.trigger, vocabulary, mask_words=self._words, best_effort=grammar.best_effort
+        )
+
+    def _usable_source(self, grammar: Grammar) -> str:
+        """Return the grammar's source with as few schemas replaced as possible. It may still fail to compile."""
+        source = grammar_source(grammar, self.limits)
+        replaceable = {each.rule for each in grammar.schemas if each.instead is not None}
+        if not replaceable or self._compiles(source):
+            return source
+        bad = {each.rule for each in grammar.schemas if not self._compiles(schema_rule_source(each))} & replaceable
+        source = grammar_source(grammar, self.limits, replaced=bad)
+        if bad == replaceable or (bad and self._compiles(source)):
+            return source
+        return grammar_source(grammar, self.limits, replaced=replaceable)
+
+    def _compiles(self, source: str) -> bool:
+        try:
+            self._matcher(source)
+        except RequestError:
+            return False
+        return True
+
+    def _matcher(self, source: str) -> LLMatcher:
+        _, vocabulary = self._read_vocabulary()
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=self._parser_limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails here if the grammar allows nothing or is too complex
         if matcher.is_error():
-            raise RequestError(f"The grammar cannot be used: {_reason(matcher)}", parameter="grammar")
+            raise RequestError(f"The grammar cannot be used: {failure_reason(matcher)}", parameter="grammar")
         _check_beginning(matcher, vocabulary.eos_tokens)
         return matcher
 
-    def _fill(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
+    def _fill(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask | None]]:
         """Return each state's masks, as far as its grammar accepts the drafts; none if it failed."""
-        masks = self._compute(work)
+        runs = [state.mask_runs(drafts) for state, drafts in work]
+        computed = iter(self._follow([run for each in runs for run in each if not isinstance(run, list)]))
+        found: list[list[Mask | None]] = []
+        for each in runs:
+            mine: list[Mask | None] = []
+            for run in each:
+                masks = run if isinstance(run, list) else next(computed)
+                mine += masks
+                if not isinstance(run, list) and len(masks) <= len(run[1]):
+                    break  # the grammar goes no further: nor do the runs after it
+            found.append(mine)
+        return found
+
+    def _follow(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask | None]]:
+        """Return the masks of states that are inside their grammars."""
+        masks = self._compute(work) if work else []
         for place, (state, _) in enumerate(work):
             if state.matcher.is_error() and state.error is None:
                 # Drafts or other sequences may be to blame, and must not be noticeable: try once more without them.
                 state.rebuild()
                 masks[place] = self._compute([(state, ())])[0]
                 if state.matcher.is_error():
-                    state.error = _reason(state.matcher)
+                    state.fail()
+                    masks[place] = [None] if state.error is None else []
             if state.error is not None:
                 masks[place] = []
         return masks
 
-    def _compute(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask]]:
+    def _compute(self, work: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[list[Mask | None]]:
         rows = sum(1 + len(drafts) for _, drafts in work)
-        words = -(-self._read_vocabulary().vocab_size // 32)
+        words = -(-self._read_vocabulary()[1].vocab_size // 32)
         # A mask that is not computed stays empty, which no real mask is.
         masks = np.zeros((rows, words), dtype=np.uint32)
         alone: list[tuple[LLMatcher, int]] = []
@@ -193,9 +244,9 @@ class GrammarCompiler:
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, place, words * 4, rows)
         filled = np.any(masks, axis=1)
-        found: list[list[Mask]] = []
+        found: list[list[Mask | None]] = []
         for start, (_, drafts) in zip(starts, work, strict=True):
-            mine: list[Mask] = []
+            mine: list[Mask | None] = []
             for row in range(start, start + 1 + len(drafts)):
                 if not filled[row]:
                     break
@@ -204,16 +255,19 @@ class GrammarCompiler:
         return found
 
 
+_Compiled = CompiledGrammar | TriggeredGrammar
+
+
 class Compilation:
     """A grammar being compiled."""
 
-    def __init__(self, future: Future[CompiledGrammar], seconds: float) -> None:
+    def __init__(self, future: Future[_Compiled], seconds: float) -> None:
         self._future = future
         self._seconds = seconds
         self._until = time.monotonic() + seconds
 
     def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
+        """True if `result` returns or raises at once."""
         return self._future.done() or time.monotonic() >= self._until
 
     def result(self) -> GrammarState:
@@ -224,130 +278,25 @@ class Compilation:
             raise RequestError(
                 f"The grammar takes longer than {self._seconds:g} s to compile.", parameter="grammar"
             ) from None
-        return GrammarState(compiled)
-
-
-class CompiledGrammar:
-    """A grammar at its start, from which every sequence's state is copied.
-
-    The copies share llguidance's lexer cache and its bound. So that one sequence does not hit the bound because of
-    other sequences or of drafts, a state that failed restarts with a new compilation.
-    """
-
-    def __init__(self, make: Callable[[], LLMatcher]) -> None:
-        self._make = make
-        began = time.monotonic()
-        self.matcher = make()
-        self._seconds = time.monotonic() - began
-
-    def renew(self, failed: LLMatcher) -> None:
-        """Compile again, unless that happened since `failed` was copied, or takes too long for a step."""
-        if self.matcher is failed and self._seconds < _RENEW_SECONDS:
-            self.matcher = self._make()
+        return compiled.state()
 
 
 class Masks:
     """A step's masks, being computed."""
 
-    def __init__(self, future: Future[list[list[Mask]]]) -> None:
+    def __init__(self, future: Future[list[list[Mask | None]]]) -> None:
         self._future = future
 
     def done(self) -> bool:
         return self._future.done()
 
-    def collect(self) -> list[list[Mask]]:
+    def collect(self) -> list[list[Mask | None]]:
         """Return, for each state, a mask for its next token and for the one after each draft, as far as its grammar
-        goes.
+        goes; None where everything is allowed.
 
         Rows beyond that must not be sampled. No mask at all means that the state failed; its `error` says why.
         """
         return self._future.result()
-
-
-class GrammarState:
-    """One sequence's position in its grammar."""
-
-    def __init__(self, compiled: CompiledGrammar) -> None:
-        self._compiled = compiled
-        self._origin = compiled.matcher
-        self.matcher = self._origin.deep_copy()
-        self.tokens: list[int] = []
-        self.error: str | None = None  # why it cannot continue
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing may follow: the text is complete, or the tokens included its end."""
-        return self.matcher.is_stopped() and not self.matcher.is_error()
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the text may end here."""
-        return self.matcher.is_accepting()
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        """Advance over the tokens. Return how many were taken: none after the one that finished the grammar.
-
-        Raise GrammarError for a token that the grammar does not allow or that exceeds its bounds.
-        """
-        for count, token in enumerate(tokens):
-            if self.finished:
-                return count
-            self._consume(token)
-            self.tokens.append(token)
-        return len(tokens)
-
-    def forced(self, most: int) -> list[int]:
-        """Return the tokens that must come next, at most `most`, and advance over them.
-
-        They are what sampling under the masks would choose. There may be more to come: a forced text can have any
-        length, and this call stays short.
-        """
-        most = min(most, _MOST_FORCED)
-        found: list[int] = []
-        # Use only the first token: the mask would allow it, but later ones may be tokenised differently after it.
-        while len(found) < most and not self.finished and (tokens := self.matcher.compute_ff_tokens()):
-            self._consume(tokens[0])
-            self.tokens.append(tokens[0])
-            found.append(tokens[0])
-        return found
-
-    def fitting(self, drafts: Sequence[int]) -> int:
-        """Return how many of the drafts the grammar accepts, without advancing."""
-        if not drafts or self.finished:
-            return 0
-        return self.matcher.validate_tokens(list(drafts))
-
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens."""
-        if count and not self.matcher.rollback(count):
-            raise GrammarError(f"The grammar cannot be rolled back: {_reason(self.matcher)}")
-        if count:
-            del self.tokens[-count:]
-
-    def clone(self) -> GrammarState:
-        copy = GrammarState.__new__(GrammarState)
-        copy._compiled = self._compiled
-        copy._origin = self._origin
-        copy.matcher = self.matcher.deep_copy()
-        copy.tokens = list(self.tokens)
-        copy.error = self.error
-        return copy
-
-    def rebuild(self) -> None:
-        """Rebuild the state from its tokens alone, without traces of drafts or of other sequences."""
-        self._compiled.renew(self._origin)
-        self._origin = self._compiled.matcher
-        self.matcher = self._origin.deep_copy()
-        self.matcher.consume_tokens(self.tokens)
-
-    def _consume(self, token: int) -> None:
-        if not self.matcher.consume_token(token):
-            if self.error is None:
-                self.rebuild()  # drafts or other sequences may be to blame
-                if self.matcher.consume_token(token):
-                    return
-                self.error = _reason(self.matcher)
-            raise GrammarError(f"The grammar cannot be followed: {self.error}")
 
 
 def _check_beginning(compiled: LLMatcher, ends: Sequence[int]) -> None:
@@ -358,14 +307,10 @@ def _check_beginning(compiled: LLMatcher, ends: Sequence[int]) -> None:
     tokens: list[int] = np.flatnonzero(bits)[: 1 + len(ends)].tolist()
     token = next((token for token in tokens if token not in ends), tokens[0])
     if not trial.consume_token(token) or not trial.rollback(1):
-        raise RequestError(f"The grammar cannot be used: {_reason(trial)}", parameter="grammar")
+        raise RequestError(f"The grammar cannot be used: {failure_reason(trial)}", parameter="grammar")
 
 
 def _give_way() -> None:
     """Lower the thread's priority, so that a slow compilation does not take the processor from the steps."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _reason(matcher: LLMatcher) -> str:
-    return matcher.get_error().split("\n<state>")[0].strip()[:500] or "no reason given"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import cached_property
 from typing import Final, cast
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -29,6 +31,7 @@ class Vocabulary:
         special = {token for token in range(size) if tokenizer.is_special(token)} | tokenizer.eos_ids
         self.tokens = [token_bytes(tokenizer, token) for token in range(size)]
         self.special_token_ids = sorted(special)
+        self._special = frozenset(special)
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = min(tokenizer.eos_ids, default=None)
         self._eos_ids = sorted(tokenizer.eos_ids)
@@ -36,9 +39,43 @@ class Vocabulary:
         self._own = [b"" if token in special else text for token, text in enumerate(self.tokens)]
         self._by_bytes = {text: token for token, text in reversed(list(enumerate(self._own))) if text}
         self._longest = max(map(len, self._by_bytes), default=0)
+        self._containing: dict[bytes, list[int]] = {}  # by marker; there are as many as tool formats
 
     def for_llguidance(self) -> LLTokenizer:
         return LLTokenizer(cast("TokenizerWrapper", self), eos_token=self._eos_ids or None)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def spell(self, text: bytes) -> list[int]:
+        """Return tokens whose bytes form the text, longest first; none if there are no such tokens."""
+        try:
+            return self._greedy(text)
+        except RequestError:
+            return []
+
+    def completing(self, tail: bytes, markers: tuple[bytes, ...]) -> list[int]:
+        """Return the tokens that may complete one of the markers after `tail`, which is a beginning of a marker."""
+        found: set[int] = set()
+        for marker in markers:
+            if marker not in self._containing:
+                self._containing[marker] = [token for token, text in enumerate(self.tokens) if marker in text]
+            found.update(self._containing[marker])
+            if tail and marker.startswith(tail):
+                found.update(self._beginning_with(marker[len(tail) :]))
+        return sorted(found)
+
+    def _beginning_with(self, start: bytes) -> list[int]:
+        at = bisect_left(self._sorted, (start, -1))
+        found: list[int] = []
+        while at < len(self._sorted) and self._sorted[at][0].startswith(start):
+            found.append(self._sorted[at][1])
+            at += 1
+        return found
+
+    @cached_property
+    def _sorted(self) -> list[tuple[bytes, int]]:
+        return sorted((text, token) for token, text in enumerate(self.tokens))
 
     def __call__(self, text: str) -> list[int]:
         """Return tokens whose bytes form the text, as the tokenizer would produce them if possible.

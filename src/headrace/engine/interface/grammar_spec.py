@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
@@ -22,9 +23,37 @@ _WHITESPACE: Final = r"[\x20\x09]{1,4}|\x0D?\x0A[\x20\x09]{0,32}"
 _TEMPERATURE: Final = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 
 
-class Grammar(msgspec.Struct, frozen=True):
+class GrammarTrigger(msgspec.Struct, frozen=True):
+    """Begins a grammar in the middle of free text: the text is free up to a marker, and the grammar covers the marker
+    and what follows it. Tokens that would complete a marker and continue it against the grammar are never sampled."""
+
+    markers: tuple[str, ...]
+    at_start: bool = False  # counts only as the first thing in the answer, after whitespace
+    repeats: bool = False  # text is free again after the grammar's end; False: the answer ends there
+    # The opening and closing marker of reasoning at the answer's beginning, in which no marker counts.
+    reasoning: tuple[str, str] | None = None
+    reasoning_begins: Literal["open", "closed", "unknown"] = "unknown"  # by the prompt; unknown: the answer shows it
+
+
+class GrammarSchema(msgspec.Struct, frozen=True):
+    """A rule of a Lark grammar that is a JSON schema."""
+
+    rule: str
+    schema: str
+    instead: str | None = None  # the schema to use if this one cannot be; None: the grammar is rejected
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: GrammarKind
     text: str = ""  # choice: a JSON list of strings; json_object: empty
+    schemas: tuple[GrammarSchema, ...] = ()  # lark: further rules
+    trigger: GrammarTrigger | None = None  # None: the grammar covers the whole answer
+    best_effort: bool = False  # with a trigger: if the grammar cannot be used, the text stays free
+
+    @property
+    def size(self) -> int:
+        """Characters of source text."""
+        return len(self.text) + sum(len(each.schema) for each in self.schemas)
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +74,13 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     lexer_states: int = 30_000  # per compiled grammar; about 1.5 kB each
 
 
-def grammar_source(grammar: Grammar, limits: GrammarLimits) -> str:
-    """Return the grammar in llguidance's format. Raise RequestError for errors that are visible without compiling."""
-    if len(grammar.text) > limits.text_bytes or len(grammar.text.encode(errors="replace")) > limits.text_bytes:
+def grammar_source(grammar: Grammar, limits: GrammarLimits, *, replaced: Collection[str] = ()) -> str:
+    """Return the grammar in llguidance's format. Raise RequestError for errors that are visible without compiling.
+
+    `replaced` are rules whose replacement is used. If the text is too long, the longest schemas are replaced too.
+    """
+    text = grammar.text if not grammar.schemas else _with_schemas(grammar, limits.text_bytes, replaced)
+    if len(text) > limits.text_bytes or len(text.encode(errors="replace")) > limits.text_bytes:
         raise RequestError(f"The grammar is longer than {limits.text_bytes} bytes.", parameter="grammar")
     match grammar.kind:
         case "json_object":
@@ -73,7 +106,29 @@ def grammar_source(grammar: Grammar, limits: GrammarLimits) -> str:
         case "lark":
             if _TEMPERATURE.search(grammar.text):
                 raise RequestError("A grammar cannot set the temperature.", parameter="grammar")
-            return _lark_source(grammar.text)
+            return _lark_source(text)
+
+
+def schema_rule_source(schema: GrammarSchema) -> str:
+    """Return the source of a grammar that is one rule's schema alone."""
+    return _lark_source(f"start: %json {schema.schema}")
+
+
+def _with_schemas(grammar: Grammar, most: int, replaced: Collection[str]) -> str:
+    chosen = {
+        each.rule: each.instead if each.instead is not None and each.rule in replaced else each.schema
+        for each in grammar.schemas
+    }
+    size = len(grammar.text.encode(errors="replace")) + sum(
+        len(text.encode(errors="replace")) for text in chosen.values()
+    )
+    for each in sorted(grammar.schemas, key=lambda each: len(each.schema), reverse=True):
+        if size + 32 * len(chosen) <= most:
+            break
+        if each.instead is not None:
+            size -= len(chosen[each.rule].encode(errors="replace")) - len(each.instead)
+            chosen[each.rule] = each.instead
+    return "\n".join([grammar.text, *(f"{rule}: %json {text}" for rule, text in chosen.items())])
 
 
 def _lark_source(text: str) -> str:

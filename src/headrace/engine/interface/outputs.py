@@ -19,6 +19,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float  # from submission to its first share of a step
     prefill_s: float  # from then to its first token
     decode_s: float  # from then to its end
+    prefill_steps: int = 0  # steps with a share of the sequence up to its first token, and from then to its end
+    decode_steps: int = 0
 
 
 class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):

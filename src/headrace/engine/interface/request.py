@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a caller may ask of a generation, beside its prompt."""
+    """The parameters of a generation, without its prompt."""
 
     sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None  # None: as many as fit in the context, or the endpoint's default
@@ -54,6 +54,8 @@ class GenerationRequest(GenerationParams, frozen=True, kw_only=True, omit_defaul
     kind: RequestKind = "generate"  # score: log-probabilities of prompt tokens; embed: hidden states
     max_tokens: int = 256
     surface: str = "chat"
+    prediction: tuple[int, ...] = ()  # tokens that much of the output may repeat: drafts, which change no output
+    second_text: int = -1  # embed: prompt token at which the second text of a pair starts, if it has another type
     score_from: int = 0  # first prompt token to score; the very first token has no log-probability
     tenant: str = ""  # for the fair share and the statistics
     weight: float = 1.0  # the tenant's weight in the fair share

@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def penalises(self) -> bool:
-        """Whether the tokens so far influence the choice."""
+        """True if the tokens so far influence the choice."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.errors import RequestError
-from headrace.models.precision import parse_kv_type, parse_plan, parse_precision
+from headrace.models.precision import AUTO, parse_kv_type, parse_plan, parse_precision
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
+MOST_ROWS: Final = 65_536  # of a step, as the core allows
 SPECULATION: Final = ("none", "ngram", "model")
 
 
@@ -26,12 +27,14 @@ def check_variant(variant: Variant) -> None:
             "'draft_model' requires speculation 'model', and speculation 'model' requires 'draft_model'.",
             parameter="draft_model",
         )
-    if variant.draft_weights is not None:
+    if variant.draft_weights not in (None, AUTO):
         parse_precision(variant.draft_weights, parameter="draft_weights")
     for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts"):
         value = getattr(variant, name)
         if value is not None and value < 1:
             raise RequestError(f"'{name}' must be at least 1, not {value}.", parameter=name)
+    if variant.max_rows > MOST_ROWS:
+        raise RequestError(f"'max_rows' must be 1 to {MOST_ROWS}, not {variant.max_rows}.", parameter="max_rows")
     if not 1 <= variant.max_sequences <= 4096:
         raise RequestError(
             f"'max_sequences' must be 1 to 4096, not {variant.max_sequences}.", parameter="max_sequences"

@@ -47,7 +47,7 @@ class PrefixFileError(HeadraceError):
 
 
 class OtherKvError(PrefixFileError):
-    """A valid file whose KV was computed by another model, precision, layout or instruction set."""
+    """A valid file whose KV was computed by another model, precision, layout or arithmetic."""
 
 
 class KvIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class KvIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # digest of the weight files and the architecture
     weights: str  # precision plan
     kv: str  # KV precision
-    isa: str  # instruction sets may round differently
+    arithmetic: str  # instruction sets of another one round differently
     release: str  # of Headrace; the order of additions may change with it
     layout: str  # versions of the core's layouts
     block_tokens: int
@@ -69,7 +69,7 @@ def kv_identity(
     spec: ModelSpec,
     plan: WeightPlan,
     kv: KvType,
-    isa: str,
+    arithmetic: str,
     block_tokens: int,
     block_bytes: int,
 ) -> KvIdentity:
@@ -78,7 +78,7 @@ def kv_identity(
         model=hashlib.sha256(msgspec.msgpack.encode((weights_digest, spec))).hexdigest(),
         weights=msgspec.json.encode(plan).decode(),
         kv=kv,
-        isa=isa,
+        arithmetic=arithmetic,
         release=importlib.metadata.version("headrace"),
         layout=f"{_core.LAYOUT}.{_core.KV_LAYOUT}",
         block_tokens=block_tokens,

@@ -178,7 +178,7 @@ class PrefixTree:
             self._make_public(root, keys)
 
     def _make_public(self, node: Block, keys: list[bytes]) -> None:
-        """Of the copies that salts computed separately, keep one that all can find. The others become unreachable."""
+        """Keep one public copy of what salts computed separately. The other copies become unreachable."""
         for key in keys:
             child = node.children.get(key)
             if child is None:

@@ -53,8 +53,11 @@ class ClientTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Timeouts of a client, in seconds."""
 
     patience: float = 60.0  # to find a worker that can take a request
-    silence: float = 15.0  # without an answer to a ping
-    ping: float = 1.0  # between pings, while something runs
+    suspicion: float = 2.0  # without an answer to a ping before new requests go elsewhere
+    silence: float = (
+        15.0  # without an answer before the worker's requests do; its supervisor usually replaces it sooner
+    )
+    ping: float = 0.5  # between pings
     longest_step: float = 60.0  # a longer step counts as stuck
     reconnect: float = 0.02  # first pause; it grows to `reconnect_most`
     reconnect_most: float = 0.5
@@ -82,7 +85,7 @@ class _Replica(msgspec.Struct, eq=False):
     submissions: dict[str, Submission] = {}
     greeting: asyncio.Future[wire.Welcome] | None = None
     task: asyncio.Task[None] | None = None
-    asked: int = 0  # unanswered pings
+    unanswered: int = 0  # pings since the last message
 
     @property
     def usable(self) -> bool:
@@ -156,8 +159,17 @@ class EngineClient:
 
     @property
     def idle(self) -> bool:
-        """Whether a replica has nothing to do for this client."""
+        """True if a replica has nothing to do for this client."""
         return any(replica.usable and not replica.submissions for replica in self._replicas)
+
+    @property
+    def responsive(self) -> bool:
+        """True if a replica can take requests now: it is connected and answers pings."""
+        return any(self._is_responsive(replica) for replica in self._replicas)
+
+    def _is_responsive(self, replica: _Replica) -> bool:
+        # Counted in pings: if this process was held up itself, it suspects no worker.
+        return replica.usable and replica.unanswered * self._waits.ping < self._waits.suspicion
 
     # Requests
 
@@ -255,7 +267,9 @@ class EngineClient:
             self._waiting.remove(submission)
 
     def _dispatch(self, submission: Submission) -> None:
-        usable = [replica.number for replica in self._replicas if replica.usable]
+        usable = [replica.number for replica in self._replicas if self._is_responsive(replica)]
+        if not usable:
+            usable = [replica.number for replica in self._replicas if replica.usable]
         fresh = [number for number in usable if number not in submission.refused_by]
         if not usable:
             if self._wrong is not None and all(replica.connection is None for replica in self._replicas):
@@ -345,6 +359,7 @@ class EngineClient:
     # Messages
 
     def _on_message(self, replica: _Replica, message: wire.WorkerMessage) -> None:
+        replica.unanswered = 0
         match message:
             case wire.Outputs(items):
                 for output in items:
@@ -355,7 +370,6 @@ class EngineClient:
                 if replica.greeting is not None and not replica.greeting.done():
                     replica.greeting.set_result(message)
             case wire.Pong():
-                replica.asked = 0
                 if message.busy > self._waits.longest_step and replica.connection is not None:
                     replica.connection.abort()
             case wire.Draining():
@@ -475,18 +489,13 @@ class EngineClient:
 
     async def _watch(self, replica: _Replica, connection: WorkerConnection) -> None:
         """Return when the worker is gone, or does not answer pings."""
-        asked_at = time.monotonic()
-        replica.asked = 0
+        replica.unanswered = 0
         while not connection.closed.done():
-            await asyncio.wait({connection.closed}, timeout=self._waits.ping)
-            if connection.closed.done() or not replica.submissions:
-                continue
-            if not replica.asked:
-                asked_at = time.monotonic()
-            elif time.monotonic() - max(asked_at, connection.heard) > self._waits.silence:
+            if replica.unanswered * self._waits.ping > self._waits.silence and replica.submissions:
                 return
-            replica.asked += 1
-            connection.send(wire.Ping(replica.asked))
+            connection.send(wire.Ping(replica.unanswered))
+            replica.unanswered += 1
+            await asyncio.wait({connection.closed}, timeout=self._waits.ping)
 
 
 T = TypeVar("T")

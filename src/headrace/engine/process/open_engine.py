@@ -81,7 +81,7 @@ def open_variant(
         scheduler,
         blocks,
         tokenizer,
-        speculator=_speculator(variant, executor) if spec.causal else None,
+        speculator=_speculator(variant, executor) if spec.kind == "decoder" else None,
         step_time=step_time,
         sequences=variant.max_sequences,
         checks=variant.checks,
@@ -101,6 +101,7 @@ def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | No
         kv_tokens=variant.kv_tokens,
         max_rows=variant.max_rows,
         isa=variant.isa,
+        arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
         progress=progress,
     )
@@ -133,7 +134,7 @@ def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: 
         spec=executor.spec,
         plan=executor.plan,
         kv=executor.kv_type,
-        isa=executor.isa,
+        arithmetic=executor.arithmetic,
         block_tokens=executor.capacity.block_tokens,
         block_bytes=executor.block_bytes,
     )

@@ -19,8 +19,10 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.process import wire
+from headrace.engine.process.heartbeat import Heartbeat
 from headrace.engine.process.wire import LoadProgress, StartReport, WorkerConfig
 from headrace.engine.process.worker_connection import WorkerConnection
+from headrace.engine.process.worker_log import relay_log
 from headrace.engine.process.worker_process import WorkerProcess
 from headrace.errors import HeadraceError
 
@@ -35,14 +37,14 @@ class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Timeouts of a supervisor, in seconds."""
 
     start: float = 900.0  # to load; packing a large model for the first time takes minutes
-    ping: float = 1.0  # between pings
-    silence: float = 15.0  # without an answer before a worker counts as stuck
-    longest_step: float = 60.0  # a longer step counts as stuck
+    ping: float = 0.5  # between pings
+    silence: float = 3.0  # without an answer before an inactive worker counts as frozen
+    longest_step: float = 60.0  # a longer step, or a longer silence of an active worker, counts as stuck
     pause: float = (
         0.25  # before the second restart in a row; the first is immediate, each further one waits twice as long
     )
     pause_most: float = 30.0
-    healthy: float = 60.0  # of uptime after which a worker's restarts are forgotten
+    healthy: float = 60.0  # of uptime that count as serving, for a worker without requests
     kill: float = 5.0  # for a worker to exit by itself before it is killed
 
 
@@ -53,7 +55,9 @@ class _Worker(msgspec.Struct, eq=False):
     begun: bool = False  # started early, and not awaited yet
     started: asyncio.Future[StartReport] | None = None
     task: asyncio.Task[None] | None = None
+    log: asyncio.Task[None] | None = None  # relays what the present process logs
     restarts: int = 0
+    served: bool = False  # the present process has completed a step
 
 
 class Supervisor:
@@ -123,8 +127,10 @@ class Supervisor:
     async def stop(self, *, drain: bool = True) -> None:
         """Stop all workers. With `drain` they finish their requests; without it they are killed."""
         self._stopping = True
-        await asyncio.gather(*(self._end(worker, drain=drain) for worker in self._workers))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            await asyncio.gather(*(self._end(worker, drain=drain) for worker in self._workers))
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end(self, worker: _Worker, *, drain: bool) -> None:
         process = worker.process
@@ -137,15 +143,19 @@ class Supervisor:
         if worker.task is not None:
             worker.task.cancel()
             await asyncio.gather(worker.task, return_exceptions=True)
+        if worker.log is not None:
+            await asyncio.wait({worker.log}, timeout=self._watch.kill)
+            worker.log.cancel()
         for future in (worker.started,):
             if future is not None and not future.done():
                 future.cancel()
 
     async def _keep(self, worker: _Worker) -> None:
-        """Run one worker, process after process."""
+        """Run one worker, process after process. Pauses grow with processes in a row that ended without serving."""
         failures = 0
         while not self._stopping:
             began = time.monotonic()
+            worker.served = False
             try:
                 report = await self._spawn(worker)
             except StartError as error:
@@ -161,9 +171,10 @@ class Supervisor:
                     return
                 log.error("worker %s %s; starting another", worker.socket.name, reason)
             worker.restarts += 1
-            failures = 0 if time.monotonic() - began > self._watch.healthy else failures + 1
+            served = worker.served or time.monotonic() - began > self._watch.healthy
+            failures = 0 if served else failures + 1
             if failures > 1:
-                await asyncio.sleep(min(self._watch.pause * 2 ** min(failures - 2, 16), self._watch.pause_most))
+                await _pause(min(self._watch.pause * 2 ** min(failures - 2, 16), self._watch.pause_most))
 
     async def _spawn(self, worker: _Worker) -> StartReport:
         """Start a process and return its report when it can take requests. Raise StartError if it cannot."""
@@ -175,6 +186,7 @@ class Supervisor:
         worker.begun = False
         process = worker.process
         assert process is not None
+        worker.log = asyncio.create_task(relay_log(await process.log(), worker.socket.stem))
         try:
             async with asyncio.timeout(self._watch.start):
                 report = await self.report_of(await process.output())
@@ -214,29 +226,31 @@ class Supervisor:
         process = worker.process
         assert process is not None
         ended = asyncio.create_task(process.wait())
-        watched = asyncio.create_task(self._until_stuck(worker))
+        watched = asyncio.create_task(self._until_stuck(worker, process.pid, ended))
         try:
             await asyncio.wait({ended, watched}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                return f"ended with code {ended.result()}"
-            await self._kill(process)
-            return watched.result()
+            if watched.done() and not ended.done():
+                await self._kill(process)
+                return watched.result()
+            await watched  # it reads what the process still said
+            if worker.log is not None:
+                await asyncio.wait({worker.log}, timeout=self._watch.kill)
+            return f"ended with code {ended.result()}"
         finally:
             for task in (ended, watched):
                 task.cancel()
             await asyncio.gather(ended, watched, return_exceptions=True)
 
-    async def _until_stuck(self, worker: _Worker) -> str:
-        """Ping the worker until it stops answering. Return why it counts as stuck."""
+    async def _until_stuck(self, worker: _Worker, pid: int, ended: asyncio.Task[int]) -> str:
+        """Ping the worker until it is stuck or has ended. Return why it counts as stuck."""
         watch = self._watch
-        answered = time.monotonic()
-        busy = 0.0
+        heartbeat = Heartbeat(pid, ping=watch.ping, silence=watch.silence, longest_step=watch.longest_step)
         connection: WorkerConnection | None = None
 
         def on_message(message: wire.WorkerMessage) -> None:
-            nonlocal answered, busy
             if isinstance(message, wire.Pong):
-                answered, busy = time.monotonic(), message.busy
+                heartbeat.beat(message.busy)
+                worker.served = worker.served or message.steps > 0
 
         try:
             while True:
@@ -246,11 +260,19 @@ class Supervisor:
                         connection.send(wire.Hello(wire.VERSION))
                 if connection is not None:
                     connection.send(wire.Ping(0))
-                await asyncio.sleep(watch.ping)
-                if time.monotonic() - answered > watch.silence:
-                    return f"said nothing for {watch.silence:g} s"
-                if busy > watch.longest_step:
-                    return f"has been in one step for {busy:.0f} s"
+                await asyncio.wait({ended}, timeout=watch.ping)
+                if ended.done():
+                    if connection is not None:
+                        await asyncio.wait({connection.closed}, timeout=watch.kill)
+                    return ""
+                stuck = heartbeat.tick()
+                if stuck is not None:
+                    return stuck
         finally:
             if connection is not None:
                 connection.abort()
+
+
+async def _pause(seconds: float) -> None:
+    """Wait before a restart. Tests replace it."""
+    await asyncio.sleep(seconds)

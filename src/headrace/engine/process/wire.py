@@ -17,7 +17,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 2  # of the protocol; peers with different versions disconnect at once
+VERSION: Final = 3  # of the protocol; peers with different versions disconnect at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
 _LENGTH: Final = 4  # bytes before each frame
 
@@ -103,6 +103,9 @@ class Rejected(msgspec.Struct, tag="refused", frozen=True, kw_only=True, omit_de
 
 
 class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """The answer to Ping. After its first step, a worker also sends one to every client that has
+    sent a Ping, with number 0."""
+
     number: int
     steps: int  # run so far
     busy: float  # seconds that the step under way has run; 0 when idle

@@ -5,6 +5,7 @@ sleeps until there is something to do. The protocol is in `wire.py`.
 
     stdin   one line of JSON, a WorkerConfig; when it closes, the supervisor is gone: drain and exit
     stdout  lines of JSON: LoadProgress now and then, and finally StartReport
+    stderr  the log, see worker_log
     SIGTERM drain and exit; twice: exit at once
 """
 
@@ -30,6 +31,7 @@ from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process import wire
 from headrace.engine.process.open_engine import OpenedVariant, open_variant
+from headrace.engine.process.worker_log import configure_worker_log
 from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class _Client(msgspec.Struct, eq=False):
     frames: wire.FrameDecoder[wire.ClientMessage]
     unsent: bytearray = msgspec.field(default_factory=bytearray)
     greeted: bool = False
+    pings: bool = False  # it has sent one
     leaving: bool = False  # disconnect once everything is sent
     requests: set[str] = set()
     outputs: list[SequenceOutput] = []  # outputs of the step being delivered
@@ -77,6 +80,7 @@ class Worker:
         self._compiling: dict[str, _Compiling] = {}
         self._drain_until: float | None = None
         self._stopped = False
+        self.orphaned = False  # standard input closed: the supervisor is gone
         self.turns = 0  # times that the loop has polled
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -108,6 +112,8 @@ class Worker:
             while not ticket.done():
                 self._serve(None if not self._compiling else _COMPILING)
             engine.finish()
+            if engine.timing.steps == 1:
+                self._tell_first_step()
         self._flush()
 
     def wake(self, *_: object) -> None:
@@ -202,6 +208,7 @@ class Worker:
         except OSError:
             ended = True
         if ended:
+            self.orphaned = True
             self._selector.unregister(0)
             self.drain()
 
@@ -257,7 +264,8 @@ class Worker:
             case wire.Cancel(id):
                 self._cancel(client, id)
             case wire.Ping(number):
-                self._send(client, wire.Pong(number, self.engine.timing.steps, self.engine.busy))
+                client.pings = True
+                self._send(client, self._pong(number))
             case wire.AskStats(number):
                 self._send(client, wire.Stats(number, msgspec.to_builtins(self.engine.stats())))
             case wire.Pin():
@@ -351,6 +359,16 @@ class Worker:
                 report(None)
         except (HeadraceError, OSError) as error:
             report(str(error))
+
+    def _tell_first_step(self) -> None:
+        """Tell the clients that ping. A supervisor then knows that this worker served, even if it ends before the
+        next ping."""
+        for client in list(self._clients):
+            if client.pings:
+                self._send(client, self._pong(0))
+
+    def _pong(self, number: int) -> wire.Pong:
+        return wire.Pong(number, self.engine.timing.steps, self.engine.busy)
 
     # Outputs
 
@@ -502,16 +520,36 @@ def read_config() -> wire.WorkerConfig:
     return msgspec.json.decode(line, type=wire.WorkerConfig)
 
 
+class SupervisorGoneError(Exception):
+    """The process that started the worker no longer reads its standard output."""
+
+
 def main(report: Callable[[bytes], Any] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    tell = report or _tell
+    configure_worker_log()
     try:
         config = read_config()
+    except (msgspec.MsgspecError, OSError) as error:
+        _tell(msgspec.json.encode(wire.StartReport(error=str(error))))
+        return 2
+    try:
+        code, orphaned = _serve(config, report)
+    except SupervisorGoneError:
+        code, orphaned = 1, True
+    if orphaned:
+        with contextlib.suppress(OSError):  # it has another worker's socket; that worker removes the folder
+            Path(config.socket).parent.rmdir()
+    return code
+
+
+def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None) -> tuple[int, bool]:
+    """Load and serve. Return the exit code, and whether the supervisor is gone."""
+    tell = report or _tell
+    try:
         opened = open_variant(config.variant, progress=throttled_progress(tell), cuts_texts=False)
         worker = Worker(opened, config)
-    except (HeadraceError, msgspec.MsgspecError, OSError, MemoryError) as error:
+    except (HeadraceError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.StartReport(error=str(error) or type(error).__name__)))
-        return 2
+        return 2, False
     worker.watch_signals()
     if config.watched:
         worker.watch_standard_input()
@@ -529,20 +567,23 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
         blocks=capacity.blocks,
         restored_tokens=opened.pins.restored_tokens,
     )
-    tell(msgspec.json.encode(started))
-    if report is None:
-        os.dup2(2, 1)  # the reader of the pipe reads no further
     try:
+        tell(msgspec.json.encode(started))
+        if report is None:
+            os.dup2(2, 1)  # the reader of the pipe reads no further
         worker.run()
     finally:
         worker.close()
-    return 0
+    return 0, worker.orphaned
 
 
 def _tell(line: bytes) -> None:
     """Write a whole line to standard output."""
-    sys.stdout.flush()
-    os.write(1, line + b"\n")
+    try:
+        sys.stdout.flush()
+        os.write(1, line + b"\n")
+    except BrokenPipeError:
+        raise SupervisorGoneError from None
 
 
 def throttled_progress(tell: Callable[[bytes], Any]) -> Callable[[int, int], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import cast
 
@@ -16,7 +15,6 @@ class WorkerConnection(asyncio.Protocol):
         self._frames = wire.from_worker()
         self._transport: asyncio.Transport | None = None
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.heard = time.monotonic()
 
     @classmethod
     async def open(cls, path: str, on_message: Callable[[wire.WorkerMessage], None]) -> WorkerConnection:
@@ -27,7 +25,6 @@ class WorkerConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not derive from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        self.heard = time.monotonic()
         try:
             for message in self._frames.feed(data):
                 self._on_message(message)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import Final
+from typing import IO, Final
 
 _LINE: Final = 64 * 1024  # bytes of a worker's report
 _AT_ONCE: Final = 16 * 1024  # bytes that a pipe buffers without a reader
@@ -22,9 +22,11 @@ class WorkerProcess:
             [sys.executable, "-m", "headrace.engine.process.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches only the supervisor, which drains
         )
         self._output: asyncio.ReadTransport | None = None
+        self._log: asyncio.ReadTransport | None = None  # closes at the end of what the process wrote
         self._ended: asyncio.Future[int] | None = None
         if len(config) < _AT_ONCE:
             self._tell(config)
@@ -41,11 +43,12 @@ class WorkerProcess:
 
     async def output(self) -> asyncio.StreamReader:
         """Return a reader of the process's standard output. Call it once."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=_LINE, loop=loop)
-        self._output, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader, loop=loop), self._popen.stdout
-        )
+        reader, self._output = await _reader_of(self._popen.stdout)
+        return reader
+
+    async def log(self) -> asyncio.StreamReader:
+        """Return a reader of the process's standard error, which outlives the process. Call it once."""
+        reader, self._log = await _reader_of(self._popen.stderr)
         return reader
 
     async def wait(self) -> int:
@@ -82,10 +85,21 @@ class WorkerProcess:
     def _close(self) -> None:
         if self._output is not None:
             self._output.close()
-        for pipe in (self._popen.stdin, self._popen.stdout if self._output is None else None):
+        for pipe in (
+            self._popen.stdin,
+            self._popen.stdout if self._output is None else None,
+            self._popen.stderr if self._log is None else None,
+        ):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unwritten data
                     pipe.close()
+
+
+async def _reader_of(pipe: IO[bytes] | None) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_LINE, loop=loop)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader, loop=loop), pipe)
+    return reader, transport
 
 
 async def _until_ended(process: subprocess.Popen[bytes]) -> None:

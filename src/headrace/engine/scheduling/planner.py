@@ -276,7 +276,7 @@ class Planner:
         return streams, [job for job in running.decoding if job.account.over]
 
     def _others_wait(self, now: float) -> bool:
-        """Whether a tenant that is not over its share has a prompt to compute."""
+        """True if a tenant that is not over its share has a prompt to compute."""
         if any(not job.account.over and not job.background for job in self.running.prefilling):
             return True
         heads = [self.queue.head(line, now) for line in (SHORT, LONG)]
@@ -310,12 +310,12 @@ class Planner:
             self._give(step, prompts, LONG, long, now, least=least, late=short, over=over)
 
     def _is_idle(self, step: StepBuilder) -> bool:
-        """Whether the machine would be idle. Then waiting work runs however long it is predicted to take; otherwise one
+        """True if the machine would be idle. Then waiting work runs however long it is predicted to take; otherwise one
         slow step, such as the first one, would be believed for ever."""
         return not step.rows and not self.running.decoding
 
     def _overs_fill(self, prompts: list[SequenceJob], now: float) -> bool:
-        """Whether short prompts of tenants over their share would lengthen the step anyway. Then another's long prompt
+        """True if short prompts of tenants over their share would lengthen the step anyway. Then another's long prompt
         may too."""
         if not self.queue.any_over:
             return False
@@ -374,7 +374,7 @@ class Planner:
         return max(late, short), short, min(stretch * base, slower)
 
     def _is_late(self, job: SequenceJob, now: float) -> bool:
-        """Whether the first token will be late unless the job gets every available row."""
+        """True if the first token will be late unless the job gets every available row."""
         left = job.sequence.pending if job.table is not None else job.rows
         return job.rows <= self._limits.wide_rows and now > job.due - 1.2 * job.service * left / job.rows
 
@@ -512,7 +512,7 @@ class Planner:
         return len(running) < self._limits.max_sequences and running.available(match, self._tokens(job))
 
     def _makes_place(self, job: SequenceJob, match: PrefixMatch, now: float) -> bool:
-        """Whether the job can run now. Background work is preempted for it."""
+        """True if the job can run now. Background work is preempted for it."""
         for _ in range(_MOST_PREEMPTED):
             if self._fits(job, match):
                 return True
@@ -524,7 +524,7 @@ class Planner:
         return self._fits(job, match)
 
     def _yields(self, job: SequenceJob, now: float) -> bool:
-        """Whether the last place belongs to another job: of a class that has none, or one that has long found no
+        """True if the last place belongs to another job: of a class that has none, or one that has long found no
         memory."""
         if job.background:
             return False
@@ -543,7 +543,7 @@ class Planner:
         return other is not None and self.queue.precedes(other, job)
 
     def _follow(self, job: SequenceJob, cached: int) -> bool:
-        """Whether the job waits for another to compute the prefix that they share."""
+        """True if the job waits for another to compute the prefix that they share."""
         if not self._policy.share_cold or job.first < len(job.request.prompt) or not self._limits.causal:
             return False
         found = self._cold.leader(job, cached)

@@ -36,7 +36,7 @@ class RunningSet:
         return self._streams.keys()
 
     def available(self, match: PrefixMatch, tokens: int) -> bool:
-        """Whether there are blocks for `tokens`, and one more for each decoding sequence."""
+        """True if there are blocks for `tokens`, and one more for each decoding sequence."""
         blocks = self.blocks
         needed = blocks.blocks_for(tokens) - len(match.path) + len(self.decoding) + len(self.background)
         return needed <= blocks.available or not len(self)

@@ -42,7 +42,7 @@ class StepBuilder:
             self._shorten()
 
     def has_room(self, seconds: float, kept: int = 0) -> bool:
-        """Whether another row ends within `seconds`, with `kept` rows left free."""
+        """True if another row ends within `seconds`, with `kept` rows left free."""
         rows = self.rows + kept
         return rows < self._limits.max_rows and self._model.predict(rows + 1, self.pairs) <= seconds
 

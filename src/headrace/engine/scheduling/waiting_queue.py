@@ -384,7 +384,7 @@ class FairQueue:
 
     @property
     def any_over(self) -> bool:
-        """Whether any tenant is far over its fair share."""
+        """True if any tenant is far over its fair share."""
         return self._usage.any_over
 
     def tick(self, now: float) -> None:
@@ -394,7 +394,7 @@ class FairQueue:
                 line.list_again(account)
 
     def precedes(self, job: SequenceJob, other: SequenceJob) -> bool:
-        """Whether a foreground job goes before one of another class."""
+        """True if a foreground job goes before one of another class."""
         if job.account.over != other.account.over:
             return other.account.over
         mine, others = job.account.charged[0] // QUANTUM, other.account.charged[0] // QUANTUM

@@ -28,7 +28,7 @@ Kept = TypeVar("Kept")
 class Drafter(Protocol):
     @property
     def free(self) -> bool:
-        """Whether proposals cost almost nothing, so that they can be made before knowing how many are worth
+        """True if proposals cost almost nothing, so that they can be made before knowing how many are worth
         verifying."""
         ...
 
@@ -51,11 +51,16 @@ class Drafter(Protocol):
 
 
 def sample_rows(
-    sequence: SequenceState, drafts: Sequence[int], masks: Sequence[Mask] | None = None, *, seed: int | None = None
+    sequence: SequenceState,
+    drafts: Sequence[int],
+    masks: Sequence[Mask | None] | None = None,
+    *,
+    seed: int | None = None,
 ) -> list[SampleRow]:
     """Return how to sample after the last token and after each draft, as if the drafts before were output.
 
-    `masks` are the grammar's. If there are fewer masks than rows, they determine the number of rows.
+    `masks` are the grammar's, None where it allows everything. If there are fewer masks than rows, they determine the
+    number of rows.
     """
     request = sequence.request
     sampling = request.sampling
@@ -133,8 +138,33 @@ class PerSequence(OrderedDict[int, tuple[SequenceState, Kept]]):
         self.pop(id(sequence), None)
 
 
+class _IndexedText:
+    """The tokens in which a sequence's next tokens are looked for, and their index."""
+
+    def __init__(self, sequence: SequenceState, window: int) -> None:
+        prediction = sequence.request.prediction
+        self.index = SuffixIndex(window, len(prediction) + len(sequence.tokens))
+        self._taken = 0
+        self._tokens = list(prediction)  # and what of the sequence's tokens is taken; empty without a prediction
+
+    def tokens(self, sequence: SequenceState) -> list[int]:
+        if not sequence.request.prediction:
+            return sequence.tokens
+        self._tokens += sequence.tokens[self._taken :]
+        self._taken = len(sequence.tokens)
+        return self._tokens
+
+
+def _predicted_beginning(sequence: SequenceState, least: int) -> list[int]:
+    """Return the rest of the prediction, while the output is shorter than `least` and begins it."""
+    count, prediction = sequence.output_count, sequence.request.prediction
+    if not prediction or count >= least or list(prediction[:count]) != sequence.output:
+        return []
+    return list(prediction[count:])
+
+
 class NgramDrafter:
-    """Proposes what followed an earlier occurrence of the last tokens, in the same prompt and output.
+    """Proposes what followed an earlier occurrence of the last tokens, in the same prediction, prompt and output.
 
     Of the places where the last two tokens occurred before, the `candidates` latest are compared backwards, and the
     longest match is followed. The longer the match, the more tokens are proposed.
@@ -155,7 +185,7 @@ class NgramDrafter:
         self._window = window
         self._candidates = candidates
         self._at_once = at_once
-        self._indices: PerSequence[SuffixIndex] = PerSequence(sequences)
+        self._indices: PerSequence[_IndexedText] = PerSequence(sequences)
 
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
@@ -164,14 +194,14 @@ class NgramDrafter:
         return [self.propose(sequence, most) for sequence, most in wanted]
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
-        tokens = sequence.tokens
-        index = self._indices.find(sequence, lambda: SuffixIndex(self._window, len(tokens)))
-        index.add(tokens, self._at_once)
+        text = self._indices.find(sequence, lambda: _IndexedText(sequence, self._window))
+        tokens = text.tokens(sequence)
+        text.index.add(tokens, self._at_once)
         if most <= 0:
             return []
-        place, length = index.find(tokens, self._candidates)
+        place, length = text.index.find(tokens, self._candidates)
         if length < self._least:
-            return []
+            return _predicted_beginning(sequence, self._least)[:most]
         most = min(most, 2 * length)
         found = tokens[place : place + most]
         while len(found) < most:  # the match reaches the end, so repeat it
