@@ -23,8 +23,9 @@ STATUS_BY_KIND: Final = {
     "server_error": 500,
     "overloaded_error": 503,
 }
-# Anthropic's names for kinds, where they differ.
+# Anthropic's names for kinds and, more precisely, for status codes, where they differ.
 _ANTHROPIC: Final = {"server_error": "api_error", "insufficient_quota": "rate_limit_error"}
+_ANTHROPIC_BY_STATUS: Final = {408: "timeout_error", 413: "request_too_large", 504: "timeout_error"}
 # The official clients retry unless this header forbids it.
 NO_RETRY_HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 
@@ -55,9 +56,15 @@ class ApiError(Exception):
             "error": {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code},
         }
 
-    def anthropic(self) -> dict[str, Any]:
-        kind = _ANTHROPIC.get(self.kind, self.kind)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+    def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
+        kind = _ANTHROPIC_BY_STATUS.get(self.status) or _ANTHROPIC.get(self.kind, self.kind)
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error, **({} if request_id is None else {"request_id": request_id})}
+
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self.message}
 
 
 def invalid_request(message: str, parameter: str | None = None, *, code: str | None = None) -> ApiError:

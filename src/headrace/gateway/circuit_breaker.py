@@ -125,7 +125,7 @@ class CircuitBreaker:
 
     @property
     def ready(self) -> bool:
-        """Whether it would admit a call."""
+        """True if the breaker would admit a call."""
         return self.why_not() is None
 
     def why_not(self) -> str | None:
@@ -218,7 +218,7 @@ class CircuitBreaker:
             self._changed(state)
 
     def _has_room(self, now: float) -> bool:
-        """Whether another probe is needed beside those under way."""
+        """True if another probe is needed beside those under way."""
         for probe in [each for each in self._probes if now - each.granted_at > _PROBE_TIMEOUT_S]:
             self._probes.discard(probe)
         return len(self._probes) < self.config.probes - self._succeeded_probes
@@ -245,7 +245,7 @@ class StoreBreaker:
 
     @property
     def due(self) -> bool:
-        """Whether it is open and the store may be tried again."""
+        """True if the breaker is open and the store may be tried again."""
         return self.open and not self._is_trying and self.left() <= 0.0
 
     def left(self) -> float:

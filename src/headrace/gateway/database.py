@@ -23,11 +23,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.observe.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ TransactionResult = TypeVar("TransactionResult")
 PageItem = TypeVar("PageItem")
 ListOrder = Literal["asc", "desc"]
 
+_FIRST_PAUSE_S: Final = 0.25  # between attempts while storage does not work
+LONGEST_PAUSE_S: Final = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Migrations: step N leads from version N to N + 1. A released step never changes.
@@ -111,6 +114,31 @@ _STEPS = (
     CREATE INDEX responses_that_expire ON responses (expires_at);
     """,
     "ALTER TABLE batches ADD COLUMN key TEXT NOT NULL DEFAULT ''",  # that asked for it
+    "ALTER TABLE batches ADD COLUMN unrun INTEGER NOT NULL DEFAULT 0",  # of the failed: never executed
+    """
+    ALTER TABLE responses ADD COLUMN unfinished INTEGER NOT NULL DEFAULT 0;  -- it waits or runs in the background
+    CREATE INDEX responses_unfinished ON responses (seq) WHERE unfinished;
+
+    CREATE TABLE conversations (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER NOT NULL,  -- each change moves it
+        metadata BLOB NOT NULL,  -- JSON
+        bytes INTEGER NOT NULL  -- of metadata and items
+    );
+    CREATE INDEX conversations_of_tenant ON conversations (tenant, expires_at, bytes);
+    CREATE INDEX conversations_that_expire ON conversations (expires_at);
+
+    CREATE TABLE conversation_items (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        conversation INTEGER NOT NULL REFERENCES conversations (seq) ON DELETE CASCADE,
+        id TEXT NOT NULL,
+        item BLOB NOT NULL,  -- JSON
+        UNIQUE (conversation, id)
+    );
+    """,
 )
 
 
@@ -142,6 +170,7 @@ class Database:
         self._closed = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Used only by the thread.
+        self._outage = OutageLog(log, f"storage in {self.folder} is unavailable")
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         # A daemon, so that a server that dies without `close` does not wait for it. Commits are atomic anyway.
@@ -172,6 +201,18 @@ class Database:
             self.waiting += 1
             self._jobs.put(job)
         return await future
+
+    async def retry(self, function: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
+        """Run `function` as `run` does, again and again until storage works. Bound the work that waits here."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self.run(function)
+            except ApiError as error:
+                if error.code != "storage_unavailable":
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_S)
 
     async def close(self) -> None:
         """Run the queued statements, then stop. Further statements are rejected."""
@@ -206,9 +247,10 @@ class Database:
                 raise
         except (sqlite3.Error, OSError, InUseError, NewerSchemaError) as error:
             if not _is_mistake(error):
-                log.error("storage in %s is unavailable: %s", self.folder, error)
+                self._outage.failed(error)
                 self._disconnect()
             raise
+        self._outage.succeeded()
         return result
 
     def _connected(self) -> sqlite3.Connection:

@@ -121,7 +121,7 @@ def test_budgets_become_the_ledgers_and_follow_changes(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with gateways(tmp_path) as standing:
-            gateway = await standing.gateway(keys=(declared(),), tenants={"blue": settings(7, fail="closed")})
+            gateway = await standing.gateway(keys=(declared(),), tenants={"blue": settings(7, budget_fail="closed")})
             accounts = BudgetBook()
             gateway.shared.listen(budget_updater(gateway.directory, accounts.declare))
             assert [each.limit_micros for each in accounts.of("blue").budgets] == [7]
@@ -129,7 +129,7 @@ def test_budgets_become_the_ledgers_and_follow_changes(tmp_path: Path) -> None:
             await gateway.operations.create_tenant(WHO, "red", settings(5))
             assert [each.limit_micros for each in accounts.of("red").budgets] == [5]
             await gateway.operations.change_tenant(WHO, "red", lambda _: settings(6))
-            assert accounts.of("red") == TenantBudgets(settings(6).budgets, settings(6).fail)
+            assert accounts.of("red") == TenantBudgets(settings(6).budgets, settings(6).budget_fail)
             await gateway.operations.delete_tenant(WHO, "red")
             assert accounts.of("red").budgets == ()
             assert [each.limit_micros for each in accounts.of("blue").budgets] == [7]

@@ -137,6 +137,10 @@ def test_a_key_lives_from_its_making_to_its_end(tmp_path: Path) -> None:
             assert directory.identify(bearer(key["secret"])).tenant == "red"
             now.now += 1
             assert denied(directory, bearer(key["secret"])) == (401, "expired_api_key")
+            now.now -= 50  # the machine's clock is set back
+            assert denied(directory, bearer(key["secret"])) == (401, "expired_api_key")
+            assert [each["status"] for each in await _keys(gateway) if each["id"] == key["id"]] == ["expired"]
+            now.now += 50
             other = await made(gateway)
             await gateway.operations.revoke_key(WHO, other["id"])
             assert denied(directory, bearer(other["secret"])) == (401, "invalid_api_key")

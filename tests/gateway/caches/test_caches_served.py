@@ -17,7 +17,7 @@ from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.server.http.request_log import configure_log
+from headrace.observe.logs import configure_log
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, caching, finish, heard, question, rest, told
 from tests.support.clock import Clock
 from tests.support.running_server import FakeEngine, asynchronous, fails, say, tokenizer, until, words
@@ -563,3 +563,28 @@ async def test_what_another_variant_answered_is_told_and_charged_so_and_not_kept
         running.engine.answer = words("from mini")
         fresh = await running.chat(key=RED)
         assert (fresh.json["choices"][0]["message"]["content"], fresh.json["model"]) == ("from mini", "mini")
+
+
+# Traces
+
+
+@asynchronous
+async def test_a_trace_shows_what_each_cache_did_and_the_savings_are_counted(tmp_path: Path) -> None:
+    async with caching(tmp_path, prices=PRICES) as running:
+        running.engine.answer = words("one ", "two")
+        outcomes: list[Any] = []
+        for _ in range(2):
+            answer = await running.chat(key=RED)
+            found = (await running.ask("GET", f"/v1/requests/{answer.json['id']}", **RED)).json
+            outcomes += [
+                part["attributes"]["outcome"]
+                for span in found["spans"]
+                for part in span.get("parts", ())
+                if part["name"] == "exact"
+            ]
+        assert outcomes == ["miss", "hit"]
+        assert any(span["name"] == "replay" for span in found["spans"])
+        rows = [row for _, row in running.server.services.observer.latencies.total() if row.saved]
+        prompt, output = answer.json["usage"]["prompt_tokens"], answer.json["usage"]["completion_tokens"]
+        assert [row.saved["exact"][2] for row in rows] == [prompt * 10 + output * 100]
+        assert rows[0].saved["exact"][1] > 0.0

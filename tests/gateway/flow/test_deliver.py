@@ -22,11 +22,11 @@ from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import storage_unavailable
 from headrace.observe import metrics
+from headrace.observe.logs import configure_log
 from headrace.server import durable_state
 from headrace.server.api.chat_completions import ChatStream
 from headrace.server.api.files import FileStore
 from headrace.server.api.response_store import ResponseStore
-from headrace.server.http.request_log import configure_log
 from tests.support.running_server import CHAT, asynchronous, count, ended, fails, request, say, serving, until, words
 
 STREAM = CHAT | {"stream": True}

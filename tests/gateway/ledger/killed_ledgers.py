@@ -5,7 +5,7 @@
 It forks rather than starts each of them, because imports take longer than what they are killed in. Each child runs the
 gateway's own code on the same files, recovers what the one before left, and says on a pipe what has returned:
 
-    R id        reserve          P id tokens        progress          S id micros        settle
+    R id        reserve          P id tokens        sent          S id micros        settle
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ async def child(folder: Path, round: int, pipe: int) -> None:
             say("R", id)
             for tokens in range(1, planned(id) + 1):
                 ledger.progress(id, tokens)
+                ledger.sent(id, tokens)
                 say("P", id, tokens)
                 await asyncio.sleep(0)
             usage = TokenUsage(prompt_tokens=PROMPT, cached_tokens=CACHED, output_tokens=planned(id))

@@ -33,7 +33,7 @@ from headrace.config.tenant_section import BudgetConfig, TenantConfig
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.output_stream import OutputStream
-from headrace.server.http.request_log import configure_log
+from headrace.observe.logs import configure_log
 from headrace.server.server import Server
 from tests.support.running_server import CHAT, Answer, Client, FakeEngine, FakeFleet, request, tokenizer, until
 

@@ -53,6 +53,7 @@ class Story:
                 self.running[some] = (tenant, day, tokens + 5)
                 if not ledger.progress(some, tokens + 5):
                     await self.settle(opened, some)
+                ledger.sent(some, tokens + 5)
             case 5 | 6 if some is not None:
                 await self.settle(opened, some)
             case 7 if some is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from headrace.config import LogConfig
 from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.database import Database
 from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
@@ -21,6 +23,7 @@ from headrace.gateway.ledger.budgets import Admitted
 from headrace.gateway.ledger.ledger_records import BudgetScope
 from headrace.gateway.ledger.ledger_store import BudgetAlert, LedgerBatch
 from headrace.gateway.ledger.sqlite import SqliteLedgerStore
+from headrace.observe.logs import configure_log
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
 from tests.support.ledgers import CHAT, DAY, NOON, Opened, budgets, entry, ledger_in, used
@@ -78,9 +81,19 @@ async def spend(opened: Opened, count: int, name: str) -> None:
     await opened.ledger.flush()
 
 
-def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "headrace.gateway.ledger")
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What the server's log has, as JSON."""
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    stream = io.StringIO()
+    configure_log(LogConfig(format="json"), stream)
+    yield stream
+    root.handlers[:], level = before
+    root.setLevel(level)
 
+
+def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, log: io.StringIO) -> None:
     async def test() -> None:
         clock = Clock(NOON)
         accounts = budgets(
@@ -101,16 +114,20 @@ def test_each_threshold_is_told_once_and_also_over_restarts(tmp_path: Path, capl
             assert not isinstance(await opened.ledger.reserve(entry("again"), output_tokens=10), Admitted)
 
     asynchronous(test)
-    told = [json.loads(record.args[0]) for record in caplog.records if record.msg == "budget: %s"]  # type: ignore[index]
-    days = [(each["period"], each["percent"]) for each in told if not each["endpoint"]]
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    told = [line for line in lines if line["event"] == "budget alert"]
+    days = [(each["period"], each.get("percent")) for each in told if "endpoint" not in each]
     assert days == [(day, percent) for day in (TODAY, "2025-11-23") for percent in (50, 80, 100)] + [(TODAY, None)]
-    months = [(each["period"], each["event"]) for each in told if each["endpoint"]]
+    months = [(each["period"], each["alert"]) for each in told if "endpoint" in each]
     assert months == [("2025-11", "budget.threshold"), ("2025-11", "budget.refused")]
     assert told[0] == {
+        "event": "budget alert",
+        "logger": "headrace.budgets",
+        "level": "warning",
+        "timestamp": told[0]["timestamp"],
         "id": told[0]["id"],
-        "event": "budget.threshold",
+        "alert": "budget.threshold",
         "tenant": "a",
-        "endpoint": None,
         "period": TODAY,
         "percent": 50,
         "limit_micros": 300,

@@ -323,3 +323,34 @@ async def test_what_is_refused_and_extended_is_noted() -> None:
     assert reservation.allow(20)
     assert not await reservation.extend(21)
     assert noted == [("refused", "tenant_output_tokens_per_min"), ("extended", "tenant_output_tokens_per_min")]
+
+
+@asynchronous
+async def test_short_answers_leave_room_under_a_limit_a_minute() -> None:
+    clock = Clock()
+    limiter = RateLimiter(local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.skip)
+    tenant = scope(output_tokens_per_min=600)
+    for _ in range(8):
+        reservation = await limiter.reserve([tenant], input_tokens=5, most_output=2000, tenant="acme", surface="chat")
+        assert reservation.allow(32)
+        await reservation.settle(5, 32)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "needed"),
+    [
+        ({"output_tokens_per_min": 600}, 2000, "88 left; the request reserves 512 (estimated from recent answers"),
+        ({"output_tokens_per_min": 600}, 100, "88 left; the answer may have 100. Retry in"),
+        ({"input_tokens_per_min": 60}, 100, "10 left; the prompt has 50. Retry in"),
+    ],
+)
+@asynchronous
+async def test_a_refusal_says_what_is_left_and_what_the_request_needs(
+    limits: dict[str, int], most: int, needed: str
+) -> None:
+    clock = Clock()
+    limiter = RateLimiter(local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.skip)
+    tenant = scope(**limits)
+    await limiter.reserve([tenant], input_tokens=50, most_output=512)
+    error = await refusal(limiter, tenant, input_tokens=50, most=most)
+    assert needed in str(error)

@@ -93,7 +93,7 @@ def test_estimates_are_cautious_until_they_know_and_follow_what_comes() -> None:
     assert estimates.tokens("a", "chat", 1000) == 100
     assert estimates.tokens("a", "chat", 30) == 30
     estimates.learn("a", "chat", 300, 2_000_000)
-    assert estimates.tokens("a", "chat", 1000) == 300
+    assert estimates.tokens("a", "chat", 1000) == 600  # twice the longest of a few
     for _ in range(19):
         estimates.learn("a", "chat", 10, 1_000_000)
     assert estimates.tokens("a", "chat", 1000) == 10  # 19 of 20
@@ -102,6 +102,20 @@ def test_estimates_are_cautious_until_they_know_and_follow_what_comes() -> None:
     assert estimates.tokens("a", "chat", 1000) == 50
     assert estimates.micros("a", "chat") == 1_000_000
     assert estimates.tokens("a", "voice", 1000) == estimates.tokens("b", "chat", 1000) == 100
+
+
+def test_few_short_answers_lower_the_first_estimate() -> None:
+    estimates = OutputEstimates()
+    assert [estimates.tokens("a", surface, 4096) for surface in ("chat", "batch", "voice")] == [512, 512, 128]
+    found: list[int] = []
+    for _ in range(4):
+        estimates.learn("a", "chat", 32, 1_000_000)
+        found.append(estimates.tokens("a", "chat", 4096))
+    assert found == [256, 170, 128, 102]
+    for _ in range(8):
+        estimates.learn("a", "chat", 32, 1_000_000)
+    assert estimates.tokens("a", "chat", 4096) == 64  # never below twice the longest
+    assert estimates.tokens("a", "chat", 20) == 20
 
 
 def test_estimates_keep_the_pairs_used_last() -> None:

@@ -187,7 +187,7 @@ async def test_a_client_sees_no_log_probabilities_that_it_did_not_ask_for(wanted
     cascade = cascade_of(stage, small, cascade=replace(CASCADE, tokens=1))
     assert await deliver(cascade, client) is None
     (part,) = stage.made["draft"]
-    assert part.exchange.asked.sampling.logprobs == max(TOP, wanted or 0)
+    assert part.exchange.text_request.sampling.logprobs == max(TOP, wanted or 0)
     texts = [piece for piece in client.pieces if piece.content]
     if wanted is None:
         assert all(piece.logprobs is None for piece in texts)

@@ -43,7 +43,7 @@ class Variant:
 
 
 def exchange_for(variant: Variant, asked: TextRequest | None = None) -> Exchange:
-    return Exchange(caller=Caller(tenant="acme"), asked=asked or asked_for(), served=variant.served)
+    return Exchange(caller=Caller(tenant="acme"), text_request=asked or asked_for(), served=variant.served)
 
 
 def says(*words: str, probability: float | None = None, breaks: bool = False) -> Callable[[OutputStream], None]:

@@ -31,6 +31,15 @@ def visible_models(caller: Caller, fleet: Fleet) -> list[ServedVariant]:
     return [served for name, served in fleet.served.items() if allows_model(caller, name)]
 
 
+def visible_aliases(caller: Caller, fleet: Fleet) -> dict[str, ServedVariant]:
+    """Return the aliases of the visible models, in the fleet's order."""
+    return {
+        alias: fleet.served[name]
+        for alias, name in fleet.aliases.items()
+        if name in fleet.served and allows_model(caller, name)
+    }
+
+
 def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard") -> ServedVariant:
     """Find a model among those the caller may use. Raise the same ApiError for forbidden and unknown models.
 

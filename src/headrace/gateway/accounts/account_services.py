@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from headrace.config import Config, KeyConfig, names_of
 from headrace.config.environment import required_secret
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
+from headrace.gateway.accounts.access_watch import AccessWatch
 from headrace.gateway.accounts.account_store import AccountStore, AuditRetention, SqliteAccountStore
 from headrace.gateway.accounts.account_sync import AccountSync
 from headrace.gateway.accounts.admin_operations import AdminOperations
 from headrace.gateway.accounts.cache_invalidations import CacheInvalidations, InvalidatableCache
 from headrace.gateway.accounts.directory import AccountDirectory
 from headrace.gateway.accounts.fast_mode import FastModeSwitches
+from headrace.gateway.accounts.forward_clock import ForwardClock
 from headrace.gateway.database import Database
 
 
@@ -46,6 +48,7 @@ class AccountServices:
         """`served`: variants by their full names; `events`: the cache tags that each event ends. ConfigError for a key
         without its secret."""
         admin, fast = admin or AdminConfig(), fast or FastConfig()
+        clock = ForwardClock(clock)  # an expired key must not come back when the machine's clock is set back
         self.shared = AccountSync(
             store, poll_s=admin.poll_s, taken_uses=lambda: self.directory.taken_uses(), monotonic=monotonic
         )
@@ -58,6 +61,8 @@ class AccountServices:
             stale_s=admin.stale_s,
             clock=clock,
         )
+        self.access = AccessWatch(self.directory)
+        self.shared.listen(self.access.take)  # after the directory
         self.switches = FastModeSwitches(fast, served=served, monotonic=monotonic)
         self.invalidations = CacheInvalidations(caches or {})
         self.shared.listen(self.switches.take)
@@ -76,11 +81,17 @@ class AccountServices:
 
     @classmethod
     def from_config(
-        cls, config: Config, database: Database, environ: Mapping[str, str], caches: Mapping[str, InvalidatableCache]
+        cls,
+        config: Config,
+        database: Database,
+        environ: Mapping[str, str],
+        caches: Mapping[str, InvalidatableCache],
+        *,
+        store: AccountStore | None = None,
     ) -> AccountServices:
-        """`caches`: those that the admin API can invalidate, by name."""
+        """`caches`: those that the admin API can invalidate, by name. `store` replaces the configuration's."""
         return cls(
-            _store(config.admin, database, environ),
+            _store(config.admin, database, environ) if store is None else store,
             environ,
             served=names_of(config),
             keys=config.keys,

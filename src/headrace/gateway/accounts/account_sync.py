@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import structlog
@@ -55,6 +55,7 @@ class AccountSync:
         self._monotonic = monotonic
         self._held: dict[str, dict[str, AccountRecord]] = {}
         self._listeners: list[Listener] = []
+        self.spread: Callable[[], Awaitable[None]] | None = None  # tells this machine's other processes of a commit
         self._seen = monotonic()  # time of the store's last answer
         self._store_time: float | None = None  # the store's clock at that answer
         self._written = monotonic()
@@ -160,6 +161,12 @@ class AccountSync:
 
         Exceptions of `plan` pass through. Raise ApiError if the store does not answer.
         """
+        done = await self._commit(plan)
+        if self.spread is not None:
+            await self.spread()
+        return done
+
+    async def _commit(self, plan: Callable[[], AccountChange]) -> CommitResult:
         async with self._call_lock:
             for _ in range(TRIES):
                 change = plan()

@@ -7,17 +7,17 @@ with the account records and are retried until they succeed, because stale entri
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-import structlog
-
 from headrace.gateway.accounts.account_records import InvalidationRecord
 from headrace.gateway.accounts.account_store import AccountChanges
+from headrace.observe.outage_log import OutageLog
 
-log: Final = structlog.stdlib.get_logger("headrace.invalidations")
+log: Final = logging.getLogger("headrace.invalidations")
 
 KEPT: Final = 256  # invalidations kept in the account records
 _REPLAY_S: Final = (
@@ -42,6 +42,7 @@ class CacheInvalidations:
     def __init__(self, caches: Mapping[str, InvalidatableCache], *, retry_s: float = 1.0) -> None:
         self._caches = caches
         self._retry_s = retry_s
+        self._outage = OutageLog(log, "cache entries could not be invalidated; retrying")
         self._own: set[str] = set()  # ids of invalidations applied by the request that made them
         self._pending: OrderedDict[str, InvalidationRecord] = OrderedDict()
         self._first = True
@@ -112,15 +113,12 @@ class CacheInvalidations:
                 try:
                     await self.make(record)
                 except Exception as error:
-                    log.error(
-                        "cache entries could not be invalidated; retrying",
-                        reason=str(error),
-                        waiting=len(self._pending),
-                    )
+                    self._outage.failed(error)
                     if id in self._pending:
                         self._pending.move_to_end(id)
                     await asyncio.sleep(self._retry_s)
                 else:
+                    self._outage.succeeded()
                     self._pending.pop(id, None)
         finally:
             self._working = None

@@ -100,12 +100,12 @@ class AccountDirectory:
 
     @property
     def needed(self) -> bool:
-        """Whether calls need a key. Stays true after the last key is revoked."""
+        """True if calls need a key. Stays true after the last key is revoked."""
         return self._closed
 
     @property
     def administered(self) -> bool:
-        """Whether any key has access to the admin API."""
+        """True if any key has access to the admin API."""
         return bool(self._administrators) or any(key.admin for key in self.declared_keys.values())
 
     def identify(self, headers: Mapping[str, str]) -> IdentifiedCaller:

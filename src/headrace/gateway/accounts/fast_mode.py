@@ -52,7 +52,7 @@ class FastModeSwitches:
 
     @property
     def declared(self) -> bool:
-        """Whether [fast] changes anything."""
+        """True if [fast] changes anything."""
         config = self._config
         sizes = (config.prompt_tokens, config.max_tokens)
         return bool(config.variant or config.variants or self._tools) or sizes != (None, None)

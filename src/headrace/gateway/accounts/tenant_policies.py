@@ -95,7 +95,7 @@ def budget_updater(
 
 
 def _budgets(settings: TenantConfig) -> TenantBudgets:
-    return TenantBudgets(settings.budgets, settings.fail)
+    return TenantBudgets(settings.budgets, settings.budget_fail)
 
 
 class CacheModes(Mapping[str, CacheMode]):

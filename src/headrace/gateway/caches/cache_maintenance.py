@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from headrace.gateway.caches.exact.entry_store import CacheSize
 from headrace.observe import metrics
+from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
 
@@ -22,13 +23,18 @@ class AnswerCache(Protocol):
 
 
 async def sweep_forever(caches: Mapping[str, AnswerCache]) -> None:
+    outages = {
+        name: OutageLog(log, f"expired entries of the {name} cache were not removed", level=logging.WARNING)
+        for name in caches
+    }
     while True:
         await asyncio.sleep(_SWEEP_S)
         for name, cache in caches.items():
             try:
                 await cache.sweep()
+                outages[name].succeeded()
             except Exception as error:
-                log.warning("expired entries of the %s cache were not removed: %s", name, error)
+                outages[name].failed(error)
 
 
 async def measure(caches: Mapping[str, AnswerCache]) -> None:

@@ -51,6 +51,6 @@ class CachePolicy(msgspec.Struct, frozen=True, kw_only=True):
                 return FULL_ACCESS
 
     def is_selected(self, tenant: str) -> bool:
-        """Whether a tenant is in the share: the same on every gateway, and still so when the share grows."""
+        """True if a tenant is in the share: the same on every gateway, and still so when the share grows."""
         digest = hashlib.sha256(f"{self.salt}\0{tenant}".encode("utf-8", "surrogatepass")).digest()
         return int.from_bytes(digest[:8], "big") < self.share * 2**64

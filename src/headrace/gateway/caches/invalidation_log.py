@@ -33,7 +33,7 @@ class InvalidationLog:
         self.count += 1
 
     def covers_since(self, count: int, tenant: str, tags: Collection[str], digest: bytes | None = None) -> bool:
-        """Whether an invalidation after the first `count` covers an entry; true if it is too long ago to tell."""
+        """True if an invalidation after the first `count` covers an entry; true if it is too long ago to tell."""
         new = self.count - count
         if new > len(self._latest):
             return True

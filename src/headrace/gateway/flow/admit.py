@@ -29,7 +29,7 @@ async def admit(state: FlowState) -> None:
 async def _reserve_limits(state: FlowState, scopes: Sequence[LimitScope]) -> int:
     """Return how many tokens all answers together may have."""
     exchange, admission = state.exchange, state.admission
-    count = choice_count(exchange.asked)
+    count = choice_count(exchange.text_request)
     max_tokens = _max_answer_tokens(state) * count
     if not scopes:
         return max_tokens
@@ -44,7 +44,7 @@ async def _reserve_limits(state: FlowState, scopes: Sequence[LimitScope]) -> int
     exchange.headers |= admission.reservation.headers()
     if admission.reservation.most_output < max_tokens:
         max_tokens = max(count, admission.reservation.most_output)
-        exchange.asked = exchange.asked.but(max_tokens=max_tokens // count)
+        exchange.text_request = exchange.text_request.but(max_tokens=max_tokens // count)
     return max_tokens
 
 
@@ -54,8 +54,8 @@ def _max_answer_tokens(state: FlowState) -> int:
     prompts = exchange.prompts.get(exchange.served.name)
     longest = max(len(prompt.tokens) for prompt in prompts) if prompts else exchange.prompt_tokens
     room = max(1, exchange.served.context - longest)
-    asked = exchange.asked.max_tokens
-    limit = asked if asked is not None else exchange.served.max_tokens
+    requested = exchange.text_request.max_tokens
+    limit = requested if requested is not None else exchange.served.max_tokens
     return room if limit is None else min(limit, room)
 
 
@@ -79,7 +79,7 @@ async def _reserve_budget(state: FlowState, max_tokens: int, scopes: Sequence[Li
                 admission.reservation = None
             max_tokens = await _reserve_limits(state, fallback_scopes)
         else:
-            max_tokens = min(max_tokens, _max_answer_tokens(state) * choice_count(exchange.asked))
+            max_tokens = min(max_tokens, _max_answer_tokens(state) * choice_count(exchange.text_request))
         entry = ledger_entry(state)
         verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=max_tokens, falls=False)
     if isinstance(verdict, BudgetRefusal):
@@ -93,7 +93,7 @@ def ledger_entry(state: FlowState, *, id: str = "", variant: str = "", counted: 
         id=id or exchange.id,
         tenant=caller.tenant,
         endpoint=exchange.endpoint or "-",
-        model=exchange.asked.model or state.requested,
+        model=exchange.text_request.model or state.requested,
         variant=variant or exchange.served.name,
         key=caller.key,
         surface=exchange.surface,

@@ -23,31 +23,31 @@ def degrade(state: FlowState) -> None:
     exchange, services, degradation = state.exchange, state.services, state.degradation
     if not services.ladder.has_steps(exchange.surface):
         return
-    asked, served, tenant = exchange.asked, exchange.served, exchange.caller.tenant
+    text_request, served, tenant = exchange.text_request, exchange.served, exchange.caller.tenant
     degradation.signals = services.pressure.signals(
         served.name,
         tenant,
         surface=exchange.surface,
         deadline_s=None if exchange.deadline is None else exchange.deadline - time.monotonic(),
-        max_tokens=asked.max_tokens,
+        max_tokens=text_request.max_tokens,
         budget_left=None if services.ledger is None else services.ledger.budget_left(tenant, exchange.endpoint),
     )
     degradation.scope = f"{served.name}\n{tenant}"
     level = services.ladder.decide(exchange.surface, degradation.signals, scope=degradation.scope)
     if not level.number:
         return
-    degradation.plan = plan = plan_degradation(level, asked, allowed_steps(exchange))
-    degradation.original = derive_exchange(exchange, served, asked)
+    degradation.plan = plan = plan_degradation(level, text_request, allowed_steps(exchange))
+    degradation.original = derive_exchange(exchange, served, text_request)
     smaller = find_smaller_variant(served.name, plan.variants, services.fleet.served)
     is_routed = bool(state.plan.steps) or state.plan.cascade is not None
     if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
         exchange.served = services.fleet.served[smaller]
         state.plan = RoutePlan(smaller, decisions=state.plan.decisions)
         degradation.record.add("variant", ShapingChange("variant", served.name, smaller))
-    exchange.asked, changes = cap_answer(asked, plan)
+    exchange.text_request, changes = cap_answer(text_request, plan)
     degradation.record.add("max_tokens", *changes)
 
 
 def allowed_steps(exchange: Exchange) -> AllowedSteps:
     """Return the steps that the request and its tenant's settings allow."""
-    return AllowedSteps.of(exchange.asked.degrade, None if settings_of(exchange.caller).ladder else "off")
+    return AllowedSteps.of(exchange.text_request.degrade, None if settings_of(exchange.caller).ladder else "off")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.in_flight import FlightReader
@@ -23,16 +25,20 @@ async def deliver(state: FlowState, take: TakeDelta) -> bool:
     False as soon as `take` does, which asks for a pause: call this again then. ApiError where the answer fails."""
     assert state.answer is not None
     try:
-        if state.wait is not None:
+        if state.ended_by is not None:
+            ended = True
+        elif state.wait is not None:
             ended = await _deliver_in_time(state, take)
         elif state.delivery.is_inspected:
             ended = await _deliver_inspected(state, take)
         else:
             ended = await state.answer.run(take)
     except ApiError as error:
-        if state.exchange.first_at or state.is_client_gone or not replace_error(state, error):
+        if state.exchange.first_at or state.is_stopped or not replace_error(state, error):
             raise
         ended = await _deliver_inspected(state, take)
+    if state.ended_by is not None and not state.is_client_gone:
+        raise state.ended_by
     if ended and not state.is_client_gone:
         sources = state.shaping.sources
         if sources is not None and sources.sources:
@@ -65,7 +71,7 @@ async def _deliver_in_time(state: FlowState, take: TakeDelta) -> bool:
     except TimeoutError:
         if state.wait is None:
             raise
-        if state.is_client_gone:
+        if state.is_stopped:
             return True
         state.degradation.signals = services.pressure.signals(exchange.served.name, exchange.caller.tenant)
     finally:
@@ -103,8 +109,12 @@ def _inspect(state: FlowState, take: TakeDelta, delta: ChoiceDelta) -> bool:
             return False  # the wait is given up in this same turn of the event loop
         delivery.timeout.reschedule(None)
     if delivery.sets_timestamps:
-        exchange.last_at = time.monotonic()
-        exchange.first_at = exchange.first_at or exchange.last_at
+        now = time.monotonic()
+        if exchange.first_at:
+            exchange.gaps.append(now - exchange.last_at)
+        else:
+            exchange.first_at = now
+        exchange.last_at = now
     if state.wait is not None:
         state.wait.start()
         state.wait = None
@@ -116,6 +126,7 @@ def _inspect(state: FlowState, take: TakeDelta, delta: ChoiceDelta) -> bool:
         exchange.served = shared.exchange.served  # a fallback may have taken over
     if delta.tokens:
         count = delivery.tokens + delta.tokens
+        _note_sent(state)
         if _is_paying(state) and not _is_correction(state, delta) and not _is_allowed(state, count):
             delivery.held = delta
             return False
@@ -125,13 +136,27 @@ def _inspect(state: FlowState, take: TakeDelta, delta: ChoiceDelta) -> bool:
     return take(delta)
 
 
+def _note_sent(state: FlowState) -> None:
+    """Record in the journal what the connection has of a stream: all before this delta, once this turn of the event
+    loop has written it. Of a whole answer, nothing is sent before its end."""
+    delivery, ledger = state.delivery, state.services.ledger
+    if (
+        ledger is not None
+        and state.exchange.text_request.stream
+        and delivery.sent < delivery.tokens
+        and _is_paying(state)
+    ):
+        delivery.sent = delivery.tokens
+        asyncio.get_running_loop().call_soon(ledger.sent, state.exchange.id, delivery.tokens)
+
+
 def _is_paying(state: FlowState) -> bool:
-    """Whether this exchange pays for the generation now. When the one that began it leaves, another goes on paying."""
+    """True if this exchange pays for the generation now. When the first one leaves, another one pays."""
     return state.answer.pays if isinstance(state.answer, FlightReader) else not state.exchange.answered_by
 
 
 def _is_correction(state: FlowState, delta: ChoiceDelta) -> bool:
-    """Whether the delta only reports an upstream's token count, after the text or with all of it at once: there is
+    """True if the delta only reports an upstream's token count, after the text or with all of it at once: there is
     nothing left to stop then, and settling counts the tokens."""
     if state.exchange.served.upstream is None or delta.finish is None:
         return False
@@ -148,20 +173,18 @@ def _end_choice(state: FlowState, delta: ChoiceDelta) -> None:
     exchange, usages = state.exchange, state.delivery.usages
     usages[delta.index] = delta.usage or TokenUsage()
     if state.delivery.sets_timestamps:
-        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.asked.n)
+        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.text_request.n)
         exchange.finish = delta.finish or ""
 
 
 def _is_allowed(state: FlowState, count: int) -> bool:
-    """Whether limits, and then budgets, allow so many tokens."""
+    """True if limits, and then budgets, allow so many tokens."""
     admission = state.admission
     if admission.reservation is not None and not admission.reservation.allow(count):
         return False
     if admission.has_ledger_hold:
         assert state.services.ledger is not None
-        if not state.services.ledger.progress(state.exchange.id, count):
-            state.exchange.cut_by = "budget"
-            return False
+        return state.services.ledger.progress(state.exchange.id, count)
     return True
 
 
@@ -169,26 +192,20 @@ async def _wait_for_limits(state: FlowState, take: TakeDelta) -> bool:
     """Wait until the held delta may be delivered. Return False where it never may: the answer is cut, or the client
     has left."""
     exchange, delivery = state.exchange, state.delivery
-    delta, reservation = delivery.held, state.admission.reservation
+    delta, reservation, ledger = delivery.held, state.admission.reservation, state.services.ledger
     assert delta is not None
-    if not exchange.cut_by:
-        assert reservation is not None
-        count = delivery.tokens + delta.tokens
-        delivery.extension = asyncio.ensure_future(reservation.extend(count))
-        try:
-            is_granted = await delivery.extension
-        except asyncio.CancelledError:
-            if not state.is_client_gone:
-                raise
-            is_granted = False
-        finally:
-            delivery.extension.cancel()
-            delivery.extension = None
-        if state.is_client_gone:
-            delivery.held = None
-            return False
-        if not is_granted or not _is_allowed(state, count):
-            exchange.cut_by = exchange.cut_by or "limit"
+    count = delivery.tokens + delta.tokens
+    may_go_on = reservation is None or reservation.allow(count)
+    if reservation is not None and not may_go_on:
+        may_go_on = await _granted(state, reservation.extend(count)) and reservation.allow(count)
+        exchange.cut_by = "" if may_go_on else "limit"
+    if state.admission.has_ledger_hold and may_go_on:
+        assert ledger is not None
+        if not ledger.progress(exchange.id, count) and not await _granted(state, ledger.extend(exchange.id, count)):
+            exchange.cut_by = "budget"
+    if state.is_stopped:
+        delivery.held = None
+        return False
     if not exchange.cut_by:
         _count_tokens(state, delta)
         if delta.finish is not None:
@@ -199,16 +216,31 @@ async def _wait_for_limits(state: FlowState, take: TakeDelta) -> bool:
     return False
 
 
+async def _granted(state: FlowState, extension: Coroutine[Any, Any, bool]) -> bool:
+    """Wait for an extension of the limits or the budget, unless the client leaves."""
+    delivery = state.delivery
+    delivery.extension = asyncio.ensure_future(extension)
+    try:
+        return await delivery.extension
+    except asyncio.CancelledError:
+        if not state.is_stopped:
+            raise
+        return False
+    finally:
+        delivery.extension.cancel()
+        delivery.extension = None
+
+
 def _cut(state: FlowState, take: TakeDelta) -> None:
     """End the choices that have not ended, with what the client has of them."""
     exchange, delivery = state.exchange, state.delivery
     assert state.answer is not None
     state.answer.cancel()
     prompts = exchange.prompts.get(exchange.served.name) or ()
-    for index in range(choice_count(exchange.asked)):
+    for index in range(choice_count(exchange.text_request)):
         if index in delivery.usages:
             continue
-        place = index // exchange.asked.n
+        place = index // exchange.text_request.n
         # Of an upstream's prompts only the total length is known. The first prompt carries it.
         length = len(prompts[place].tokens) if prompts else exchange.prompt_tokens if place == 0 else 0
         usage = TokenUsage(prompt_tokens=length, output_tokens=delivery.tokens_by_choice.get(index, 0))

@@ -7,6 +7,7 @@ import enum
 
 import msgspec
 
+from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactLookup
 from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 from headrace.gateway.degradation.ladder.ladder_steps import DegradationPlan, DegradationRecord
@@ -64,6 +65,7 @@ class Delivery(msgspec.Struct):
     extension: asyncio.Future[bool] | None = None  # of the reservation, awaited for `held`
     timeout: asyncio.Timeout | None = None  # of the wait for the first token
     tokens: int = 0  # delivered
+    sent: int = 0  # of them, taken by the client's connection
     tokens_by_choice: dict[int, int] = {}
     usages: dict[int, TokenUsage] = {}  # of the choices that have ended
     first_choice: list[ChoiceDelta] = []  # kept where its text is needed afterwards
@@ -113,7 +115,13 @@ class FlowState(msgspec.Struct):
     wait: WaitTicket | None = None  # for the first token
     delivery: Delivery = msgspec.field(default_factory=Delivery)
     is_client_gone: bool = False
+    ended_by: ApiError | None = None  # ended from outside, with this error for the client
     outcome: Outcome | None = None  # set by `settle`
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the answer ends here, because the client has left or may not have it any more."""
+        return self.is_client_gone or self.ended_by is not None
 
     @property
     def shared_generation(self) -> SharedGeneration | None:
@@ -122,12 +130,12 @@ class FlowState(msgspec.Struct):
 
     @property
     def generation(self) -> Answerer | None:
-        """What generates the answer, for this exchange or for several."""
+        """The generation of the answer, for this exchange or for several."""
         return self.own_generation if (shared := self.shared_generation) is None else shared.answerer
 
     @property
     def first_tries(self) -> list[VariantCharge]:
-        """What a cascade computed before the answer; the exchange pays for it too."""
+        """A cascade's tries before the answer; the exchange pays for them too."""
         generation = self.generation
         charges = generation.charges if isinstance(generation, CompositeAnswerer) else []
         return [charge for charge in charges if charge.charged and charge.role == "first try"]

@@ -10,14 +10,14 @@ from headrace.gateway.flow.flow_state import FlowState
 
 def identify(state: FlowState) -> None:
     exchange, services = state.exchange, state.services
-    asked = exchange.asked
-    surface = choose_surface(exchange.caller, asked.surface, exchange.served.surface)
+    text_request = exchange.text_request
+    surface = choose_surface(exchange.caller, text_request.surface, exchange.served.surface)
     exchange.surface = surface
-    if asked.surface != surface:
-        exchange.asked = asked = asked.but(surface=surface)
-    if asked.profile == "fast":
+    if text_request.surface != surface:
+        exchange.text_request = text_request = text_request.but(surface=surface)
+    if text_request.profile == "fast":
         can_reason = exchange.served.reasoning is not None
-        exchange.asked, changes = apply_fast_profile(asked, services.fast, can_reason=can_reason)
+        exchange.text_request, changes = apply_fast_profile(text_request, services.fast, can_reason=can_reason)
         state.shaping.changes += changes
     fast_mode = services.accounts.switches.fast(exchange.caller.tenant, exchange.served.name)
     if fast_mode is None:
@@ -25,13 +25,14 @@ def identify(state: FlowState) -> None:
     exchange.headers["x-headrace-fast"] = "on"
     if fast_mode.variant is not None:
         exchange.served = services.fleet.served[fast_mode.variant]
-    asked = exchange.asked
-    if fast_mode.slow_tools and asked.tools and asked.choosing == "auto":
-        fast_tools = tuple(tool for tool in asked.tools if tool.name not in fast_mode.slow_tools)
-        if len(fast_tools) < len(asked.tools):
-            state.shaping.changes.append(ShapingChange("tools", len(asked.tools), len(fast_tools)))
-            exchange.asked = asked.but(tools=fast_tools)
+    text_request = exchange.text_request
+    if fast_mode.slow_tools and text_request.tools and text_request.choosing == "auto":
+        fast_tools = tuple(tool for tool in text_request.tools if tool.name not in fast_mode.slow_tools)
+        if len(fast_tools) < len(text_request.tools):
+            state.shaping.changes.append(ShapingChange("tools", len(text_request.tools), len(fast_tools)))
+            text_request = text_request.but(tools=fast_tools)
+            exchange.text_request = text_request if text_request.callable_tools else text_request.but(choosing="none")
     if fast_mode.max_tokens is not None:  # after the tools: an answer that may be a tool call is not capped
-        exchange.asked, changes = cap_max_tokens(exchange.asked, fast_mode.max_tokens)
+        exchange.text_request, changes = cap_max_tokens(exchange.text_request, fast_mode.max_tokens)
         state.shaping.changes += changes
     state.shaping.prompt_limit = fast_mode.prompt_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
@@ -24,7 +25,7 @@ from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
 
-# An engine or an upstream gave these up for want of capacity or time, so an extracted answer may replace its error.
+# Errors from overload, outage or deadlines, which an extracted answer may replace.
 _REPLACEABLE_ERRORS: Final = frozenset(
     {
         "overloaded",
@@ -42,7 +43,7 @@ _REPLACEABLE_ERRORS: Final = frozenset(
 
 
 async def recall(state: FlowState) -> bool:
-    """Whether there is an answer without a generation. ApiError where the ladder refuses the request."""
+    """Look for an answer that needs no generation; True if found. ApiError if the ladder refuses the request."""
     exchange, services, lookups, degradation = state.exchange, state.services, state.lookups, state.degradation
     plan = degradation.plan
     takes_stale = plan is not None and plan.stale_s is not None
@@ -74,41 +75,48 @@ async def recall(state: FlowState) -> bool:
 async def look_up_semantic(state: FlowState) -> SemanticLookup:
     exchange, semantic = state.exchange, state.services.semantic
     assert semantic is not None
-    return await semantic.recall(
+    began = time.monotonic()
+    lookup = await semantic.recall(
         exchange.caller.tenant,
-        exchange.asked,
+        exchange.text_request,
         semantic.embedder_for(exchange.caller, exchange.surface),
         variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.small or "")),
         surface=exchange.surface,
     )
+    exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome)
+    return lookup
 
 
 async def _check_hit(services: Services, exchange: Exchange, lookup: SemanticLookup) -> None:
-    """Compare a semantic hit with a fresh answer, generated on the batch surface and charged to nobody."""
+    """Compare a semantic hit with a fresh answer, generated on the batch surface without a charge."""
     assert services.semantic is not None
-    asked = exchange.asked.but(surface="batch", deadline_s=None, stream=False)
+    text_request = exchange.text_request.but(surface="batch", deadline_s=None, stream=False)
     with suppress(ApiError):
-        fresh = storable_answer(await services.dispatcher.generate(derive_exchange(exchange, exchange.served, asked)))
+        fresh = storable_answer(
+            await services.dispatcher.generate(derive_exchange(exchange, exchange.served, text_request))
+        )
         await services.semantic.check(lookup, fresh, services.semantic.embedder_for(exchange.caller, "batch"))
 
 
 async def look_up_exact(state: FlowState, *, stale: bool) -> CacheHit | None:
-    """Ask the exact cache once: first for the request as it came, then for what degrading has made of it."""
+    """Look up the exact cache once: first the original request, then the degraded one."""
     exchange, exact = state.exchange, state.services.exact
-    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.asked.cache).reads:
+    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).reads:
         return None
     if state.lookups.exact is not None:
         return state.lookups.exact.hit
     original = state.degradation.original
     is_changed = original is not None and (
-        original.asked is not exchange.asked or original.served is not exchange.served
+        original.text_request is not exchange.text_request or original.served is not exchange.served
     )
     if original is not None and is_changed and original.served.upstream is None:
         original.prompts = {}
         with suppress(ApiError):  # a request that does not fit untrimmed was never stored
             shaping = state.services.shaping
-            original.asked = number_sources(original.asked, original.served, shaping)[0]
-            original.asked = (await fit_request(original.asked, original.served, shaping, None, None)).asked
+            original.text_request = number_sources(original.text_request, original.served, shaping)[0]
+            original.text_request = (
+                await fit_request(original.text_request, original.served, shaping, None, None)
+            ).text_request
             await prompts_of(original)
             if (hit := await _look_up(state, original, stale=stale)) is not None:
                 exchange.served = original.served
@@ -124,13 +132,16 @@ async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> Cach
     key = cache_key_for(
         tenant=exchange.caller.tenant,
         served=exchange.served,
-        asked=exchange.asked,
+        text_request=exchange.text_request,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
-        seeded=exchange.asked.seeded,
+        seeded=exchange.text_request.seeded,
         policy=f"{exact.config.policy}\n{state.plan.small or ''}",
     )
-    lookup = state.lookups.exact = await exact.look(key, requested=exchange.asked.cache, stale=stale)
+    began = time.monotonic()
+    lookup = state.lookups.exact = await exact.look(key, requested=exchange.text_request.cache, stale=stale)
     hit = lookup.hit
+    outcome = "miss" if hit is None else "stale" if hit.stale else "hit"
+    exchange.timeline.part("recall", "exact", began, outcome=outcome)
     if hit is not None and hit.stale and key is not None and plan is not None:
         expired_s = hit.age_s - exact.ttl_s(key.tags)
         return hit if expired_s <= (plan.stale_s or 0.0) else None
@@ -145,10 +156,10 @@ def _answer_from_cache(state: FlowState, hit: CacheHit, cache: str, detail: str 
 
 
 def _extract(state: FlowState) -> bool:
-    """Answer with sentences of the request's own sources. False where it has none, or no question."""
+    """Answer with sentences from the request's sources. False if it has no sources or no question."""
     exchange, shaping, record = state.exchange, state.shaping, state.degradation.record
     given = () if shaping.sources is None else shaping.sources.sources
-    question, before, sources = question_and_sources(exchange.asked.messages or (), given)
+    question, before, sources = question_and_sources(exchange.text_request.messages or (), given)
     if not sources or not question:
         return False
     extract = extract_answer(question, sources, before=before)
@@ -171,14 +182,14 @@ def citation_notes(citations: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def replace_error(state: FlowState, error: ApiError) -> bool:
-    """Replace an error for want of capacity or time by an extracted answer, where the surface's ladder has that step.
+    """Replace an overload or deadline error with an extracted answer, if the surface's ladder has that step.
 
     Call it only before the client has received anything."""
     exchange, services = state.exchange, state.services
     if error.code not in _REPLACEABLE_ERRORS or not services.ladder.has_steps(exchange.surface):
         return False
     failed = state.answer
-    plan = plan_degradation(services.ladder.bottom(exchange.surface), exchange.asked, allowed_steps(exchange))
+    plan = plan_degradation(services.ladder.bottom(exchange.surface), exchange.text_request, allowed_steps(exchange))
     if not (plan.extract and _extract(state)):
         return False
     if failed is not None:

@@ -15,8 +15,10 @@ from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
-from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.observation.objective_watch import ObjectiveWatch
+from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
 
@@ -28,7 +30,7 @@ class Services(msgspec.Struct, kw_only=True):
     accounts: AccountServices
     limiter: RateLimiter
     limit_scopes: LimitScopes
-    ledger: Ledger | None  # None: nothing is charged
+    ledger: RequestLedger | None  # None: nothing is charged
     exact: ExactCache | None
     semantic: SemanticCache | None
     dispatcher: Dispatcher
@@ -37,6 +39,8 @@ class Services(msgspec.Struct, kw_only=True):
     shaping: ShapingConfig
     fast: ProfileConfig
     background: BackgroundTasks
+    observer: RequestObserver
+    objective_watch: ObjectiveWatch | None = None
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
@@ -56,10 +60,15 @@ class Services(msgspec.Struct, kw_only=True):
         if not self.dispatcher.router.idle:
             run(self.dispatcher.watch_health())
         run(sweep_forever(self.caches))
+        if self.observer.exporter is not None:
+            run(self.observer.exporter.run())
+        if self.objective_watch is not None:
+            run(self.objective_watch.run())
 
     async def close(self) -> None:
         """Call after the last request. Writes down what was used, within bounded time."""
         await self.background.close()
+        await self.observer.close()
         for cache in self.caches.values():
             await cache.close()
         if self.ledger is not None:

@@ -12,30 +12,47 @@ from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.flow.admit import ledger_entry
 from headrace.gateway.flow.flow_state import Ending, FlowState, Origin, Outcome
 from headrace.gateway.flow.shared_generation import is_by_plan
-from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
+from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.observe import metrics
 
 _LABELS: Final = {"stop": "finished", "tool_calls": "finished", "length": "limited", "deadline": "deadline"}
 
 
 def settle(state: FlowState, error: ApiError | None = None) -> None:
-    """Every call after the first does nothing."""
+    """Charge and record an exchange once. Further calls do nothing."""
     if state.outcome is not None:
         return
+    state.exchange.timeline.enter("settle")
     facts = _stop(state, error)
     origin = _origin(state, facts)
+    if facts is not None and origin in (Origin.CACHED, Origin.SHARED):
+        state.exchange.saved = facts.saved
     is_whole = _has_all_choices(state) and error is None
     _complete_usage(state, origin)
     state.outcome = outcome = _outcome(state, error, origin, is_whole=is_whole)
     _settle_limits(state, outcome)
     if state.admission.has_ledger_hold:
+        if error is not None and not _sent_tokens(state):  # what fails before anything was sent costs nothing
+            outcome = Outcome(Origin.NONE, outcome.ending, outcome.label)
         _settle_ledger(state, outcome, facts)
     _store_semantic(state, outcome)
     _count(state, outcome)
     if steps := state.degradation.record.steps:
         state.exchange.notes["degraded"] = list(steps)
+    _note_route(state)
+    state.exchange.timeline.enter("post")
+
+
+def _note_route(state: FlowState) -> None:
+    exchange, generation = state.exchange, state.generation
+    if exchange.answered_by:
+        exchange.route = exchange.answered_by
+    elif state.plan.decisions or generation is not None:
+        decisions = (*state.plan.decisions, *(routing_decisions(generation) if generation is not None else ()))
+        exchange.route = decisions[-1].stage if decisions else "direct"
 
 
 def _stop(state: FlowState, error: ApiError | None) -> AnswerFacts | None:
@@ -75,7 +92,7 @@ def _origin(state: FlowState, facts: AnswerFacts | None) -> Origin:
 def _has_all_choices(state: FlowState) -> bool:
     exchange, answer = state.exchange, state.answer
     if state.delivery.is_inspected:
-        return len(state.delivery.usages) == choice_count(exchange.asked)
+        return len(state.delivery.usages) == choice_count(exchange.text_request)
     if isinstance(answer, CacheHit):
         return answer.over
     return bool(exchange.finish)
@@ -89,8 +106,11 @@ def _complete_usage(state: FlowState, origin: Origin) -> None:
         exchange.last_at = time.monotonic()
         exchange.first_at = exchange.first_at or exchange.last_at
     if exchange.cut_by:
-        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.asked.n)
+        exchange.usage = combine_usages([usages[index] for index in sorted(usages)], exchange.text_request.n)
         exchange.finish = "length"
+    elif state.ended_by is not None and origin is Origin.GENERATED and state.delivery.is_inspected:
+        sent = _sent_tokens(state)
+        exchange.usage = TokenUsage(prompt_tokens=exchange.prompt_tokens if sent else 0, output_tokens=sent)
     elif origin is Origin.HANDED_OVER:
         exchange.usage = TokenUsage()
     elif origin is Origin.GENERATED and (shared := state.shared_generation) is not None:
@@ -111,6 +131,11 @@ def _outcome(state: FlowState, error: ApiError | None, origin: Origin, *, is_who
     if not is_whole:
         return Outcome(origin, Ending.FAILED, label)
     return Outcome(origin, Ending.CUT if exchange.cut_by else Ending.COMPLETE, label)
+
+
+def _sent_tokens(state: FlowState) -> int:
+    """Return how many tokens the client has. It has a whole answer at the end only."""
+    return state.delivery.tokens if state.exchange.text_request.stream else 0
 
 
 def _settle_limits(state: FlowState, outcome: Outcome) -> None:
@@ -159,7 +184,7 @@ def _settle_ledger(state: FlowState, outcome: Outcome, facts: AnswerFacts | None
             ledger.charge(id, TokenUsage() if facts is None else facts.saved, ended=ended, hit=cache)
 
 
-def _charge_generation(state: FlowState, ledger: Ledger, ended: str) -> None:
+def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> None:
     """Charge every variant that computed something. The answer comes last; a cascade's first try is charged under an
     id of its own."""
     exchange, generation = state.exchange, state.generation

@@ -14,20 +14,22 @@ from headrace.gateway.serving.prompt_length import prompt_tokens
 
 async def shape(state: FlowState) -> None:
     exchange, services, shaping = state.exchange, state.services, state.shaping
-    asked, plan = exchange.asked, state.degradation.plan
-    if asked.messages is not None:
+    text_request, plan = exchange.text_request, state.degradation.plan
+    if text_request.messages is not None:
         sources_limit = None if plan is None else plan.sources_tokens
-        exchange.asked, shaping.sources = number_sources(asked, exchange.served, services.shaping, sources_limit)
+        exchange.text_request, shaping.sources = number_sources(
+            text_request, exchange.served, services.shaping, sources_limit
+        )
         changes = () if shaping.sources is None else shaping.sources.changes
         limit, history_limit = shaping.prompt_limit, None if plan is None else plan.history_tokens
         if history_limit is not None:
             degraded_limit = history_limit + (0 if shaping.sources is None else shaping.sources.tokens)
             limit = degraded_limit if limit is None else min(limit, degraded_limit)
         # A summary costs a generation, so there is none under pressure.
-        summarises = plan is None and "summarise" in (services.shaping.overflow, exchange.asked.overflow)
+        summarises = plan is None and "summarise" in (services.shaping.overflow, exchange.text_request.overflow)
         summariser = ModelSummariser(services, exchange) if summarises else None
-        fitted = await fit_request(exchange.asked, exchange.served, services.shaping, limit, summariser)
-        exchange.asked = fitted.asked
+        fitted = await fit_request(exchange.text_request, exchange.served, services.shaping, limit, summariser)
+        exchange.text_request = fitted.text_request
         if history_limit is not None:
             trimmed = [change for change in changes if change.name == "sources"]
             state.degradation.record.add("trim", *trimmed, *fitted.changes)
@@ -43,7 +45,7 @@ async def tokenise(state: FlowState) -> None:
     if exchange.served.upstream is not None:
         exchange.prompt_tokens = await prompt_tokens(exchange)
         return
-    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.asked.cache).reads:
+    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).reads:
         await prompts_of(exchange)
         return
     name = exact.prompts.name(exchange)  # a repeated request is not rendered and tokenised again
@@ -62,18 +64,18 @@ async def prime(state: FlowState) -> None:
     exchange, semantic = state.exchange, state.services.semantic
     if semantic is None or semantic.config.serve != "prime" or state.degradation.plan is not None:
         return
-    access = semantic.modes.access(exchange.caller.tenant, requested=exchange.asked.cache)
+    access = semantic.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache)
     if not access.reads or await look_up_exact(state, stale=False) is not None:
         return
     lookup = state.lookups.semantic = await look_up_semantic(state)
     if lookup.entry is None or lookup.outcome != "hit":
         return
-    asked, prompts, length = exchange.asked, exchange.prompts, exchange.prompt_tokens
-    exchange.asked, exchange.prompts = with_example(asked, lookup.entry), {}
+    text_request, prompts, length = exchange.text_request, exchange.prompts, exchange.prompt_tokens
+    exchange.text_request, exchange.prompts = with_example(text_request, lookup.entry), {}
     try:
         await tokenise(state)
     except ApiError:
-        exchange.asked, exchange.prompts, exchange.prompt_tokens = asked, prompts, length
+        exchange.text_request, exchange.prompts, exchange.prompt_tokens = text_request, prompts, length
         return
     state.lookups.exact = None  # an answer made with an example is neither stored for this request nor shared
     exchange.headers["x-headrace-cache"] = exchange.notes["cache"] = "primed"

@@ -10,7 +10,7 @@ from headrace.gateway.serving.exchange import Exchange
 
 
 def is_by_plan(exchange: Exchange, plan: RoutePlan) -> bool:
-    """Whether a variant of the plan answered, and not a fallback."""
+    """True if a variant of the plan answered, and not a fallback."""
     return exchange.served.name in (plan.variant, plan.small)
 
 

@@ -29,13 +29,13 @@ class ModelSummariser:
         name = services.shaping.summary_model
         served = services.fleet.find(name) if name else exchange.served
         turns = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
-        asked = TextRequest(
+        text_request = TextRequest(
             model=served.name,
             messages=[{"role": "user", "content": f"{_INSTRUCTION}\n\n{turns}"}],
             sampling=SamplingParams(temperature=0.0),
             max_tokens=tokens,
             surface=exchange.surface,
         )
-        part = derive_exchange(exchange, served, asked)
+        part = derive_exchange(exchange, served, text_request)
         part.prompts = {}
         return (await services.dispatcher.generate(part))[0].content

@@ -15,6 +15,10 @@ Knows neither dialects nor the network.
 
 from __future__ import annotations
 
+from functools import partial
+
+from msgspec.structs import replace
+
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.shaping.change_record import header_value
@@ -28,7 +32,7 @@ from headrace.gateway.flow.recall import recall, replace_error
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
 from headrace.gateway.flow.shape import prime, shape
-from headrace.gateway.requests.text_request import TakeDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
@@ -42,35 +46,55 @@ class TextFlow:
         self.exchange = exchange
         name = exchange.served.name
         self._state = FlowState(exchange, services, RoutePlan(name), name)
+        self._unwatch = services.accounts.access.watch(exchange.caller, self.end)
 
     @property
     def is_client_gone(self) -> bool:
         return self._state.is_client_gone
 
+    @property
+    def is_charged(self) -> bool:
+        """True if the request counts towards the limits on requests. Known once it is settled."""
+        reservation = self._state.admission.reservation
+        return reservation is not None and reservation.counted
+
     async def begin(self) -> None:
         """Run the stages up to `generate`. ApiError where the request is rejected."""
         state = self._state
+        timeline = self.exchange.timeline
+        timeline.enter("route")
         identify(state)
         _route(state)
         degrade(state)
+        timeline.enter("shape")
         await shape(state)
         await prime(state)
+        timeline.enter("admit")
         await admit(state)
-        if not await recall(state) and not state.is_client_gone:
+        timeline.enter("recall")
+        is_found = await recall(state)
+        timeline.enter("generate")
+        if not is_found and not state.is_stopped:
             try:
                 await generate(state)
             except ApiError as error:
                 if not replace_error(state, error):
                     raise
+        if state.ended_by is not None and not state.is_client_gone:
+            raise state.ended_by
         state.delivery.is_inspected = _needs_inspection(state)
 
     async def run(self, take: TakeDelta) -> bool:
         """Deliver and, at the end, settle. Return False where `take` asked for a pause: call this again then."""
-        return await deliver(self._state, take)
+        return await deliver(
+            self._state, take if self.exchange.text_request.show_reasoning else partial(hide_reasoning, take)
+        )
 
     def relayed(self) -> UpstreamGeneration | None:
         """Return an upstream's answer whose bytes may go to the client unchanged, because no stage inspects them."""
-        own, delivery = self._state.own_generation, self._state.delivery
+        own, delivery, text_request = self._state.own_generation, self._state.delivery, self.exchange.text_request
+        if not text_request.show_reasoning or text_request.continuous_usage:
+            return None
         return own if isinstance(own, UpstreamGeneration) and not delivery.is_inspected and own.can_relay() else None
 
     def headers(self) -> dict[str, str]:
@@ -87,8 +111,17 @@ class TextFlow:
 
     def cancel(self) -> None:
         """Note that the client has left. What runs for it alone ends by the engine's next step."""
+        self._state.is_client_gone = True
+        self._stop()
+
+    def end(self, error: ApiError) -> None:
+        """End the answer at once, with an error for the client: it may not have the rest."""
+        if self._state.outcome is None and self._state.ended_by is None:
+            self._state.ended_by = error
+            self._stop()
+
+    def _stop(self) -> None:
         state = self._state
-        state.is_client_gone = True
         if state.answer is not None:
             state.answer.cancel()
         if state.delivery.extension is not None:
@@ -96,7 +129,19 @@ class TextFlow:
 
     def settle(self, error: ApiError | None = None) -> None:
         """Call at the end, however the exchange ended. Has an effect only once."""
+        self._unwatch()
         settle(self._state, error)
+
+
+def hide_reasoning(take: TakeDelta, delta: ChoiceDelta) -> bool:
+    """Hand a delta over without its reasoning, or not at all if nothing else is in it."""
+    if not delta.reasoning:
+        return take(delta)
+    if not (delta.content or delta.calls or delta.finish):
+        return True
+    # A copy, because others may get the same delta. Log-probabilities of reasoning would show its text.
+    logprobs = delta.logprobs if delta.content else None
+    return take(replace(delta, reasoning="", logprobs=logprobs))
 
 
 def _route(state: FlowState) -> None:
@@ -104,11 +149,12 @@ def _route(state: FlowState) -> None:
     state.plan = services.dispatcher.route(exchange)
     exchange.served = services.fleet.served[state.plan.variant]
     if exchange.served.kind != "decoder":
-        raise ApiError(f"'{exchange.served.name}' makes embeddings, not text", parameter="model")
+        message = f"'{exchange.served.name}' {exchange.served.purpose}. Use a model that generates text."
+        raise ApiError(message, parameter="model")
 
 
 def _needs_inspection(state: FlowState) -> bool:
-    """Whether a stage has to see every delta. Those of a cache hit are known, unless they may cite sources."""
+    """True if a stage has to see every delta. Those of a cache hit are known, unless they may cite sources."""
     if isinstance(state.answer, CacheHit) and state.shaping.sources is None:
         return False
     admission, lookups = state.admission, state.lookups

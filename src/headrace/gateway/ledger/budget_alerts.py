@@ -19,6 +19,7 @@ import msgspec
 from headrace.config.environment import required_secret
 from headrace.config.ledger_section import LedgerConfig
 from headrace.gateway.ledger.ledger_store import BudgetAlert
+from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class AlertQueue(Protocol):
 
 
 class AlertWebhook(msgspec.Struct, frozen=True, kw_only=True):
-    """Where alerts are posted. The operator chooses the URL, so any address is allowed."""
+    """Posts alerts to a URL. The operator chooses the URL, so any address is allowed."""
 
     url: str
     headers: Mapping[str, str] = {}
@@ -67,7 +68,7 @@ class AlertSender:
     ) -> None:
         self._alerts = alerts
         self._webhook = webhook
-        self._post = _post if post is None else post
+        self._post = post_alert if post is None else post
         self._count = count
         self._woken = asyncio.Event()
         self._woken.set()  # alerts of an earlier process may be waiting
@@ -78,6 +79,7 @@ class AlertSender:
 
     async def run(self) -> None:
         """Send alerts until cancelled."""
+        outage = OutageLog(log, "alerts cannot be sent")
         while True:
             with contextlib.suppress(TimeoutError):  # another gateway may have died while sending one
                 async with asyncio.timeout(_POLL_S):
@@ -87,8 +89,9 @@ class AlertSender:
                 while (alert := await self._alerts.next_alert()) is not None:
                     sent = self._webhook is None or await self._send(self._webhook, alert)
                     await self._alerts.alert_done(alert, sent=sent)
+                outage.succeeded()
             except Exception as error:  # of the store, which keeps the alerts
-                log.error("alerts cannot be sent: %s", str(error) or type(error).__name__)
+                outage.failed(error)
                 await asyncio.sleep(1.0 if self._webhook is None else self._webhook.longest_pause_s)
                 self._woken.set()
 
@@ -115,7 +118,7 @@ class AlertSender:
         return False
 
 
-async def _post(url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> int:
+async def post_alert(url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> int:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=seconds)

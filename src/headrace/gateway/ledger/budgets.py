@@ -1,7 +1,6 @@
 """Decides whether a tenant's budgets have room for a request.
 
-A pure decision from what is spent and what is held for running requests; holds.py keeps those sums, in this process or
-in a shared database.
+A pure decision from what is spent and what is held for running requests; holds.py keeps those sums.
 
 Reservations never exceed a budget: a request is admitted when spent + held + its estimate are within the limit, and a
 running request holds more only where there is room. What a request takes beyond its hold, because the engine made more
@@ -15,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from headrace.config.tenant_section import BudgetConfig
+from headrace.config.tenant_section import BudgetConfig, BudgetFailMode
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
 from headrace.gateway.ledger.periods import Calendar, is_month
@@ -30,10 +29,11 @@ class BudgetError(HeadraceError):
 
 
 class TenantBudgets(msgspec.Struct, frozen=True):
-    """A tenant's budgets, and whether it is served while the ledger cannot be written."""
+    """A tenant's budgets, and how it is served while the ledger's store does not answer."""
 
     budgets: tuple[BudgetConfig, ...] = ()
-    when_down: Literal["open", "closed"] = "open"  # open: serve and charge later; closed: reject
+    # lease: serve what this process has leased; open: serve by the last known sum; closed: reject
+    when_down: BudgetFailMode = "lease"
 
     def __post_init__(self) -> None:
         places = [(budget.endpoint, budget.period) for budget in self.budgets]
@@ -107,7 +107,7 @@ BudgetDecision: TypeAlias = Admitted | FallbackVariant | BudgetRefusal
 
 
 class BudgetStatus(msgspec.Struct, frozen=True):
-    """What is spent and held of a budget, without the request that is being decided."""
+    """The spent and held parts of a budget, without the request being decided."""
 
     budget: BudgetConfig
     period: str
@@ -159,7 +159,9 @@ def decide(
     )
 
 
-HELD: Final = BudgetRefusal("held", _RETRY_S, "Running requests hold the rest of the budget. Try again in a moment.")
+HELD: Final = BudgetRefusal(
+    "held", _RETRY_S, "Running requests and other gateways hold the rest of the budget. Try again in a moment."
+)
 UNAVAILABLE: Final = BudgetRefusal(
     "store", _RETRY_S, "The usage ledger cannot be written right now. Try again in a moment."
 )

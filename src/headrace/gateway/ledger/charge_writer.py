@@ -11,18 +11,28 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Final
 
-import msgspec
+import structlog
 
 from headrace.gateway.ledger.budget_alerts import AlertSender
 from headrace.gateway.ledger.holds import OpenCharge
 from headrace.gateway.ledger.ledger_bounds import CountLedgerEvent, LedgerBounds
-from headrace.gateway.ledger.ledger_records import LedgerCharge
-from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, FindBudget, LedgerBatch, LedgerStore
+from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerCharge
+from headrace.gateway.ledger.ledger_store import (
+    BudgetAlert,
+    BudgetReading,
+    ChargeProgress,
+    FindBudget,
+    LedgerBatch,
+    LedgerStore,
+)
+from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
+alerts_log: Final = structlog.stdlib.get_logger("headrace.budgets")
 
 _BATCH: Final = 500  # charges per transaction
-_LONGEST_PAUSE: Final = 5.0  # seconds between two tries
+_FIRST_PAUSE: Final = 0.05  # seconds between two tries
+_LONGEST_PAUSE: Final = 5.0
 
 
 class ChargeWriter:
@@ -32,9 +42,9 @@ class ChargeWriter:
         *,
         watch: FindBudget,
         running: Mapping[str, OpenCharge],
-        written: Callable[
-            [OpenCharge, bool], None
-        ],  # hears of each charge that the store has, and whether it had it before
+        # Called with each charge that the store has, and whether it had it before; then with the new sums.
+        written: Callable[[OpenCharge, bool], None],
+        apply: Callable[[Mapping[BudgetScope, BudgetReading]], None],
         lock: asyncio.Lock,
         bounds: LedgerBounds,
         courier: AlertSender | None,
@@ -46,6 +56,7 @@ class ChargeWriter:
         self._watch = watch
         self._running = running
         self._written = written
+        self._apply = apply
         self._lock = lock
         self._bounds = bounds
         self._courier = courier
@@ -102,7 +113,7 @@ class ChargeWriter:
 
     @property
     def behind(self) -> bool:
-        """Whether the store is too slow or down."""
+        """True if the store is too slow or down."""
         return self.behind_s > self._bounds.wait_s + self._bounds.gather_s
 
     async def flush(self) -> None:
@@ -115,20 +126,20 @@ class ChargeWriter:
 
     async def run(self) -> None:
         """Write batches until cancelled."""
-        pause = self._bounds.wait_s
+        pause = _FIRST_PAUSE
+        outage = OutageLog(log, "the ledger cannot be written; charges are kept and retried")
         while True:
             await self._wake.wait()
             await asyncio.sleep(self._bounds.gather_s)
             self._wake.clear()
             try:
                 while await self._write_some():
-                    pause = self._bounds.wait_s
+                    pause = _FIRST_PAUSE
+                outage.succeeded()
                 self._idle.set()
             except Exception as error:
                 self._count("write_failed", 1)
-                log.error(
-                    "the ledger cannot be written; charges are kept and retried: %s", str(error) or type(error).__name__
-                )
+                outage.failed(error)
                 self._wake.set()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -153,6 +164,7 @@ class ChargeWriter:
             for open in settled:
                 del self.waiting[open.id]
                 self._written(open, open.id in written.known)
+            self._apply(written.readings)
             for open in opened:
                 open.stored = True
                 self._opened.pop(open.id, None)
@@ -171,7 +183,7 @@ class ChargeWriter:
 
     def _announce(self, alerts: list[BudgetAlert]) -> None:
         for alert in alerts:
-            log.warning("budget: %s", msgspec.json.encode(alert.as_json()).decode())
+            alerts_log.warning("budget alert", **alert.log_fields())
         if alerts:
             self._count("alerts", len(alerts))
             if self._courier is not None:

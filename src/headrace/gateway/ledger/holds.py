@@ -1,38 +1,34 @@
-"""Holds budget for running requests, in this process or in a database that gateways share.
+"""Holds budget for running requests out of what this process has leased.
 
-Both implementations decide whether a request may be served and never let a budget be exceeded by reservations.
-LocalBudgetHolds keeps exact sums in memory: stored + waiting to be written + held. It reads a stored sum once, when its
-period is first used. SharedBudgetHolds asks the database in one statement with a timeout and backs off when it fails.
+Decides whether a request may be served, from what is stored, what waits to be written and what running requests hold.
+Only what the lease does not cover waits for the store; budget_leases.py asks it.
+
+If the store does not answer in time, the tenant's `budget_fail` decides: serve what is leased, serve by the last known
+sum, or reject.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
 from headrace.config.tenant_section import BudgetConfig
+from headrace.gateway.ledger.budget_leases import BudgetLeases, ScopeSum
 from headrace.gateway.ledger.budgets import (
     HELD,
     UNAVAILABLE,
     Admitted,
     BudgetBook,
     BudgetDecision,
+    BudgetRefusal,
     BudgetStatus,
     decide,
 )
-from headrace.gateway.ledger.ledger_records import BudgetScope, ReservedCharge, ScopeSums, Settlement, scopes_of
-from headrace.gateway.ledger.ledger_store import SharedLedgerStore
+from headrace.gateway.ledger.ledger_records import BudgetScope, ReservedCharge, Settlement
+from headrace.gateway.ledger.ledger_store import BudgetReading, LedgerStore
 from headrace.gateway.ledger.periods import Calendar, month_of
-from headrace.gateway.postgres_pool import StoreBusyError
-
-log: Final = logging.getLogger(__name__)
-
-_LONGEST_PAUSE: Final = 30.0  # seconds of backoff, at most
 
 
 class OpenCharge(msgspec.Struct):
@@ -44,12 +40,10 @@ class OpenCharge(msgspec.Struct):
     held: int = 0  # micros
     scopes: tuple[BudgetScope, ...] = ()  # scopes with a budget that it counts in
     output_tokens: int = 0
+    sent_tokens: int = 0  # of them, taken by the client's connection
     machine_us: int = 0
     settled: Settlement | None = None
     since: float = 0.0  # when it began to wait for the store
-    denied: bool = False  # an extension was denied
-    extending: asyncio.Task[None] | None = None
-    asked: bool = False  # a shared store may hold budget for it
     stored: bool = False  # a shared store knows it
     reported_tokens: int = 0  # output tokens that a shared store knows of
 
@@ -58,130 +52,85 @@ class OpenCharge(msgspec.Struct):
         return self.reserved.entry.id
 
 
-Estimate = Callable[[str], int]  # variant → micros
-Ended = Callable[[BudgetStatus, BudgetScope], None]
+Estimate: TypeAlias = Callable[[str], int]  # variant → micros
+Ended: TypeAlias = Callable[[BudgetStatus, BudgetScope], None]
 
 
-class BudgetHolds(Protocol):
-    early: bool  # extensions take time and must be requested before they are needed
-
-    async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision: ...
-
-    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
-        """Hold at least `need` micros and up to `more`. Return whether the request may go on."""
-        ...
-
-    def release(self, open: OpenCharge) -> None: ...
-    def settle(self, open: OpenCharge, micros: int) -> None: ...
-    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None: ...
-    def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None: ...
-    def forget(self, now: float) -> None: ...
-
-
-class StoreBackoff:
-    """Exponential backoff for a store that does not answer."""
-
-    def __init__(self, monotonic: Callable[[], float], *, first_s: float = 1.0) -> None:
-        self._monotonic = monotonic
-        self._first = self._length = first_s
-        self._until = 0.0
-
-    @property
-    def is_active(self) -> bool:
-        return self._monotonic() < self._until
-
-    def failed(self) -> bool:
-        """Start or extend the backoff. Return False if it is already active."""
-        if self.is_active:
-            return False
-        self._until = self._monotonic() + self._length
-        self._length = min(self._length * 2, _LONGEST_PAUSE)
-        return True
-
-    def answered(self) -> None:
-        self._length = self._first
-        self._until = 0.0
-
-
-class _Sum(msgspec.Struct):
-    stored: int | None = None  # None: not read yet
-    waiting: int = 0  # charged, not stored yet
-    held: int = 0
-
-    @property
-    def spent(self) -> int:
-        return (self.stored or 0) + self.waiting
-
-    def fits(self, budget: BudgetConfig, micros: int, variant: str) -> bool:
-        return self.spent + self.held + micros <= budget.limit_for(variant)
-
-
-class LocalBudgetHolds:
-    early = False
-
+class BudgetHolds:
     def __init__(
         self,
         accounts: BudgetBook,
         calendar: Calendar,
-        read: Callable[[Sequence[BudgetScope]], Awaitable[ScopeSums]],
-        writing: asyncio.Lock,  # held while stored and waiting sums change together
+        store: LedgerStore,
         *,
         wait_s: float,
+        lease_s: float,
         monotonic: Callable[[], float],
         ended: Ended,
+        went_down: Callable[[], None],
     ) -> None:
         self._accounts = accounts
         self._calendar = calendar
-        self._read = read
-        self._writing = writing
-        self._wait = wait_s
         self._ended = ended
-        self._pause = StoreBackoff(monotonic)
-        self._sums: dict[BudgetScope, _Sum] = {}
-        self._reading: dict[BudgetScope, asyncio.Task[None]] = {}
+        self._sums: dict[BudgetScope, ScopeSum] = {}
+        self.leases = BudgetLeases(
+            store, self._sums, wait_s=wait_s, lease_s=lease_s, monotonic=monotonic, went_down=went_down
+        )
 
     async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
         entry = open.reserved.entry
-        budgets = self._accounts.of(entry.tenant).for_endpoint(entry.endpoint)
-        if not budgets:
-            return Admitted(estimate(entry.variant))
-        scopes = _scopes(open, budgets)
-        sums = [self._sum(scope) for scope in scopes]
-        if not _known(sums):
-            await self._load_sums(scopes)
-            # Budgets and sums may have changed while waiting.
-            budgets = self._accounts.of(entry.tenant).for_endpoint(entry.endpoint)
-            scopes = _scopes(open, budgets)
-            sums = [self._sum(scope) for scope in scopes]
-        variant, checked = entry.variant, _known(sums)
-        micros = estimate(variant)
-        if not checked:
-            if self._accounts.of(entry.tenant).when_down == "closed":
-                return UNAVAILABLE
-        elif not all(each.fits(budget, micros, variant) for each, budget in zip(sums, budgets, strict=True)):
-            standings = [self._standing(*each) for each in zip(budgets, scopes, strict=True)]
-            for standing, scope in zip(standings, scopes, strict=True):
-                if standing.is_spent(micros, variant):
-                    self._ended(standing, scope)
-            return decide(standings, variant, estimate, self._calendar, now, falls=falls)
-        open.scopes, open.held = scopes, micros
-        for sum in sums:
-            sum.held += micros
-        return Admitted(micros, checked)
+        micros = estimate(entry.variant)
+        if not self._take(open, micros):
+            wants = {scope: (limit, micros) for scope, limit in self._limits(open)}
+            taken = await self.leases.ask(wants, lambda: self._take(open, micros))
+            if not taken:
+                return self._denied(open, estimate, now, falls=falls, answered=taken is not None)
+        return Admitted(micros)
 
-    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
+    def _denied(
+        self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool, answered: bool
+    ) -> BudgetDecision:
+        """Decide on a request that the lease has no room for."""
         entry = open.reserved.entry
+        account, micros = self._accounts.of(entry.tenant), estimate(entry.variant)
+        is_alone = not answered and account.when_down == "open"
+        if is_alone and self._take(open, micros, is_alone=True):
+            return Admitted(micros, checked=False)
+        statuses = [_status(*each, is_alone=is_alone) for each in self._budgets(open)]
+        known = [each for each in statuses if each is not None]
+        if len(known) < len(statuses) or (account.when_down == "closed" and not answered):
+            return UNAVAILABLE
+        for status in known:
+            if status.is_spent(micros, entry.variant):
+                self._ended(status, BudgetScope(entry.tenant, status.budget.endpoint, status.period))
+        verdict = decide(known, entry.variant, estimate, self._calendar, now, falls=falls)
+        if isinstance(verdict, Admitted):
+            verdict = HELD  # others got it first
+        is_spent = not isinstance(verdict, BudgetRefusal) or verdict.why == "budget"
+        return verdict if answered or is_spent else UNAVAILABLE
+
+    async def extend_later(self, open: OpenCharge, need: int, more: int) -> bool:
+        """Lease what is missing, for a bounded time, and then `extend`."""
+        wants = {scope: (limit, need - open.held) for scope, limit in self._limits(open)}
+        taken = await self.leases.ask(wants, lambda: self.extend(open, need, more))
+        if taken is None and self._accounts.of(open.reserved.entry.tenant).when_down == "open":
+            return self.extend(open, need, more, is_alone=True)
+        return bool(taken)
+
+    def extend(self, open: OpenCharge, need: int, more: int, *, is_alone: bool = False) -> bool:
+        """Hold at least `need` micros and up to `more`. Return whether the request may go on."""
+        if open.settled is not None:
+            return True
         target = more
-        for scope in open.scopes:
-            budget = self._accounts.budget(*scope)
-            if budget is not None:
-                sum = self._sum(scope)
-                target = min(target, budget.limit_for(entry.variant) - sum.spent - sum.held + open.held)
+        for scope, limit in self._limits(open):
+            room = self._room(self._sum(scope), limit, is_alone=is_alone)
+            target = target if room is None else min(target, room + open.held)
         if target < need:
             return False
         for scope in open.scopes:
             self._sum(scope).held += target - open.held
         open.held = target
+        self._top_up(open)
         return True
 
     def release(self, open: OpenCharge) -> None:
@@ -190,30 +139,30 @@ class LocalBudgetHolds:
         open.held = 0
 
     def settle(self, open: OpenCharge, micros: int) -> None:
-        entry = open.reserved.entry
         self.release(open)
-        open.scopes = _scopes(open, self._accounts.of(entry.tenant).for_endpoint(entry.endpoint))
+        open.scopes = self._scopes(open)
         for scope in open.scopes:
             self._sum(scope).waiting += micros
 
-    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None:
+    def written(self, open: OpenCharge, micros: int) -> None:
+        """Stop counting a charge that the store has. Apply the store's answer in the same turn of the loop."""
         for scope in open.scopes:
-            sum = self._sum(scope)
-            sum.waiting -= micros
-            if counted and sum.stored is not None:
-                sum.stored += micros
+            self._sum(scope).waiting -= micros
+
+    def apply(self, readings: Mapping[BudgetScope, BudgetReading]) -> None:
+        self.leases.apply(readings)
+
+    async def renew(self) -> None:
+        """Keep the leases, and give back what other gateways want."""
+        await self.leases.renew()
 
     def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None:
         """Apply changed budgets: running requests count in the new ones from now on."""
         for scope in [scope for scope in self._sums if scope.tenant == tenant]:
-            if self._accounts.budget(*scope) is None:
-                del self._sums[scope]  # no longer maintained
-            else:
-                self._sums[scope].held = self._sums[scope].waiting = 0
+            self._sums[scope].held = self._sums[scope].waiting = 0
         for open in running:
-            entry = open.reserved.entry
-            if entry.tenant == tenant:
-                open.scopes = _scopes(open, self._accounts.of(tenant).for_endpoint(entry.endpoint))
+            if open.reserved.entry.tenant == tenant:
+                open.scopes = self._scopes(open)
                 for scope in open.scopes:
                     sum = self._sum(scope)
                     sum.held += open.held
@@ -228,165 +177,63 @@ class LocalBudgetHolds:
 
     def standings(self, tenant: str, day: str) -> list[BudgetStatus]:
         """Return the status of budgets whose sums are known."""
-        budgets = self._accounts.of(tenant).budgets
-        scopes = [BudgetScope(tenant, budget.endpoint, budget.label(day)) for budget in budgets]
-        return [self._standing(*each) for each in zip(budgets, scopes, strict=True) if _known([self._sum(each[1])])]
+        found = (
+            _status(budget, scope, self._sums[scope])
+            for budget in self._accounts.of(tenant).budgets
+            if (scope := BudgetScope(tenant, budget.endpoint, budget.label(day))) in self._sums
+        )
+        return [each for each in found if each is not None]
 
-    def _standing(self, budget: BudgetConfig, scope: BudgetScope) -> BudgetStatus:
-        sum = self._sum(scope)
-        return BudgetStatus(budget, scope.period, sum.spent, sum.held)
+    def _take(self, open: OpenCharge, micros: int, *, is_alone: bool = False) -> bool:
+        """Hold this much, if every budget has room for it."""
+        variant, account = open.reserved.entry.variant, self._accounts.of(open.reserved.entry.tenant)
+        if account.when_down == "closed" and self.leases.health.is_down:
+            return False
+        scopes: list[BudgetScope] = []
+        for budget, scope, sum in self._budgets(open):
+            room = self._room(sum, budget.limit_for(variant), is_alone=is_alone)
+            if room is not None and room < micros:
+                return False
+            scopes.append(scope)
+        open.scopes, open.held = tuple(scopes), micros if scopes else 0
+        for scope in scopes:
+            self._sums[scope].held += micros
+        self._top_up(open)
+        return True
 
-    def _sum(self, scope: BudgetScope) -> _Sum:
+    def _room(self, sum: ScopeSum, limit: int, *, is_alone: bool) -> int | None:
+        """Return how much more may be held. None: the sums are unknown, and the tenant is served anyway."""
+        if is_alone:
+            return sum.room_alone(limit)
+        return sum.room(limit) if self.leases.are_valid else -1
+
+    def _top_up(self, open: OpenCharge) -> None:
+        for scope, limit in self._limits(open):
+            self.leases.top_up(scope, limit)
+
+    def _budgets(self, open: OpenCharge) -> Iterable[tuple[BudgetConfig, BudgetScope, ScopeSum]]:
+        """Return the budgets that a request counts in today. They may change while it runs."""
+        entry, day = open.reserved.entry, open.reserved.day
+        for budget in self._accounts.of(entry.tenant).for_endpoint(entry.endpoint):
+            scope = BudgetScope(entry.tenant, budget.endpoint, budget.label(day))
+            yield budget, scope, self._sum(scope)
+
+    def _scopes(self, open: OpenCharge) -> tuple[BudgetScope, ...]:
+        return tuple(scope for _, scope, _ in self._budgets(open))
+
+    def _limits(self, open: OpenCharge) -> list[tuple[BudgetScope, int]]:
+        variant = open.reserved.entry.variant
+        return [(scope, budget.limit_for(variant)) for budget, scope, _ in self._budgets(open)]
+
+    def _sum(self, scope: BudgetScope) -> ScopeSum:
         found = self._sums.get(scope)
         if found is None:
-            found = self._sums[scope] = _Sum()
+            found = self._sums[scope] = ScopeSum()
         return found
 
-    async def _load_sums(self, scopes: Sequence[BudgetScope]) -> None:
-        """Read missing sums; return when they are read or the timeout has passed."""
-        missing = [scope for scope in scopes if self._sum(scope).stored is None]
-        new = [scope for scope in missing if scope not in self._reading]
-        if new and not self._pause.is_active:
-            task = asyncio.create_task(self._read_sums(new))
-            for scope in new:
-                self._reading[scope] = task
-        waiting = {self._reading[scope] for scope in missing if scope in self._reading}
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=self._wait)
-            if late:
-                self._pause.failed()
 
-    async def _read_sums(self, scopes: Sequence[BudgetScope]) -> None:
-        try:
-            async with self._writing:
-                found = await self._read(scopes)
-                for scope in scopes:
-                    sum = self._sums.get(scope)  # None: no budget counts it any more
-                    if sum is not None and sum.stored is None:
-                        sum.stored = found.get(scope, 0)
-            self._pause.answered()
-        except Exception as error:
-            if self._pause.failed():
-                log.error("cannot read what is spent: %s", error)
-        finally:
-            for scope in scopes:
-                self._reading.pop(scope, None)
-
-
-class SharedBudgetHolds:
-    early = True
-
-    def __init__(
-        self,
-        accounts: BudgetBook,
-        calendar: Calendar,
-        store: SharedLedgerStore,
-        *,
-        monotonic: Callable[[], float],
-        ended: Ended,
-        release_later: Callable[[str], None],  # called with requests that may still hold budget in the database
-    ) -> None:
-        self._accounts = accounts
-        self._calendar = calendar
-        self._store = store
-        self._ended = ended
-        self._release_later = release_later
-        self._pause = StoreBackoff(monotonic)
-
-    async def hold(self, open: OpenCharge, estimate: Estimate, now: float, *, falls: bool) -> BudgetDecision:
-        entry = open.reserved.entry
-        account = self._accounts.of(entry.tenant)
-        budgets = account.for_endpoint(entry.endpoint)
-        micros = estimate(entry.variant)
-        if not budgets:
-            return Admitted(micros)
-        open.scopes = _scopes(open, budgets)
-        standings = await self._ask(open, budgets, micros)
-        if standings is None:
-            return UNAVAILABLE if account.when_down == "closed" else Admitted(micros, checked=False)
-        if not standings:
-            return Admitted(micros)
-        for standing, scope in zip(standings, open.scopes, strict=True):
-            if standing.is_spent(micros, entry.variant):
-                self._ended(standing, scope)
-        verdict = decide(standings, entry.variant, estimate, self._calendar, now, falls=falls)
-        # The database denied it by the same sums, so do not admit it here.
-        return HELD if isinstance(verdict, Admitted) else verdict
-
-    async def _ask(self, open: OpenCharge, budgets: Sequence[BudgetConfig], micros: int) -> list[BudgetStatus] | None:
-        """Ask the database to hold. Return [] on success, the statuses if denied, None without an answer."""
-        if self._pause.is_active:
-            return None
-        entry, day = open.reserved.entry, open.reserved.day
-        by_scope = dict(zip(_scopes(open, budgets), budgets, strict=True))
-        scopes = scopes_of(entry.tenant, entry.endpoint, day)
-        limits = [by_scope[scope].limit_for(entry.variant) if scope in by_scope else None for scope in scopes]
-        open.asked = True
-        try:
-            held, sums = await self._store.hold(open.reserved, micros, limits)
-        except StoreBusyError:
-            return None
-        except Exception as error:
-            if self._pause.failed():
-                log.error("the ledger's database does not answer: %s", str(error) or type(error).__name__)
-            return None
-        self._pause.answered()
-        if held:
-            open.held, open.stored = micros, True
-            return []
-        open.asked = open.stored
-        found = dict(zip(scopes, sums, strict=True))
-        return [BudgetStatus(budget, scope.period, *found[scope]) for scope, budget in by_scope.items()]
-
-    def extend(self, open: OpenCharge, need: int, more: int) -> bool:
-        """Request the extension in the background and let the request go on."""
-        if open.extending is None and not open.denied:
-            open.extending = asyncio.create_task(self._extend(open, more))
-            open.extending.add_done_callback(partial(_extended, open))
-        return need <= open.held or not open.denied
-
-    async def _extend(self, open: OpenCharge, more: int) -> None:
-        entry = open.reserved.entry
-        account = self._accounts.of(entry.tenant)
-        budgets = account.for_endpoint(entry.endpoint)
-        if not budgets or open.settled is not None:
-            return
-        standings = await self._ask(open, budgets, more)
-        if standings:
-            open.denied = True
-            room = min(each.budget.limit_for(entry.variant) - each.spent - each.held for each in standings)
-            if open.held < room < more and open.settled is None:
-                await self._ask(open, budgets, room)
-        elif standings is None:
-            open.denied = account.when_down == "closed"
-        if open.settled is not None:  # settled in the meantime: give back the extension
-            self._release_later(open.id)
-
-    def release(self, open: OpenCharge) -> None:
-        if open.asked or open.stored:
-            self._release_later(open.id)
-        open.held = 0
-
-    def settle(self, open: OpenCharge, micros: int) -> None:
-        """The store gives back what was held when it writes the charge."""
-
-    def written(self, open: OpenCharge, micros: int, *, counted: bool) -> None: ...
-
-    def declared(self, tenant: str, running: Iterable[OpenCharge]) -> None: ...
-
-    def forget(self, now: float) -> None: ...
-
-
-def _known(sums: Iterable[_Sum]) -> bool:
-    return all(sum.stored is not None for sum in sums)
-
-
-def _scopes(open: OpenCharge, budgets: Iterable[BudgetConfig]) -> tuple[BudgetScope, ...]:
-    entry, day = open.reserved.entry, open.reserved.day
-    return tuple(BudgetScope(entry.tenant, budget.endpoint, budget.label(day)) for budget in budgets)
-
-
-def _extended(open: OpenCharge, task: asyncio.Task[None]) -> None:
-    open.extending = None
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a budget hold could not be extended", exc_info=task.exception())
+def _status(budget: BudgetConfig, scope: BudgetScope, sum: ScopeSum, *, is_alone: bool = False) -> BudgetStatus | None:
+    """Return what is spent and held; None if the store was never read."""
+    if sum.reading is None:
+        return None
+    return BudgetStatus(budget, scope.period, sum.spent, sum.held + (0 if is_alone else sum.reading.others))

@@ -5,7 +5,7 @@ write is one `pwrite` into the page cache, about a microsecond; it survives a ki
 called from a thread, also makes it survive a power cut.
 
     slot, 1 KiB     0  length, CRC, what was reserved       written before the first byte is sent
-                  640  tokens, microseconds, CRC            written before each chunk is sent
+                  640  tokens, microseconds, CRC            written after each chunk is sent
                   704  length, CRC, what was settled        written before the last byte is sent
 
 Each CRC continues from that of the slot's first record, so remains of an earlier request are ignored. A slot lies
@@ -41,7 +41,7 @@ class JournalError(HeadraceError):
 
 
 class JournalRecord(msgspec.Struct, frozen=True):
-    """What an earlier run left in a slot."""
+    """A record that an earlier run left in a slot."""
 
     slot: int
     reserved: bytes

@@ -3,9 +3,9 @@
 Knows neither HTTP nor the engine.
 
     reserve ──▶ budgets (holds.py) ──▶ journal ──▶ served ──progress──▶ journal ──settle──▶ journal ──▶ done
-                                                                       a few ms later, in batches (writer.py) ──▶ store
+                                                                a few ms later, in batches (charge_writer.py) ──▶ store
 
-The journal records the reservation before the first byte is sent, the progress before each chunk, and the charge before
+The journal records the reservation before the first byte is sent, the progress after each chunk, and the charge before
 the last byte. That takes microseconds and survives the process; the store is written in the background. A charge leaves
 the journal once the store has it, and the store identifies it by the request's id, so no charge is lost or counted
 twice whenever the process is killed. docs/explanation/ledger.md states the exact guarantee.
@@ -30,6 +30,7 @@ from headrace.config.environment import required_secret
 from headrace.errors import HeadraceError
 from headrace.gateway.database import Database
 from headrace.gateway.ledger.budget_alerts import AlertSender, AlertWebhook
+from headrace.gateway.ledger.budget_report import BudgetLine, Budgets, budget_lines
 from headrace.gateway.ledger.budgets import (
     FULL,
     UNAVAILABLE,
@@ -44,16 +45,17 @@ from headrace.gateway.ledger.budgets import (
 )
 from headrace.gateway.ledger.charge_writer import ChargeWriter
 from headrace.gateway.ledger.charges import ChargeCalculator, crash_settlement
-from headrace.gateway.ledger.holds import BudgetHolds, LocalBudgetHolds, OpenCharge, SharedBudgetHolds
+from headrace.gateway.ledger.holds import BudgetHolds, OpenCharge
 from headrace.gateway.ledger.journal import Journal, JournalError, JournalRecord
 from headrace.gateway.ledger.ledger_bounds import CountLedgerEvent, LedgerBounds, LedgerEvent, LedgerStatistics
 from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ReservedCharge, Settlement
-from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, LedgerStore, SharedLedgerStore
+from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, LedgerStore
 from headrace.gateway.ledger.periods import Calendar
 from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.observe import metrics
+from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
 
@@ -67,8 +69,9 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_reserved: Final = msgspec.msgpack.Decoder(ReservedCharge).decode
 _decode_settled: Final = msgspec.msgpack.Decoder(Settlement).decode
 
+_RENEW_S: Final = 1.0  # interval of renewals of leases
+_PAUSE_S: Final = 0.05  # between two batches of pruning
 _TEND_S: Final = 5.0  # interval of store maintenance
-_COMPLAINT_S: Final = 10.0  # interval of log lines about a failing journal
 _PRUNE_S: Final = 3600.0  # interval of pruning
 
 
@@ -115,61 +118,56 @@ class Ledger:
         self._run = secrets.token_hex(16)
         self._journal_path = journal
         self._journal: Journal | None = None
-        self._next_complaint = 0.0  # when to log the next journal failure
+        self._journal_outage = OutageLog(log, "cannot write the ledger's journal", clock=monotonic)
+        self._journal_failures = 0
         self._open: dict[str, OpenCharge] = {}  # running or not stored yet
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # of recently settled requests
         self._ended: set[BudgetScope] = set()  # budgets that have rejected a request
         self._tasks: list[asyncio.Task[None]] = []
-        lock = asyncio.Lock()  # held while stored and waiting sums change together
-        self._lock = lock
+        self._lock = asyncio.Lock()  # held while a batch is written
         self._writer = ChargeWriter(
             store,
             watch=self._accounts.budget,
             running=self._open,
             written=self._written,
-            lock=lock,
+            apply=lambda readings: self._holds.apply(readings),
+            lock=self._lock,
             bounds=self._bounds,
             courier=courier,
             clock=clock,
             monotonic=monotonic,
             count=count,
         )
-        self._shared = isinstance(store, SharedLedgerStore)
-        self._holds: BudgetHolds
-        if isinstance(store, SharedLedgerStore):
-            self._holds = SharedBudgetHolds(
-                self._accounts,
-                self._calendar,
-                store,
-                monotonic=monotonic,
-                ended=self._budget_ended,
-                release_later=self._writer.release,
-            )
-        else:
-            self._holds = LocalBudgetHolds(
-                self._accounts,
-                self._calendar,
-                store.spent,
-                lock,
-                wait_s=self._bounds.wait_s,
-                monotonic=monotonic,
-                ended=self._budget_ended,
-            )
+        self._holds = BudgetHolds(
+            self._accounts,
+            self._calendar,
+            store,
+            wait_s=self._bounds.wait_s,
+            lease_s=self._bounds.lease_s,
+            monotonic=monotonic,
+            ended=self._budget_ended,
+            went_down=lambda: self._count("store_down", 1),
+        )
+
+    @staticmethod
+    def is_kept(config: Config) -> bool:
+        is_needed = bool(config.prices or config.tenants or config.keys)
+        return config.ledger.keeps == "on" or (config.ledger.keeps == "auto" and is_needed)
 
     @classmethod
     def from_config(cls, config: Config, database: Database, environ: Mapping[str, str]) -> Ledger | None:
-        """Return None where nothing is charged. ConfigError where the environment lacks a secret."""
-        ledger = config.ledger
-        is_needed = bool(config.prices or config.tenants or config.keys)
-        if ledger.keeps == "off" or (ledger.keeps == "auto" and not is_needed):
+        """Return None if the ledger is off. ConfigError if a secret is missing in the environment."""
+        if not cls.is_kept(config):
             return None
-        wait_s = ledger.wait_ms / 1e3
+        ledger = config.ledger
         store: Any
         if ledger.store == "postgres":
             from headrace.gateway.ledger.postgres import PostgresLedgerStore
 
             dsn = required_secret(environ, ledger.dsn_env, "ledger.dsn_env")
-            store = PostgresLedgerStore(dsn, schema=ledger.schema, wait_s=wait_s)
+            store = PostgresLedgerStore(
+                dsn, schema=ledger.schema, lease_s=ledger.lease_s, lease_percent=ledger.lease_percent
+            )
         else:
             store = SqliteLedgerStore(database)
         webhook = AlertWebhook.from_config(ledger, environ)
@@ -180,7 +178,8 @@ class Ledger:
             journal=config.storage.path / "ledger.journal",
             bounds=LedgerBounds(
                 exchanges=ledger.exchanges,
-                wait_s=wait_s,
+                wait_s=ledger.wait_ms / 1e3,
+                lease_s=ledger.lease_s,
                 gather_s=ledger.gather_ms / 1e3,
                 sync_s=ledger.sync_s,
                 keep_days=ledger.keep_days,
@@ -194,18 +193,25 @@ class Ledger:
         previous = self._open_journal()
         await self.store.open(self._run, previous)
         work = [self._writer.run(), self._sync(), self._tend()]
+        if self.store.shared:
+            with contextlib.suppress(Exception):  # logged; it is retried every second
+                await self._holds.renew()
+            work.append(self._renew())
         if self._courier is not None:
             work.append(self._courier.run())
         self._tasks = [asyncio.create_task(each) for each in work]
         with contextlib.suppress(TimeoutError):  # the rest is written in the background
             async with asyncio.timeout(self._bounds.drain_s):
                 await self.flush()
+                if previous:  # what it left open is charged now
+                    await self.end_leases(previous)
 
     async def close(self) -> None:
-        """Write what waits, within drain_s. The rest stays in the journal for the next start."""
+        """Write pending charges, for at most drain_s. The rest stays in the journal for the next start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._bounds.drain_s):
                 await self.flush()
+                await self.end_leases(self._run)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -221,6 +227,13 @@ class Ledger:
     async def flush(self) -> None:
         """Wait until everything settled is stored."""
         await self._writer.flush()
+
+    async def end_leases(self, run: str) -> None:
+        """Give back the leases of a process; if the store does not answer, they end by themselves."""
+        try:
+            await self.store.end_leases(run)
+        except Exception as error:
+            log.warning("leases of budgets could not be given back: %s", str(error) or type(error).__name__)
 
     # The life of a request
 
@@ -262,27 +275,54 @@ class Ledger:
         return self._count_decision(verdict)
 
     def progress(self, id: str, output_tokens: int, *, machine_s: float = 0.0) -> bool:
-        """Record progress before a chunk is sent. Return False if the response must end: the budget is spent."""
+        """Make room for a chunk before it is sent. Return False if the lease has none: call `extend` then."""
         open = self._open.get(id)
         if open is None or open.settled is not None:
             return True
         self._charging.advance(open, output_tokens, machine_s)
         tokens = open.output_tokens
+        need, more = self._costs_ahead(open, tokens)
+        return not open.scopes or need <= open.held or self._holds.extend(open, need, more)
+
+    def is_bounded(self, id: str) -> bool:
+        """Return whether a budget bounds a running request."""
+        open = self._open.get(id)
+        return open is not None and open.settled is None and bool(open.scopes)
+
+    def may_reach(self, id: str, output_tokens: int) -> bool:
+        """Hold what a running request needs to reach so many tokens, if there is room. Record no progress."""
+        open = self._open.get(id)
+        if open is None or open.settled is not None:
+            return True
+        need, more = self._costs_ahead(open, output_tokens)
+        return not open.scopes or need <= open.held or self._holds.extend(open, need, more)
+
+    def sent(self, id: str, output_tokens: int) -> None:
+        """Record how many tokens the client's connection has taken: a crash charges these."""
+        open = self._open.get(id)
+        if open is None or open.settled is not None or output_tokens <= open.sent_tokens:
+            return
+        open.sent_tokens = output_tokens
         if open.slot is not None and self._journal is not None:
             try:
-                self._journal.progress(open.slot, tokens, open.machine_us)
+                self._journal.progress(open.slot, output_tokens, open.machine_us)
             except OSError as error:
                 self._journal_failed(error)
-        if not open.scopes:
+
+    async def extend(self, id: str, output_tokens: int) -> bool:
+        """Wait for room after `progress` returned False. Return False if the response must end."""
+        open = self._open.get(id)
+        if open is None or open.settled is not None:
             return True
-        ahead, chunk = tokens + self._bounds.ahead_tokens, self._bounds.extension_tokens
-        need = self._cost_at(open, ahead)
-        if (self._cost_at(open, ahead + chunk // 2) if self._holds.early else need) <= open.held:
-            return True
-        if self._holds.extend(open, need, self._cost_at(open, ahead + chunk)):
+        if await self._holds.extend_later(open, *self._costs_ahead(open, output_tokens)):
             return True
         self._count("stopped", 1)
         return False
+
+    def _costs_ahead(self, open: OpenCharge, tokens: int) -> tuple[int, int]:
+        """Return what a request must hold to go on, and what it should hold."""
+        ahead = tokens + self._bounds.ahead_tokens
+        return self._cost_at(open, ahead), self._cost_at(open, ahead + self._bounds.extension_tokens)
 
     def _cost_at(self, open: OpenCharge, tokens: int) -> int:
         return self._charging.cost_at(open, tokens if open.most is None else min(tokens, open.most))
@@ -375,12 +415,14 @@ class Ledger:
         self._open.pop(open.id, None)
         self._writer.drop(open)
         self._holds.release(open)
+        if open.stored:
+            self._writer.release(open.id)
         self._free(open)
 
     def _written(self, open: OpenCharge, known: bool) -> None:
         """Called once the charge is stored. `known`: the store already had it."""
         assert open.settled is not None
-        self._holds.written(open, open.settled.micros, counted=not known)
+        self._holds.written(open, open.settled.micros)
         if known:
             self._count("known", 1)
         self._open.pop(open.id, None)
@@ -404,10 +446,13 @@ class Ledger:
             self._holds.declared(tenant, self._open.values())
 
     def standings(self, tenant: str) -> list[BudgetStatus]:
-        """Return the budgets of a tenant used in this process; empty with a shared store."""
-        if isinstance(self._holds, LocalBudgetHolds):
-            return self._holds.standings(tenant, self._calendar.day(self._clock()))
-        return []
+        """Return the budgets of a tenant used in this process, as last read from the store."""
+        return self._holds.standings(tenant, self._calendar.day(self._clock()))
+
+    async def budget_lines(self, budgets: Budgets) -> list[BudgetLine]:
+        """Return what is spent, reserved and left of these budgets, in every gateway."""
+        held = {tenant: self.standings(tenant) for tenant in budgets}
+        return await budget_lines(self.store, budgets, held, self._calendar, self._calendar.day(self._clock()))
 
     def budget_left(self, tenant: str, endpoint: str) -> float | None:
         """Return the share (0 to 1) left of the tenant's tightest budget for the endpoint; None without budgets."""
@@ -421,7 +466,8 @@ class Ledger:
     def statistics(self) -> LedgerStatistics:
         waiting = len(self._writer.waiting)
         journal = self._journal is not None or self._journal_path is None
-        return LedgerStatistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal)
+        down = self._holds.leases.health.is_down
+        return LedgerStatistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal, down)
 
     def _budget_ended(self, standing: BudgetStatus, scope: BudgetScope) -> None:
         if standing.budget.alerts and scope not in self._ended:
@@ -477,7 +523,7 @@ class Ledger:
                 self._journal_failed(error)
                 if self._accounts.of(open.reserved.entry.tenant).when_down == "closed":
                     return UNAVAILABLE
-        if self._shared and not open.stored:
+        if self.store.shared:
             self._writer.open(open)
         return verdict
 
@@ -491,10 +537,8 @@ class Ledger:
 
     def _journal_failed(self, error: Exception) -> None:
         self._count("journal_failed", 1)
-        now = self._monotonic()
-        if now >= self._next_complaint:  # not for every token
-            self._next_complaint = now + _COMPLAINT_S
-            log.error("cannot write the ledger's journal: %s", error)
+        self._journal_failures += 1
+        self._journal_outage.failed(error)
 
     def _lose(self, open: OpenCharge) -> None:
         self._count("lost", 1)
@@ -505,50 +549,68 @@ class Ledger:
     async def _sync(self) -> None:
         """Sync the journal to disk periodically, independent of the store."""
         while True:
+            failures = self._journal_failures
             await asyncio.sleep(self._bounds.sync_s)
             try:
                 if self._journal is None:
                     self._open_journal()
                 elif self._journal.changed:
                     await asyncio.to_thread(self._journal.sync)
+                    if self._journal_failures == failures:
+                        self._journal_outage.succeeded()
             except (OSError, JournalError) as error:
                 self._journal_failed(error)
-            if self._shared and (moved := self._moved()):
+            if self.store.shared and (moved := self._moved()):
                 self._writer.move(moved)
+
+    async def _renew(self) -> None:
+        """Keep the leases, whether they are used or not."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                await self._holds.renew()
+            except Exception as error:
+                log.debug("leases were not renewed: %s", error)  # counted and logged by their health
+
+    async def renew(self) -> None:
+        """Renew the leases now, and give back what other gateways want."""
+        await self._holds.renew()
 
     async def _tend(self) -> None:
         pruned = self._monotonic()
+        outage = OutageLog(log, "the ledger could not be tended", clock=self._monotonic)
         while True:
             await asyncio.sleep(_TEND_S)
             try:
                 await self.tend()
+                outage.succeeded()
                 if self._monotonic() - pruned >= _PRUNE_S:
                     pruned = self._monotonic()
                     await self.prune()
             except Exception as error:
-                log.error("the ledger could not be tended: %s", str(error) or type(error).__name__)
+                outage.failed(error)
 
     def _moved(self) -> list[ChargeProgress]:
-        """How far exchanges have come, as the store does not know it."""
+        """Return the progress of running requests that the store does not have yet."""
         return [
-            ChargeProgress(open.id, open.output_tokens, open.machine_us, self._cost_at(open, open.output_tokens))
+            ChargeProgress(open.id, open.sent_tokens, open.machine_us, self._cost_at(open, open.sent_tokens))
             for open in self._open.values()
-            if open.stored and open.settled is None and open.output_tokens > open.reported_tokens
+            if open.stored and open.settled is None and open.sent_tokens > open.reported_tokens
         ]
 
     async def tend(self) -> None:
-        """Takes over what servers that died left in a shared store, and forgets the periods that are over."""
+        """Take over the open requests of dead servers in a shared store, and drop past periods."""
         now = self._clock()
         self._holds.forget(now)
         day = self._calendar.day(now)
         self._ended = {scope for scope in self._ended if day.startswith(scope.period)}
-        found = await self.store.tend(self._open)
+        found = await self.store.tend(self._open, self._calendar.days_before(now, 2))
         if found:
             self._count("recovered", len(found))
             self._writer.take_over(found)
 
     async def prune(self) -> int:
-        """Drops charges that are older than they are kept; their sums stay. How many it were."""
+        """Delete charges past their retention and return how many. Their sums stay."""
         before = self._calendar.days_before(self._clock(), self._bounds.keep_days)
         dropped = 0
         while True:
@@ -561,16 +623,16 @@ class Ledger:
             dropped += some
             if not some:
                 return dropped
-            await asyncio.sleep(self._bounds.wait_s)  # others use the disk, too
+            await asyncio.sleep(_PAUSE_S)  # others use the disk, too
 
 
 def _check(entry: LedgerEntry) -> None:
-    """A text that no database takes would keep all the others from being written."""
+    """Raise LedgerError for text that no database stores: it would block every other write."""
     texts = (entry.id, entry.tenant, entry.key, entry.endpoint, entry.model, entry.variant, entry.surface)
     joined = "\n".join(texts)
     try:
         joined.encode()
     except UnicodeEncodeError:
-        raise LedgerError("the names of an exchange have to be Unicode") from None
+        raise LedgerError("The names of a request must be valid Unicode.") from None
     if "\0" in joined or not entry.id or not entry.endpoint:
-        raise LedgerError("an exchange needs an id and an endpoint, and no name may have a zero in it")
+        raise LedgerError("A request needs an id and an endpoint, and its names must not contain NUL.")

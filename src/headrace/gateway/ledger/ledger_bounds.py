@@ -16,6 +16,7 @@ LedgerEvent: TypeAlias = Literal[
     "refused_store",
     "refused_full",
     "stopped",  # a response was stopped because the budget has no room for more
+    "store_down",  # the store failed several times in a row
     "unchecked",  # served without a budget check, because the store was down
     "settled",
     "known",  # charges that the store already had
@@ -30,7 +31,8 @@ CountLedgerEvent: TypeAlias = Callable[[LedgerEvent, int], None]
 
 class LedgerBounds(msgspec.Struct, frozen=True):
     exchanges: int = 16_384  # requests open or not stored yet
-    wait_s: float = 0.05  # store timeout; also how far behind it may be before it counts as down
+    wait_s: float = 2.0  # a request waits this long for the store; also how far behind it may be
+    lease_s: float = 60.0  # leases of budgets last this long without a renewal
     gather_s: float = 0.004  # charges are gathered this long for one batch
     sync_s: float = 1.0  # between two fsyncs of the journal: what a power cut can lose
     extension_tokens: int = 256  # reserved at a time beyond the estimate of a running request
@@ -44,3 +46,4 @@ class LedgerStatistics(msgspec.Struct, frozen=True):
     waiting: int  # charges not stored yet
     behind_s: float  # age of the oldest of these
     journal: bool  # False: the journal cannot be written
+    down: bool  # the store has failed several times in a row

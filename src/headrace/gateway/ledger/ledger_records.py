@@ -28,7 +28,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ReservedCharge(msgspec.Struct, frozen=True, array_like=True):
-    """What is fixed when a request is admitted. Its charge belongs to this day, whenever it ends."""
+    """The part of a charge that is fixed when a request is admitted. The charge belongs to this day."""
 
     entry: LedgerEntry
     day: str
@@ -37,7 +37,7 @@ class ReservedCharge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, array_like=True):
-    """What a request used and cost."""
+    """The usage and cost of a request."""
 
     variant: str
     ended: str
@@ -62,7 +62,7 @@ class LedgerCharge(NamedTuple):
 
 
 class BudgetScope(NamedTuple):
-    """What one budget counts: a tenant's spending in a day or month, in total or on one endpoint."""
+    """The spending that one budget counts: a tenant's spending in a day or month, in total or on one endpoint."""
 
     tenant: str
     endpoint: str  # empty: all of them
@@ -129,6 +129,12 @@ def add_charge(charge: LedgerCharge, days: DaySums, scopes: ScopeSums, *, sign: 
         _add(days, _day_key(entry, day, settled.variant, source), ZERO_SUM._replace(requests=1, micros=micros), sign)
     for scope in scopes_of(entry.tenant, entry.endpoint, day):
         scopes[scope] = scopes.get(scope, 0) + sign * settled.micros
+
+
+def scopes_in(charges: Iterable[LedgerCharge]) -> set[BudgetScope]:
+    """Return every scope that the charges count in."""
+    entries = {(each.reserved.entry.tenant, each.reserved.entry.endpoint, each.reserved.day) for each in charges}
+    return {scope for entry in entries for scope in scopes_of(*entry)}
 
 
 def sums_of(charges: Iterable[LedgerCharge]) -> tuple[DaySums, ScopeSums]:

@@ -1,20 +1,22 @@
-"""The interfaces LedgerStore and SharedLedgerStore, and the batches written to them.
+"""The interface LedgerStore, the batches written to it and the leases taken from it.
 
-A store keeps charges, their sums by day and by budget, and alerts. It writes a batch completely or not at all and does
-not count a charge twice.
+A store keeps charges, their sums by day and by budget, leases of budgets, and alerts. It writes a batch completely or
+not at all and does not count a charge twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Container, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from headrace.config.tenant_section import BudgetConfig
-from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, ReservedCharge, ScopeSums
+from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, ReservedCharge
 
+EVERYTHING: Final = 2**62  # micros, the lease of a store's only process
+LAPSE: Final = 2**20  # more than answers can be under way
 Dimension = Literal["day", "tenant", "key", "endpoint", "model", "variant", "surface"]
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("day", "tenant", "key", "endpoint", "model", "variant", "surface")
 # (tenant, endpoint, period) → the budget that counts it, or None
@@ -48,6 +50,18 @@ class BudgetAlert(msgspec.Struct, frozen=True):
             "at": self.at,
         }
 
+    def log_fields(self) -> dict[str, Any]:
+        """Return what a log line says, without what has no value. The log has its own `event`, so ours is `alert`."""
+        fields = self.as_json()
+        return {"alert": fields.pop("event")} | {name: value for name, value in fields.items() if value is not None}
+
+
+def alerts_due(scope: BudgetScope, budget: BudgetConfig | None, spent: int, now: int) -> list[BudgetAlert]:
+    """Return an alert for every threshold that the spending has reached."""
+    if budget is None:
+        return []
+    return [BudgetAlert(scope, each, budget.limit_micros, spent, now) for each in budget.alerts_reached(spent)]
+
 
 class ChargeProgress(msgspec.Struct, frozen=True):
     """Progress of a running request."""
@@ -62,18 +76,41 @@ class LedgerBatch(msgspec.Struct):
     charges: list[LedgerCharge] = []
     alerts: list[BudgetAlert] = []
     # Shared stores only.
-    opened: list[ReservedCharge] = []  # running, without a budget hold
+    opened: list[ReservedCharge] = []  # running
     moved: list[ChargeProgress] = []
     released: list[str] = []
+
+
+class BudgetReading(msgspec.Struct, frozen=True):
+    """A budget as the store has it. Of two readings, the one with the higher version is newer."""
+
+    spent: int  # micros, by all gateways
+    version: int
+    others: int = 0  # leased to other gateways
+    leased: int = EVERYTHING  # to this process
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    scope: BudgetScope
+    limit: int  # micros
+    micros: int  # needed beyond what is leased; negative: given back
+    least: int = 0  # of these, the smallest part that is of use
+    version: int = 0  # something is given back only while the lease has this version
+
+
+class LeaseRenewal(msgspec.Struct, frozen=True):
+    lapsed: bool = False  # all leases have ended, and have versions that are LAPSE higher
+    wanted: tuple[BudgetScope, ...] = ()  # other gateways need more of these
 
 
 class WriteResult(msgspec.Struct, frozen=True):
     known: frozenset[str]  # ids of charges that the store already had
     alerts: list[BudgetAlert]  # recorded for the first time
+    readings: dict[BudgetScope, BudgetReading]  # of everything that the charges count in
 
 
 class UsageQuery(msgspec.Struct, frozen=True):
-    """Which daily sums to read, and the columns to group by."""
+    """A query of daily sums: filters, and the columns to group by."""
 
     by: tuple[Dimension, ...] = ("day", "tenant", "key", "endpoint", "model", "variant")
     first_day: str = "0000-00-00"
@@ -85,13 +122,25 @@ SumRow: TypeAlias = tuple[DayKey, DaySum]
 
 
 class LedgerStore(Protocol):
+    shared: bool  # with other gateways
+
     async def open(self, run: str, previous: str) -> None:
         """Start. `run`: unique name of this process; `previous`: name of the run before it, or empty."""
         ...
 
     async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult: ...
 
-    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums: ...
+    async def lease(self, requests: Sequence[LeaseRequest]) -> dict[BudgetScope, BudgetReading]:
+        """Lease what is left of budgets, in sorted order: what is needed or, if it is more, a share."""
+        ...
+
+    async def renew(self) -> LeaseRenewal:
+        """Report that this process is alive, and renew its leases."""
+        ...
+
+    async def end_leases(self, run: str) -> None:
+        """Give back all leases of a process that has ended, or ends now."""
+        ...
 
     async def prune(self, before: str) -> int:
         """Delete a bounded number of charges before this day and return how many. Sums stay."""
@@ -111,26 +160,11 @@ class LedgerStore(Protocol):
         """Return the sources of savings."""
         ...
 
-    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
-        """Maintain the store every few seconds. `running`: ids of requests that run here.
+    async def tend(self, running: Container[str], day: str) -> list[LedgerCharge]:
+        """Maintain the store every few seconds. `running`: ids of requests that run here. `day`: today.
 
         Return provisional charges of servers that died, which this process takes over.
         """
         ...
 
     async def close(self) -> None: ...
-
-
-@runtime_checkable
-class SharedLedgerStore(LedgerStore, Protocol):
-    """A store shared by gateways, which also keeps their budget holds."""
-
-    async def hold(
-        self, reserved: ReservedCharge, micros: int, limits: Sequence[int | None]
-    ) -> tuple[bool, list[tuple[int, int]]]:
-        """Replace what this request holds, all scopes or none, in one statement.
-
-        `limits` belong to ledger_records.scopes_of; None: no budget. Return whether it is held, and per scope what is
-        spent and what others hold.
-        """
-        ...

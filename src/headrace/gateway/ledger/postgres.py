@@ -1,10 +1,9 @@
 """The ledger in Postgres, for several gateways that share tenants.
 
-Keeps charges, sums and alerts as sqlite does, and also what running requests hold of budgets. A budget holds across all
-gateways, because holding is one statement that locks the budget's rows: see ledger_hold in postgres_schema.py. Each
-running request has a row with its progress. When a gateway is silent for a while, another one takes over its rows and
-charges them provisionally. If the gateway was alive or returns with its journal, its own charge replaces the
-provisional one and every sum changes by the difference.
+Keeps charges, sums and alerts as sqlite does, and leases slices of budgets to gateways, so that a budget holds across
+all of them: see ledger_lease in postgres_schema.py. Each running request has a row with its progress. When a gateway is
+silent for a while, another one takes over its rows and charges them provisionally. If the gateway was alive or returns
+with its journal, its own charge replaces the provisional one and every sum changes by the difference.
 
 Every wait is bounded. A statement that takes longer ends its connection and may or may not have taken effect; all
 writes can be repeated.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -34,28 +33,33 @@ from headrace.gateway.ledger.ledger_records import (
     ScopeSums,
     Settlement,
     add_charge,
-    scopes_of,
+    scopes_in,
 )
+from headrace.gateway.ledger.ledger_sql import charge_row, sources_statement, sums_statement
 from headrace.gateway.ledger.ledger_store import (
-    DIMENSIONS,
     BudgetAlert,
+    BudgetReading,
     FindBudget,
+    LeaseRenewal,
+    LeaseRequest,
     LedgerBatch,
     SumRow,
     UsageQuery,
     WriteResult,
+    alerts_due,
 )
-from headrace.gateway.ledger.postgres_holds import HoldBatcher, HoldRequest, columns
 from headrace.gateway.ledger.prices import FREE
 from headrace.gateway.postgres_pool import MissingDriverError, PostgresConnection, PostgresPool
 
 log: Final = logging.getLogger(__name__)
 
-_WRITE_S: Final = 5.0  # timeout of a batch
+_ANSWER_S: Final = 5.0  # timeout of a statement that requests wait for
+_WRITE_S: Final = 30.0  # timeout of a batch, some ten statements
 _EXPORT_S: Final = 600.0  # timeout of an export, including pauses of its reader
 _CLAIM_S: Final = 300.0  # how long a gateway may take to send an alert before another one tries
 _WARM: Final = 3  # connections opened in advance
 _CHUNK: Final = 500  # rows
+_RECORDED: Final = 10_000  # alerts
 _PRUNED: Final = 1000  # charges deleted per transaction
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _LOCK: Final = 0x6865616472616365  # advisory lock: only one gateway creates the tables
@@ -65,19 +69,18 @@ class SchemaError(HeadraceError):
     """The database has tables of another version."""
 
 
-class _ConflictError(Exception):
-    """Another gateway wrote one of these charges at the same time."""
-
-
 class PostgresLedgerStore:
+    shared = True
+
     def __init__(
         self,
         dsn: str,
         *,
         schema: str = "headrace",
-        wait_s: float = 0.05,  # timeout of a reservation
         connections: int = 8,
-        silent_s: float = 120.0,  # after which a gateway counts as dead
+        lease_s: float = 60.0,  # how long leases last without a renewal
+        lease_percent: int = 25,  # of what is left, leased at a time by all gateways together
+        silent_s: float | None = None,  # after which a gateway counts as dead; default: half of lease_s
         # After this long, a row of this gateway without a running request is removed. A timed-out statement that the
         # database still executed can leave such a row.
         left_s: float = 10.0,
@@ -86,15 +89,17 @@ class PostgresLedgerStore:
             raise SchemaError(f"Invalid schema '{schema}'. Use lower-case letters, digits and underscores.")
         self._schema = schema
         self._connections = PostgresPool(dsn, schema=schema, most=connections)
-        self._silent = silent_s
+        self._lease = lease_s, lease_percent
+        # Sooner than its leases end, so that what it spent is counted before others may lease it.
+        self._silent = lease_s / 2 if silent_s is None else silent_s
         self._left = left_s
-        self._holding = HoldBatcher(self._connections, wait_s=wait_s)
+        self._recorded: set[str] = set()  # alerts, so that they are not written with every batch
         self._run = ""
         self._ready = False
 
     async def open(self, run: str, previous: str) -> None:
         """Start. A database that is down is retried later. Raise MissingDriverError without asyncpg."""
-        self._run = self._holding.run = run
+        self._run = run
 
         async def bury(connection: PostgresConnection) -> None:
             await connection.execute(sql.DEAD, previous)
@@ -129,47 +134,61 @@ class PostgresLedgerStore:
             raise SchemaError(
                 f"the ledger's tables are of version {version}; this Headrace knows up to {len(sql.STEPS)}"
             )
-        await connection.execute(sql.SEEN, self._run)
 
     async def close(self) -> None:
         self._connections.close()
 
-    # What exchanges hold
+    # Leases
 
-    async def hold(
-        self, reserved: ReservedCharge, micros: int, limits: Sequence[int | None]
-    ) -> tuple[bool, list[tuple[int, int]]]:
-        if not self._ready:
-            raise ConnectionError("the ledger's database was not reached yet")
-        return await self._holding.hold(HoldRequest(reserved, micros, tuple(limits)))
+    async def lease(self, requests: Sequence[LeaseRequest]) -> dict[BudgetScope, BudgetReading]:
+        await self._prepared()
+        rows = columns(((*each.scope, each.limit, each.micros, each.least, each.version) for each in requests), 7)
+
+        async def lease(connection: PostgresConnection) -> list[Any]:
+            return await connection.fetch(sql.LEASE, self._run, self._lease[1], *rows)
+
+        return _readings((each.scope for each in requests), await self._connections.run(lease, _ANSWER_S))
+
+    async def renew(self) -> LeaseRenewal:
+        await self._prepared()
+
+        async def renew(connection: PostgresConnection) -> Any:
+            return await connection.fetchrow(sql.RENEW, self._run, self._lease[0])
+
+        lapsed, *wanted = await self._connections.run(renew, _ANSWER_S)
+        return LeaseRenewal(lapsed, tuple(map(BudgetScope._make, zip(*wanted, strict=True))))
+
+    async def end_leases(self, run: str) -> None:
+        await self._prepared()
+        await self._connections.run(lambda connection: connection.execute(sql.END_LEASES, run), _ANSWER_S)
 
     # Batches
 
     async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._prepared()
 
-        async def write(connection: PostgresConnection) -> WriteResult:
+        async def write(connection: PostgresConnection) -> tuple[WriteResult, set[str]]:
             async with connection.transaction():
                 return await self._write(connection, batch, watch, int(now))
 
-        return await self._connections.run(write, _WRITE_S)
+        result, recorded = await self._connections.run(write, _WRITE_S)
+        self._recorded = recorded if len(self._recorded) > _RECORDED else self._recorded | recorded
+        return result
 
     async def _write(
         self, connection: PostgresConnection, batch: LedgerBatch, watch: FindBudget, now: int
-    ) -> WriteResult:
-        new, old = await _sorted_out(connection, batch.charges)
+    ) -> tuple[WriteResult, set[str]]:
+        """Return the ids of all alerts that are recorded now, too."""
+        new, old = await _insert(connection, batch.charges)
         days: DaySums = {}
-        spent: ScopeSums = {}
+        spent: ScopeSums = dict.fromkeys(scopes_in(batch.charges), 0)
+        own: ScopeSums = {}
         for charge in old:
             add_charge(charge, days, spent, sign=-1)
         for charge in new:
             add_charge(charge, days, spent)
-        if old:
-            await connection.execute("DELETE FROM ledger_charges WHERE id = ANY($1)", [charge.id for charge in old])
-        if new:
-            inserted = await connection.fetch(sql.CHARGE, *columns(map(_row, new), 18))
-            if len(inserted) != len(new):
-                raise _ConflictError
+            if charge.settled.final:
+                add_charge(charge, {}, own)
         if batch.opened:
             await connection.execute(sql.OPENED, *self._opened(batch.opened))
         if batch.moved:
@@ -177,25 +196,19 @@ class PostgresLedgerStore:
             await connection.execute(sql.MOVED, *columns(moved, 4))
         if days:
             await connection.execute(sql.DAYS, *columns(((*key, *days[key]) for key in sorted(days)), 14))
-        held = await _end(connection, [*(charge.id for charge in batch.charges), *batch.released])
-        # Last, because gateways that want to hold something wait for these rows.
-        sums = {scope: (spent.get(scope, 0), held.get(scope, 0)) for scope in sorted({*spent, *held})}
-        totals: ScopeSums = {}
-        if sums:
-            rows = await connection.fetch(sql.PERIODS, *columns(((*scope, *sum) for scope, sum in sums.items()), 5))
-            totals = {BudgetScope(*row[:3]): row[3] for row in map(tuple, rows)}
-        alerts = list(batch.alerts)
-        for scope in spent:
-            budget = watch(*scope)
-            if budget is not None:
-                total = totals[scope]
-                alerts += [
-                    BudgetAlert(scope, percent, budget.limit_micros, total, now)
-                    for percent in budget.alerts_reached(total)
-                ]
-        recorded = [alert for alert in alerts if await _record(connection, alert)]
+        await connection.execute(sql.ENDED, [*(charge.id for charge in batch.charges), *batch.released])
+        # Last, because gateways that want to lease something wait for these rows.
+        readings: dict[BudgetScope, BudgetReading] = {}
+        if spent:
+            rows = columns(((*scope, spent[scope], own.get(scope, 0)) for scope in sorted(spent)), 5)
+            readings = _readings(sorted(spent), await connection.fetch(sql.SPEND, self._run, *rows))
+        alerts = [*batch.alerts]
+        for scope, reading in readings.items():
+            alerts += alerts_due(scope, watch(*scope), reading.spent, now)
+        alerts = [each for each in alerts if each.id not in self._recorded]
+        recorded = [each for each in alerts if await _record(connection, each)]
         known = {charge.id for charge in batch.charges} - {charge.id for charge in new}
-        return WriteResult(frozenset(known), recorded)
+        return WriteResult(frozenset(known), recorded, readings), {alert.id for alert in alerts}
 
     def _opened(self, opened: Sequence[ReservedCharge]) -> list[Any]:
         rows = [
@@ -204,15 +217,6 @@ class PostgresLedgerStore:
         ]
         first, *others = columns(rows, 5)
         return [first, self._run, *others]
-
-    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
-        await self._prepared()
-        statement = "SELECT spent FROM ledger_periods WHERE tenant = $1 AND endpoint = $2 AND period = $3"
-
-        async def read(connection: PostgresConnection) -> ScopeSums:
-            return {scope: await connection.fetchval(statement, *scope) or 0 for scope in scopes}
-
-        return await self._connections.run(read, _WRITE_S)
 
     async def prune(self, before: str) -> int:
         await self._prepared()
@@ -224,19 +228,16 @@ class PostgresLedgerStore:
 
     # Other gateways
 
-    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
+    async def tend(self, running: Container[str], day: str) -> list[LedgerCharge]:
         await self._prepared()
 
         async def tend(connection: PostgresConnection) -> list[LedgerCharge]:
-            await connection.execute(sql.SEEN, self._run)
             rows = await connection.fetch(sql.TAKE, self._run, self._silent, _CHUNK)
             await connection.execute(sql.FORGET)
+            await connection.execute(sql.FORGET_LEASES, self._run, day)
             left = [row["id"] for row in await connection.fetch(sql.LEFT, self._run, self._left, _CHUNK)]
-            released = [id for id in left if id not in running]
-            if released:
-                async with connection.transaction():
-                    held = await _end(connection, released)
-                    await connection.fetch(sql.PERIODS, *columns(((*each, 0, held[each]) for each in sorted(held)), 5))
+            if released := [id for id in left if id not in running]:
+                await connection.execute(sql.ENDED, released)
             return [_provisional(row) for row in rows]
 
         found = await self._connections.run(tend, _WRITE_S)
@@ -264,15 +265,13 @@ class PostgresLedgerStore:
 
     async def sums(self, query: UsageQuery) -> AsyncIterator[list[SumRow]]:
         await self._prepared()
-        where, values = _where(query)
-        order = ", ".join(dict.fromkeys((*query.by, *DIMENSIONS, "source")))
+        statement, values = sums_statement(query, "$")
         connection = await self._connections.connect(_WRITE_S)
         timer = asyncio.get_running_loop().call_later(_EXPORT_S, connection.terminate)
         try:
             # The reader may pause between two chunks.
             await connection.execute("SET idle_in_transaction_session_timeout = 0; SET statement_timeout = 60000")
             async with connection.transaction(isolation="repeatable_read", readonly=True):
-                statement = f"SELECT * FROM ledger_days WHERE {where} ORDER BY {order}"
                 cursor = await connection.cursor(statement, *values)
                 while rows := await cursor.fetch(_CHUNK):
                     yield [(DayKey(*row[:8]), DaySum(*row[8:])) for row in map(tuple, rows)]
@@ -282,10 +281,9 @@ class PostgresLedgerStore:
 
     async def sources(self, query: UsageQuery) -> list[str]:
         await self._prepared()
-        where, values = _where(query)
+        statement, values = sources_statement(query, "$")
 
         async def read(connection: PostgresConnection) -> list[str]:
-            statement = f"SELECT DISTINCT source FROM ledger_days WHERE {where} AND source <> '' ORDER BY source"
             return [row[0] for row in await connection.fetch(statement, *values)]
 
         return await self._connections.run(read, _WRITE_S)
@@ -297,71 +295,55 @@ async def _version(connection: PostgresConnection) -> int:
     return await connection.fetchval("SELECT version FROM ledger_schema") or 0
 
 
-async def _sorted_out(
+async def _insert(
     connection: PostgresConnection, charges: Sequence[LedgerCharge]
 ) -> tuple[list[LedgerCharge], list[LedgerCharge]]:
-    """Those that are to be written, and those that they take the place of."""
-    known: dict[str, Any] = {}
-    if charges:
-        known = {row["id"]: row for row in await connection.fetch(sql.KNOWN, [charge.id for charge in charges])}
-    new: list[LedgerCharge] = []
-    old: list[LedgerCharge] = []
-    for charge in charges:
-        row = known.get(charge.id)
-        if row is None:
-            new.append(charge)
-        elif charge.settled.final and not row["final"]:
-            new.append(charge)
-            old.append(_charge(row))
-    return new, old
+    """Insert charges. Return those that are new, and the provisional ones that they replace."""
+    new = await _inserted(connection, charges)
+    if len(new) == len(charges):
+        return new, []
+    ids = {charge.id for charge in new}
+    rest = {charge.id: charge for charge in charges if charge.id not in ids and charge.settled.final}
+    rows = [row for row in await connection.fetch(sql.KNOWN, list(rest)) if not row["final"]]
+    if rows:
+        await connection.execute("DELETE FROM ledger_charges WHERE id = ANY($1)", [row["id"] for row in rows])
+        new += await _inserted(connection, [rest[row["id"]] for row in rows])
+    return new, [_charge(row) for row in rows]
 
 
-async def _end(connection: PostgresConnection, ids: Sequence[str]) -> ScopeSums:
-    """These exchanges run no more; what they held, as negative amounts."""
-    held: ScopeSums = {}
-    if ids:
-        rows = await connection.fetch(sql.ENDING, ids)
-        await connection.execute("DELETE FROM ledger_open WHERE id = ANY($1)", [row["id"] for row in rows])
-        for row in rows:
-            if row["held"]:
-                for scope in scopes_of(row["tenant"], row["endpoint"], row["day"]):
-                    held[scope] = held.get(scope, 0) - row["held"]
-    return held
+async def _inserted(connection: PostgresConnection, charges: Sequence[LedgerCharge]) -> list[LedgerCharge]:
+    if not charges:
+        return []
+    rows = [
+        (*row[:9], charge.reserved.entry.counted, *row[9:], charge.settled.final)
+        for charge in sorted(charges, key=lambda charge: charge.id)  # gateways lock rows in one order
+        for row in (charge_row(charge),)
+    ]
+    ids = {row["id"] for row in await connection.fetch(sql.CHARGE, *columns(rows, 18))}
+    return [charge for charge in charges if charge.id in ids]
+
+
+def _readings(scopes: Iterable[BudgetScope], rows: Iterable[Any]) -> dict[BudgetScope, BudgetReading]:
+    return {scope: BudgetReading(*tuple(row)) for scope, row in zip(scopes, rows, strict=True)}
+
+
+def columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
+    """Transpose rows into the arrays that unnest takes."""
+    found: list[list[Any]] = [[] for _ in range(width)]
+    for row in rows:
+        for column, value in zip(found, row, strict=True):
+            column.append(value)
+    return found
 
 
 async def _record(connection: PostgresConnection, alert: BudgetAlert) -> bool:
-    """False where it was recorded before."""
+    """Record an alert. Return False if it was recorded before."""
     values = (*alert.scope, alert.percent, alert.limit, alert.spent, alert.at)
     return await connection.fetchrow(sql.ALERT, *values) is not None
 
 
-def _row(charge: LedgerCharge) -> tuple[Any, ...]:
-    reserved, settled = charge
-    entry = reserved.entry
-    return (
-        entry.id,
-        reserved.day,
-        reserved.at,
-        entry.tenant,
-        entry.key,
-        entry.endpoint,
-        entry.model,
-        settled.variant,
-        entry.surface,
-        entry.counted,
-        settled.ended,
-        settled.prompt_tokens,
-        settled.cached_tokens,
-        settled.output_tokens,
-        settled.machine_us,
-        settled.micros,
-        msgspec.json.encode(settled.saved).decode(),
-        settled.final,
-    )
-
-
 def _charge(row: Any) -> LedgerCharge:
-    """What `_row` has written, as far as sums go."""
+    """Rebuild a charge from its row, as far as sums go."""
     entry = LedgerEntry(
         id=row["id"],
         tenant=row["tenant"],
@@ -387,14 +369,9 @@ def _charge(row: Any) -> LedgerCharge:
 
 
 def _provisional(row: Any) -> LedgerCharge:
-    """Of an exchange whose gateway is gone, what it would have been charged where it was last seen."""
+    """Return the charge of a dead gateway's request, up to its last known progress."""
     reserved = msgspec.json.decode(row["reserved"], type=ReservedCharge)
     tokens = row["output_tokens"]
     prompt = reserved.entry.prompt_tokens if tokens else 0
     amounts = (prompt, 0, tokens, row["machine_us"], row["micros"])
     return LedgerCharge(reserved, Settlement(reserved.entry.variant, CRASHED, *amounts, {}, final=False))
-
-
-def _where(query: UsageQuery) -> tuple[str, tuple[Any, ...]]:
-    where, values = "day BETWEEN $1 AND $2", (query.first_day, query.last_day)
-    return (where, values) if query.tenant is None else (f"{where} AND tenant = $3", (*values, query.tenant))

@@ -1,4 +1,4 @@
-"""The ledger's tables in Postgres, their migrations, and the function that holds budget.
+"""The ledger's tables in Postgres, their migrations, and the functions that lease budgets and count what is spent.
 
 Texts compare by their bytes, as Python's do, so that every gateway locks the rows of budgets in one order.
 """
@@ -149,21 +149,140 @@ STEPS: Final = (
     END
     $$;
     """,
+    """
+    DROP FUNCTION ledger_hold(text, text, text, text, text, text, bigint[], bigint, integer);
+    ALTER TABLE ledger_periods DROP COLUMN held;
+    ALTER TABLE ledger_open DROP COLUMN held;
+    -- Until then, by the database's clock, the leases of a gateway count.
+    ALTER TABLE ledger_gateways ADD COLUMN lease_until timestamptz NOT NULL DEFAULT '-infinity';
+
+    -- What gateways may spend of a budget. A charge that is written lessens its gateway's lease.
+    CREATE TABLE ledger_leases (
+        tenant text COLLATE "C" NOT NULL,
+        endpoint text COLLATE "C" NOT NULL,
+        period text COLLATE "C" NOT NULL,
+        run text NOT NULL,  -- the gateway's process
+        leased bigint NOT NULL DEFAULT 0,  -- micros
+        version bigint NOT NULL DEFAULT 0,  -- rises with each change
+        wanted boolean NOT NULL DEFAULT false,  -- another gateway needs what this one does not use
+        PRIMARY KEY (tenant, endpoint, period, run)
+    ) WITH (fillfactor = 50);
+    CREATE INDEX ledger_leases_by_run ON ledger_leases (run);
+
+    CREATE FUNCTION ledger_leased_to_others(p_run text, p_tenant text, p_endpoint text, p_period text)
+    RETURNS bigint LANGUAGE sql AS $$
+        SELECT coalesce(sum(l.leased), 0)::bigint FROM ledger_leases l JOIN ledger_gateways g ON g.run = l.run
+        WHERE l.tenant = p_tenant AND l.endpoint = p_endpoint AND l.period = p_period AND l.run <> p_run
+            AND g.lease_until > clock_timestamp();
+    $$;
+
+    -- Leases what is needed or, if it is more, a gateway's share of a percentage of what is left. It never leases more
+    -- than is left, and nothing if that is of no use. A negative amount gives back, unless the lease has changed since
+    -- that version.
+    CREATE FUNCTION ledger_lease(
+        p_run text, p_tenant text, p_endpoint text, p_period text, p_limit bigint, p_micros bigint, p_least bigint,
+        p_version bigint, p_percent integer
+    ) RETURNS TABLE (o_spent bigint, o_others bigint, o_leased bigint, o_version bigint) LANGUAGE plpgsql AS $$
+    DECLARE
+        v_left bigint;
+        v_gateways bigint;
+        v_added bigint := 0;
+    BEGIN
+        LOOP  -- whoever changes leases or what is spent locks this row first
+            SELECT p.spent INTO o_spent FROM ledger_periods p
+                WHERE p.tenant = p_tenant AND p.endpoint = p_endpoint AND p.period = p_period FOR UPDATE;
+            EXIT WHEN FOUND;
+            INSERT INTO ledger_periods (tenant, endpoint, period)
+                VALUES (p_tenant, p_endpoint, p_period) ON CONFLICT DO NOTHING;
+        END LOOP;
+        INSERT INTO ledger_leases (tenant, endpoint, period, run)
+            VALUES (p_tenant, p_endpoint, p_period, p_run) ON CONFLICT DO NOTHING;
+        SELECT l.leased, l.version INTO o_leased, o_version FROM ledger_leases l
+            WHERE l.tenant = p_tenant AND l.endpoint = p_endpoint AND l.period = p_period AND l.run = p_run FOR UPDATE;
+        o_others := ledger_leased_to_others(p_run, p_tenant, p_endpoint, p_period);
+        IF p_micros >= 0 THEN
+            v_left := greatest(0, p_limit - o_spent - o_others - o_leased);
+            SELECT greatest(1, count(*)) INTO v_gateways FROM ledger_gateways g
+                WHERE g.lease_until > clock_timestamp();
+            IF v_left >= p_least THEN
+                v_added := least(v_left, greatest(p_micros, v_left * p_percent / 100 / v_gateways));
+            END IF;
+            IF v_left < p_micros THEN
+                UPDATE ledger_leases l SET wanted = true
+                    WHERE l.tenant = p_tenant AND l.endpoint = p_endpoint AND l.period = p_period
+                        AND l.run <> p_run AND l.leased > 0;
+            END IF;
+        ELSIF o_version = p_version THEN
+            v_added := greatest(p_micros, -o_leased);
+        END IF;
+        UPDATE ledger_leases l SET leased = l.leased + v_added, version = l.version + 1,
+            wanted = l.wanted AND p_micros < 0 AND l.version <> p_version
+            WHERE l.tenant = p_tenant AND l.endpoint = p_endpoint AND l.period = p_period AND l.run = p_run
+            RETURNING l.leased, l.version INTO o_leased, o_version;
+        RETURN NEXT;
+    END
+    $$;
+
+    -- Counts what was spent, and lessens the gateway's lease by what it has spent itself.
+    CREATE FUNCTION ledger_spend(
+        p_run text, p_tenant text, p_endpoint text, p_period text, p_spent bigint, p_own bigint
+    ) RETURNS TABLE (o_spent bigint, o_others bigint, o_leased bigint, o_version bigint) LANGUAGE plpgsql AS $$
+    BEGIN
+        INSERT INTO ledger_periods AS p (tenant, endpoint, period, spent)
+            VALUES (p_tenant, p_endpoint, p_period, p_spent)
+            ON CONFLICT (tenant, endpoint, period) DO UPDATE SET spent = p.spent + excluded.spent
+            RETURNING p.spent INTO o_spent;
+        UPDATE ledger_leases l SET leased = greatest(0, l.leased - p_own), version = l.version + 1
+            WHERE l.tenant = p_tenant AND l.endpoint = p_endpoint AND l.period = p_period AND l.run = p_run
+            RETURNING l.leased, l.version INTO o_leased, o_version;
+        o_leased := coalesce(o_leased, 0);
+        o_version := coalesce(o_version, 0);
+        o_others := ledger_leased_to_others(p_run, p_tenant, p_endpoint, p_period);
+        RETURN NEXT;
+    END
+    $$;
+
+    -- Keeps a gateway's leases. They have lapsed if others may have counted them as ended, with a margin for statements
+    -- that are under way.
+    CREATE FUNCTION ledger_renew(p_run text, p_seconds double precision)
+    RETURNS TABLE (lapsed boolean, tenants text[], endpoints text[], periods text[]) LANGUAGE plpgsql AS $$
+    BEGIN
+        SELECT g.lease_until < clock_timestamp() + make_interval(secs => p_seconds / 10) INTO lapsed
+            FROM ledger_gateways g WHERE g.run = p_run FOR UPDATE;
+        lapsed := coalesce(lapsed, true);
+        IF lapsed THEN
+            UPDATE ledger_leases l SET leased = 0, version = l.version + 1048576, wanted = false WHERE l.run = p_run;
+        END IF;
+        INSERT INTO ledger_gateways AS g (run, seen, lease_until)
+            VALUES (p_run, clock_timestamp(), clock_timestamp() + make_interval(secs => p_seconds))
+            ON CONFLICT (run) DO UPDATE SET seen = excluded.seen, lease_until = excluded.lease_until;
+        SELECT coalesce(array_agg(l.tenant), '{}'), coalesce(array_agg(l.endpoint), '{}'),
+                coalesce(array_agg(l.period), '{}')
+            INTO tenants, endpoints, periods FROM ledger_leases l WHERE l.run = p_run AND l.wanted;
+        RETURN NEXT;
+    END
+    $$;
+    """,
 )
 
 _SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "machine_us", "micros")
 
-HOLD: Final = """
-    SELECT granted, spent, held
-    FROM unnest(
-        $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bigint[], $9::bigint[], $10::bigint[],
-        $11::bigint[], $12::bigint[]
-    ) WITH ORDINALITY AS new (id, tenant, endpoint, day, reserved, micros, first, second, third, fourth, place),
-    LATERAL ledger_hold(
-        new.id, $1, new.tenant, new.endpoint, new.day, new.reserved, ARRAY[first, second, third, fourth], micros, $2
-    )
+LEASE: Final = """
+    SELECT o_spent, o_version, o_others, o_leased
+    FROM unnest($3::text[], $4::text[], $5::text[], $6::bigint[], $7::bigint[], $8::bigint[], $9::bigint[])
+        WITH ORDINALITY AS new (tenant, endpoint, period, budget, micros, part, version, place),
+    LATERAL ledger_lease($1, new.tenant, new.endpoint, new.period, budget, micros, part, version, $2)
     ORDER BY place
 """
+SPEND: Final = """
+    SELECT o_spent, o_version, o_others, o_leased
+    FROM unnest($2::text[], $3::text[], $4::text[], $5::bigint[], $6::bigint[])
+        WITH ORDINALITY AS new (tenant, endpoint, period, spent, own, place),
+    LATERAL ledger_spend($1, new.tenant, new.endpoint, new.period, new.spent, own)
+    ORDER BY place
+"""
+RENEW: Final = "SELECT * FROM ledger_renew($1, $2)"
+END_LEASES: Final = "UPDATE ledger_gateways SET lease_until = '-infinity' WHERE run = $1"
 KNOWN: Final = "SELECT * FROM ledger_charges WHERE id = ANY($1) ORDER BY id FOR UPDATE"
 CHARGE: Final = """
     INSERT INTO ledger_charges SELECT * FROM unnest(
@@ -173,8 +292,8 @@ CHARGE: Final = """
     ) ON CONFLICT DO NOTHING RETURNING id
 """
 OPENED: Final = """
-    INSERT INTO ledger_open (id, run, tenant, endpoint, day, held, reserved)
-    SELECT id, $2, tenant, endpoint, day, 0, reserved
+    INSERT INTO ledger_open (id, run, tenant, endpoint, day, reserved)
+    SELECT id, $2, tenant, endpoint, day, reserved
     FROM unnest($1::text[], $3::text[], $4::text[], $5::text[], $6::text[]) AS new (id, tenant, endpoint, day, reserved)
     ON CONFLICT DO NOTHING
 """
@@ -183,15 +302,9 @@ MOVED: Final = """
     FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[]) AS new (id, output_tokens, machine_us, micros)
     WHERE ledger_open.id = new.id
 """
-ENDING: Final = "SELECT id, tenant, endpoint, day, held FROM ledger_open WHERE id = ANY($1) ORDER BY id FOR UPDATE"
-PERIODS: Final = """
-    INSERT INTO ledger_periods
-    SELECT tenant, endpoint, period, spent, held FROM unnest(
-        $1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[]
-    ) WITH ORDINALITY AS new (tenant, endpoint, period, spent, held, place) ORDER BY place
-    ON CONFLICT (tenant, endpoint, period) DO UPDATE
-    SET spent = ledger_periods.spent + excluded.spent, held = ledger_periods.held + excluded.held
-    RETURNING tenant, endpoint, period, spent
+ENDED: Final = """
+    WITH ended AS (SELECT id FROM ledger_open WHERE id = ANY($1) ORDER BY id FOR UPDATE)
+    DELETE FROM ledger_open USING ended WHERE ledger_open.id = ended.id
 """
 DAYS: Final = """
     INSERT INTO ledger_days
@@ -219,15 +332,16 @@ CLAIM: Final = """
     ) RETURNING tenant, endpoint, period, percent, budget, spent, at
 """
 SENT: Final = "UPDATE ledger_alerts SET sent = $5 WHERE tenant = $1 AND endpoint = $2 AND period = $3 AND percent = $4"
-SEEN: Final = """
-    INSERT INTO ledger_gateways (run, seen) VALUES ($1, now()) ON CONFLICT (run) DO UPDATE SET seen = now()
-"""
 DEAD: Final = "UPDATE ledger_gateways SET seen = '-infinity' WHERE run = $1"
 TAKE: Final = """
     UPDATE ledger_open SET run = $1, taken = true WHERE id IN (
         SELECT id FROM ledger_open JOIN ledger_gateways USING (run)
         WHERE seen < now() - make_interval(secs => $2) ORDER BY id LIMIT $3 FOR UPDATE OF ledger_open SKIP LOCKED
     ) RETURNING reserved, output_tokens, machine_us, micros
+"""
+FORGET_LEASES: Final = """
+    DELETE FROM ledger_leases WHERE (run = $1 AND period < left($2, 7))  -- of earlier months, and of their days
+    OR run NOT IN (SELECT run FROM ledger_gateways)
 """
 FORGET: Final = """
     DELETE FROM ledger_gateways WHERE seen < now() - interval '1 day'

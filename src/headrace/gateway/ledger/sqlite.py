@@ -10,21 +10,23 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Container, Sequence
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
-from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, ScopeSums, sums_of
+from headrace.gateway.ledger.ledger_records import BudgetScope, DayKey, DaySum, LedgerCharge, scopes_in, sums_of
+from headrace.gateway.ledger.ledger_sql import charge_row, sources_statement, sums_statement
 from headrace.gateway.ledger.ledger_store import (
-    DIMENSIONS,
     BudgetAlert,
+    BudgetReading,
     FindBudget,
+    LeaseRenewal,
+    LeaseRequest,
     LedgerBatch,
     SumRow,
     UsageQuery,
     WriteResult,
+    alerts_due,
 )
 
 log: Final = logging.getLogger(__name__)
@@ -104,15 +106,18 @@ _DAY: Final = f"INSERT INTO ledger_days VALUES ({', '.join('?' * 14)}) ON CONFLI
 )
 _PERIOD: Final = (
     "INSERT INTO ledger_periods VALUES (?, ?, ?, ?) "
-    "ON CONFLICT (tenant, endpoint, period) DO UPDATE SET spent = spent + excluded.spent"
+    "ON CONFLICT (tenant, endpoint, period) DO UPDATE SET spent = spent + excluded.spent RETURNING spent"
 )
 _SPENT: Final = "SELECT spent FROM ledger_periods WHERE tenant = ? AND endpoint = ? AND period = ?"
 _ALERT: Final = "INSERT INTO ledger_alerts VALUES (?, ?, ?, ?, ?, ?, ?, NULL) ON CONFLICT DO NOTHING"
 
 
 class SqliteLedgerStore:
+    shared = False
+
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._version = 0  # of the latest reading; changes in the database's thread
         self._ready = False
         self._tables = asyncio.Lock()
 
@@ -125,11 +130,22 @@ class SqliteLedgerStore:
 
     async def write(self, batch: LedgerBatch, watch: FindBudget, now: float) -> WriteResult:
         await self._make_tables()
-        return await self._db.run(lambda connection: _write(connection, batch, watch, int(now)))
+        return await self._db.run(lambda connection: self._write(connection, batch, watch, int(now)))
 
-    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
+    async def lease(self, requests: Sequence[LeaseRequest]) -> dict[BudgetScope, BudgetReading]:
+        """Lease everything that is left: only this process spends."""
         await self._make_tables()
-        return await self._db.run(lambda connection: {scope: _spent(connection, scope) for scope in scopes})
+
+        def read(connection: sqlite3.Connection) -> dict[BudgetScope, BudgetReading]:
+            self._version += 1
+            return {each.scope: BudgetReading(_spent(connection, each.scope), self._version) for each in requests}
+
+        return await self._db.run(read)
+
+    async def renew(self) -> LeaseRenewal:
+        return LeaseRenewal()
+
+    async def end_leases(self, run: str) -> None: ...
 
     async def prune(self, before: str) -> int:
         await self._make_tables()
@@ -169,10 +185,7 @@ class SqliteLedgerStore:
         path = await self._db.run(lambda connection: connection.execute("PRAGMA database_list").fetchone()[2])
         connection = await asyncio.to_thread(_reader, path)
         try:
-            where, values = _where(query)
-            order = ", ".join(dict.fromkeys((*query.by, *DIMENSIONS, "source")))
-            statement = f"SELECT * FROM ledger_days WHERE {where} ORDER BY {order}"
-            cursor = await asyncio.to_thread(connection.execute, statement, values)
+            cursor = await asyncio.to_thread(connection.execute, *sums_statement(query, "?"))
             while rows := await asyncio.to_thread(cursor.fetchmany, _CHUNK):
                 yield [(DayKey(*row[:8]), DaySum(*row[8:])) for row in rows]
         finally:
@@ -181,20 +194,35 @@ class SqliteLedgerStore:
 
     async def sources(self, query: UsageQuery) -> list[str]:
         await self._make_tables()
-        where, values = _where(query)
 
         def find(connection: sqlite3.Connection) -> list[str]:
-            statement = f"SELECT DISTINCT source FROM ledger_days WHERE {where} AND source <> '' ORDER BY source"
-            return [source for (source,) in connection.execute(statement, values)]
+            return [source for (source,) in connection.execute(*sources_statement(query, "?"))]
 
         return await self._db.run(find)
 
-    async def tend(self, running: Container[str]) -> list[LedgerCharge]:
-        """Only this process writes the ledger, so there is nothing to take over."""
+    async def tend(self, running: Container[str], day: str) -> list[LedgerCharge]:
+        """Take over no requests: only this process writes the ledger."""
         return []
 
     async def close(self) -> None:
         """The owner of the database closes it."""
+
+    def _write(self, connection: sqlite3.Connection, batch: LedgerBatch, watch: FindBudget, now: int) -> WriteResult:
+        known = _known(connection, [charge.id for charge in batch.charges])
+        charges = [charge for charge in batch.charges if charge.id not in known]
+        connection.executemany(_CHARGE, map(charge_row, charges))
+        days, scopes = sums_of(charges)
+        connection.executemany(_DAY, ((*key, *sum) for key, sum in days.items()))
+        totals = {
+            scope: connection.execute(_PERIOD, (*scope, spent)).fetchone()[0]
+            for scope, spent in (dict.fromkeys(scopes_in(batch.charges), 0) | scopes).items()
+        }
+        due = list(batch.alerts)
+        for scope in scopes:
+            due += alerts_due(scope, watch(*scope), totals[scope], now)
+        self._version += 1
+        readings = {scope: BudgetReading(spent, self._version) for scope, spent in totals.items()}
+        return WriteResult(frozenset(known), [alert for alert in due if _record(connection, alert)], readings)
 
     async def _make_tables(self) -> None:
         if not self._ready:
@@ -209,54 +237,12 @@ def _make_tables(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _write(connection: sqlite3.Connection, batch: LedgerBatch, watch: FindBudget, now: int) -> WriteResult:
-    known = _known(connection, [charge.id for charge in batch.charges])
-    charges = [charge for charge in batch.charges if charge.id not in known]
-    connection.executemany(_CHARGE, map(_row, charges))
-    days, scopes = sums_of(charges)
-    connection.executemany(_DAY, ((*key, *sum) for key, sum in days.items()))
-    connection.executemany(_PERIOD, ((*scope, spent) for scope, spent in scopes.items()))
-    alerts = [alert for alert in batch.alerts if _record(connection, alert)]
-    for scope in scopes:
-        budget = watch(*scope)
-        if budget is not None:
-            spent = _spent(connection, scope)
-            due = [
-                BudgetAlert(scope, percent, budget.limit_micros, spent, now) for percent in budget.alerts_reached(spent)
-            ]
-            alerts += [alert for alert in due if _record(connection, alert)]
-    return WriteResult(frozenset(known), alerts)
-
-
 def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for start in range(0, len(ids), _CHUNK):
         some = ids[start : start + _CHUNK]
         found |= {id for (id,) in connection.execute(_KNOWN.format(", ".join("?" * len(some))), some)}
     return found
-
-
-def _row(charge: LedgerCharge) -> tuple[Any, ...]:
-    reserved, settled = charge
-    entry = reserved.entry
-    return (
-        entry.id,
-        reserved.day,
-        reserved.at,
-        entry.tenant,
-        entry.key,
-        entry.endpoint,
-        entry.model,
-        settled.variant,
-        entry.surface,
-        settled.ended,
-        settled.prompt_tokens,
-        settled.cached_tokens,
-        settled.output_tokens,
-        settled.machine_us,
-        settled.micros,
-        msgspec.json.encode(settled.saved).decode(),
-    )
 
 
 def _spent(connection: sqlite3.Connection, scope: BudgetScope) -> int:
@@ -275,8 +261,3 @@ def _reader(path: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA query_only = ON")
     return connection
-
-
-def _where(query: UsageQuery) -> tuple[str, tuple[Any, ...]]:
-    where, values = "day BETWEEN ? AND ?", (query.first_day, query.last_day)
-    return (where, values) if query.tenant is None else (f"{where} AND tenant = ?", (*values, query.tenant))

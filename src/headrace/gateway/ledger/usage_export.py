@@ -94,9 +94,10 @@ async def usage_csv(store: LedgerStore, query: UsageQuery) -> AsyncIterator[byte
     yield _taken(buffer)
 
 
-async def usage_json(store: LedgerStore, query: UsageQuery) -> AsyncIterator[bytes]:
-    """One object, {"by": [...], "rows": [...]}."""
-    found = [b'{"by":', msgspec.json.encode(query.by), b',"rows":[']
+async def usage_json(store: LedgerStore, query: UsageQuery, *, currency: str = "") -> AsyncIterator[bytes]:
+    """One object, {"currency": "", "by": [...], "rows": [...]}."""
+    heading = msgspec.json.encode({"currency": currency, "by": query.by})
+    found = [heading[:-1], b',"rows":[']
     size, first = 0, True
     async for row in usage_rows(store, query):
         encoded = msgspec.json.encode(row.as_json())

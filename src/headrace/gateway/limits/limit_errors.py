@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from headrace.gateway.api_errors import NO_RETRY_HEADERS, ApiError
-from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitScope, windows_of
+from headrace.gateway.limits.limit_scopes import LimitRefusal, LimitRequest, LimitScope, windows_of
 from headrace.gateway.limits.ratelimit_headers import rate_headers
 
 _UNITS: Final = {
@@ -38,7 +38,7 @@ class LimitError(ApiError):
         self.exact = exact  # there will be room at `retry_after`, however long other requests take
 
 
-def limit_reached_error(refusal: LimitRefusal) -> LimitError:
+def limit_reached_error(refusal: LimitRefusal, request: LimitRequest | None = None) -> LimitError:
     limit = f"{refusal.scope.kind}'s limit of {refusal.limit} {_UNITS[refusal.field]}"
     headers = rate_headers(refusal.statuses)
     code = f"{refusal.scope.kind}_{refusal.field}"
@@ -47,7 +47,7 @@ def limit_reached_error(refusal: LimitRefusal) -> LimitError:
         return LimitError(message, code=code, headers={**headers, **NO_RETRY_HEADERS})
     seconds = -(-refusal.wait // 1000) / 1000  # rounded up to milliseconds, as in the header
     return LimitError(
-        f"The {limit} is reached{_remaining(refusal)}. Retry in {seconds:g} s.",
+        f"The {limit} is reached{_remaining(refusal, request)}. Retry in {seconds:g} s.",
         code=code,
         retry_after=seconds,
         headers=headers,
@@ -55,11 +55,21 @@ def limit_reached_error(refusal: LimitRefusal) -> LimitError:
     )
 
 
-def _remaining(refusal: LimitRefusal) -> str:
-    """Say how much of the limit is left, unless it counts concurrent requests."""
+def _remaining(refusal: LimitRefusal, request: LimitRequest | None) -> str:
+    """Say how much of the limit is left and how much the request needs, unless it counts concurrent requests."""
     for status in refusal.statuses:
         if (status.window.field, status.window.limit) == (refusal.field, refusal.limit):
-            return f", {max(0, status.left)} left"
+            left = f", {max(0, status.left)} left"
+            meter = status.window.meter
+            if request is None or meter == "requests":
+                return left
+            amount = request.amount(status.window)
+            if meter == "input_tokens":
+                return f"{left}; the prompt has {amount}"
+            if amount == request.most_output:
+                return f"{left}; the answer may have {amount}"
+            estimated = "estimated from recent answers; a lower max_tokens reserves less"
+            return f"{left}; the request reserves {amount} ({estimated})"
     return ""
 
 

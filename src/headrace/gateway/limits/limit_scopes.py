@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.config.limit_section import LimitSet
 
-LimitKind = Literal["tenant", "key", "model", "surface"]
+LimitKind = Literal["tenant", "key", "model", "surface", "address"]
 Meter = Literal["requests", "input_tokens", "output_tokens"]
 
 SECOND: Final = 1_000_000  # microseconds, like all times in this package
@@ -22,7 +22,7 @@ PACES: Final = (SECOND, MINUTE)  # a window's `pace` is an index into this tuple
 
 
 class LimitScope(msgspec.Struct, frozen=True):
-    """The limits of one tenant, key, model or surface."""
+    """The limits of one tenant, key, model, surface or address of clients."""
 
     kind: LimitKind
     name: str
@@ -85,13 +85,14 @@ def smallest_limit(scopes: Iterable[LimitScope], meter: Meter, pace: int) -> int
 
 
 class LimitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for. Pairs are (per second, per minute)."""
+    """The amounts that a request reserves. Pairs are (per second, per minute)."""
 
     input_tokens: int
     most_output: int  # output tokens, at most
     first: tuple[int, int]  # output tokens to hold at the start; no more than any limit
     step: tuple[int, int]  # output tokens to hold with each extension
     ahead: int  # typical duration in microseconds, to guess when running requests end
+    runs: bool = True  # counts as a running request
 
     def amount(self, window: WindowLimit) -> int:
         """Return the amount that the request must reserve from a window to be admitted."""
@@ -101,7 +102,7 @@ class LimitRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowStatus(msgspec.Struct, frozen=True):
-    """What is left of a window, for headers and errors."""
+    """The rest of a window, for headers and errors."""
 
     window: WindowLimit
     left: int

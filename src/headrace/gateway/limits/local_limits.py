@@ -31,7 +31,7 @@ _EVICTION_LOOK: Final = 64  # scopes to inspect when looking for an idle one to 
 
 
 class _ScopeUsage:
-    """What the requests of one scope have used and hold."""
+    """The amounts that requests of one scope have used and hold."""
 
     __slots__ = ("concurrent", "grants", "limits", "running", "windows")
 
@@ -104,7 +104,7 @@ class LocalLimitStore:
         usages = [self._usage(scope, now) for scope in scopes]
         shortage = _Shortage()
         for scope, usage in zip(scopes, usages, strict=True):
-            if begins and usage.concurrent is not None and usage.running >= usage.concurrent:
+            if begins and request.runs and usage.concurrent is not None and usage.running >= usage.concurrent:
                 # With this many running, one ends about this often.
                 shortage.add(scope, "concurrent", usage.concurrent, max(1000, request.ahead // usage.concurrent), False)
             for limit, window in usage.windows:
@@ -116,6 +116,25 @@ class LocalLimitStore:
         if shortage.found is not None:
             return LimitRefusal(*shortage.found, shortage.wait, shortage.exact, _statuses(usages, now))
         return LocalGrant(self.now, scopes, usages, request, begins)
+
+    def requests_left(self, scopes: Sequence[LimitScope]) -> LimitRefusal | None:
+        """Return the refusal of one more request, by the limits on requests alone; None if there is room."""
+        now = self.now()
+        usages = [self._usages.get((scope.kind, scope.name)) for scope in scopes]
+        shortage = _Shortage()
+        for scope, usage in zip(scopes, usages, strict=True):
+            if usage is None or usage.limits != scope.limits:
+                continue  # not used yet, or about to change
+            for limit, window in usage.windows:
+                if limit.meter == "requests":
+                    window.forget(now)
+                    if window.room_for_new() < 1:
+                        shortage.add(scope, limit.field, limit.limit, *window.wait(now, 1, 0))
+        if shortage.found is None:
+            return None
+        return LimitRefusal(
+            *shortage.found, shortage.wait, shortage.exact, _statuses([each for each in usages if each], now)
+        )
 
     def _usage(self, scope: LimitScope, now: int) -> _ScopeUsage:
         name = (scope.kind, scope.name)
@@ -141,11 +160,10 @@ class LocalLimitStore:
 
 
 class LocalGrant:
-    """What this store has granted one request. `taken` counts the output tokens delivered."""
+    """The amounts that this store granted one request. `taken` counts the output tokens delivered."""
 
     __slots__ = (
         "_at",
-        "_begins",
         "_granted",
         "_inputs",
         "_least",
@@ -154,6 +172,7 @@ class LocalGrant:
         "_outputs",
         "_request",
         "_requests",
+        "_runs",
         "_usages",
         "_wanted",
         "taken",
@@ -167,7 +186,7 @@ class LocalGrant:
         request: LimitRequest,
         begins: bool,
     ) -> None:
-        self._now, self._usages, self._request, self._begins = now, usages, request, begins
+        self._now, self._usages, self._request, self._runs = now, usages, request, begins and request.runs
         self._at = at = now()
         self._open = True
         self.taken = 0
@@ -179,7 +198,7 @@ class LocalGrant:
         self._outputs: list[tuple[LimitScope, WindowLimit, SlidingWindow]] = []
         for scope, usage in zip(scopes, usages, strict=True):
             usage.grants += 1
-            usage.running += begins
+            usage.running += self._runs
             for limit, window in usage.windows:
                 amount = request.amount(limit)
                 if limit.meter == "output_tokens":
@@ -261,7 +280,7 @@ class LocalGrant:
         now = self._now()
         for usage in self._usages:
             usage.grants -= 1
-            usage.running -= self._begins
+            usage.running -= self._runs
         for window in self._inputs:
             window.use(now, input_tokens - self._request.input_tokens)
             window.give_back(now, self._at, self._request.input_tokens - input_tokens)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from typing import Final
 
 from headrace.gateway.limits.limit_scopes import SECOND
 
 _UNKNOWN_MICROS: Final = 5 * SECOND  # assumed duration before any response is known
+# Length assumed before any response is known, by surface. Spoken answers and calls within a program are short.
+_FIRST_TOKENS: Final[Mapping[str, int]] = {"voice": 128, "embedded": 128}
+_FIRST_TOKENS_ELSEWHERE: Final = 512
+_MARGIN: Final = 2  # the estimate is at least this many times the longest of a few responses
 
 
 class _Recent:
@@ -44,7 +49,7 @@ class OutputEstimates:
     def __init__(
         self,
         *,
-        first_tokens: int = 512,  # assumed length while few responses are known
+        first_tokens: int | None = None,  # assumed length before any response is known; default: by surface
         few: int = 20,  # responses that count as few
         recent: int = 128,  # responses to remember
         pairs: int = 4096,  # pairs of tenant and surface, the most recently used
@@ -59,13 +64,18 @@ class OutputEstimates:
         return len(self._pairs)
 
     def tokens(self, tenant: str, surface: str, most: int) -> int:
-        """Return the 95th percentile of the length, at most `most`."""
+        """Return the 95th percentile of the length, at most `most`.
+
+        With few responses known it is twice the longest of them, or what is left of the first assumption, which each
+        response makes count for less: a half after the first, a third after the second.
+        """
+        first = self._first_tokens or _FIRST_TOKENS.get(surface, _FIRST_TOKENS_ELSEWHERE)
         known = self._pairs.get((tenant, surface))
         if known is None:
-            return min(self._first_tokens, most)
+            return min(first, most)
         lengths, _ = known
         if len(lengths) < self._few:
-            return min(max(self._first_tokens, lengths.largest()), most)
+            return min(max(first // (len(lengths) + 1), _MARGIN * lengths.largest()), most)
         return min(lengths.p95(), most)
 
     def micros(self, tenant: str, surface: str) -> int:

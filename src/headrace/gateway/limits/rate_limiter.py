@@ -54,7 +54,7 @@ CountEvent = Callable[[str, str], None]
 
 
 class LimitGrant(Protocol):
-    """What a store has granted one request."""
+    """The amounts that a store granted one request."""
 
     taken: int
 
@@ -70,12 +70,25 @@ class LimitGrant(Protocol):
     def statuses(self) -> tuple[WindowStatus, ...]: ...
 
 
+class SharedLimitStore(Protocol):
+    """Counts for several processes. RedisUnavailableError if it does not answer."""
+
+    @property
+    def skipped_s(self) -> float: ...
+
+    async def reserve(self, scopes: Sequence[LimitScope], request: LimitRequest) -> LimitGrant | LimitRefusal: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class RateLimiter:
     def __init__(
         self,
         *,
         local: LocalLimitStore | None = None,
-        shared: RedisLimitStore | None = None,
+        shared: SharedLimitStore | None = None,
         closed: bool = False,  # when Redis is down: True rejects requests, False counts in this process
         patience_s: float = 2.0,  # how long a stream may wait for more before it is stopped
         estimates: OutputEstimates | None = None,
@@ -92,11 +105,16 @@ class RateLimiter:
         self._shared = shared
         self._closed = closed
 
+    @property
+    def local(self) -> LocalLimitStore:
+        return self._local
+
     @classmethod
-    def from_config(cls, config: LimitingConfig, environ: Mapping[str, str]) -> RateLimiter:
-        """ConfigError where the environment lacks Redis's URL."""
-        shared = None
-        if config.redis_env is not None:
+    def from_config(
+        cls, config: LimitingConfig, environ: Mapping[str, str], *, shared: SharedLimitStore | None = None
+    ) -> RateLimiter:
+        """`shared` counts in place of Redis. ConfigError where the environment lacks Redis's URL."""
+        if shared is None and config.redis_env is not None:
             url = required_secret(environ, config.redis_env, "limiting.redis_env")
             calls = RedisCallBatcher(url, script(), timeout_s=config.wait_ms / 1e3)
             shared = RedisLimitStore(calls, prefix=config.namespace)
@@ -115,6 +133,7 @@ class RateLimiter:
         tenant: str = "",
         surface: str = "",
         closed: bool | None = None,  # overrides the default of the limiter
+        runs: bool = True,  # counts as a running request; Redis counts every request as one until it is settled
     ) -> Reservation:
         """Reserve all limits of all scopes, or none. Raise LimitError if a limit has no room."""
         context = shortest_context(scopes)
@@ -126,7 +145,7 @@ class RateLimiter:
             request = _no_request(input_tokens, most_output)
             return Reservation(self, (), UNLIMITED_GRANT, request, tenant=tenant, surface=surface)
         check_size(limited, input_tokens)
-        request = self._request(limited, input_tokens, most_output, tenant, surface)
+        request = self._request(limited, input_tokens, most_output, tenant, surface, runs=runs)
         found: LimitGrant | LimitRefusal | None = None
         closed = self._closed if closed is None else closed
         if self._shared is not None:
@@ -140,11 +159,18 @@ class RateLimiter:
             found = self._local.reserve(limited, request)
         if isinstance(found, LimitRefusal):
             self.note("refused", f"{found.scope.kind}_{found.field}")
-            raise limit_reached_error(found)
+            raise limit_reached_error(found, request)
         return Reservation(self, limited, found, request, tenant=tenant, surface=surface, closed=closed)
 
     def _request(
-        self, scopes: Sequence[LimitScope], input_tokens: int, most_output: int, tenant: str, surface: str
+        self,
+        scopes: Sequence[LimitScope],
+        input_tokens: int,
+        most_output: int,
+        tenant: str,
+        surface: str,
+        *,
+        runs: bool,
     ) -> LimitRequest:
         likely = self.estimates.tokens(tenant, surface, most_output)
         second = smallest_limit(scopes, "output_tokens", 0) or UNLIMITED
@@ -157,7 +183,14 @@ class RateLimiter:
             first=(min(likely, part), min(likely, minute)),
             step=(part, step),
             ahead=self.estimates.micros(tenant, surface),
+            runs=runs,
         )
+
+    def check_requests(self, scopes: Sequence[LimitScope]) -> None:
+        """Raise LimitError if a limit on requests has no room, as far as this process counts. Count nothing."""
+        if self._shared is None and (refusal := self._local.requests_left(scopes)) is not None:
+            self.note("refused", f"{refusal.scope.kind}_{refusal.field}")
+            raise limit_reached_error(refusal)
 
     def continue_locally(
         self, scopes: Sequence[LimitScope], request: LimitRequest, count: int, taken: int
@@ -192,6 +225,7 @@ class Reservation:
         "_request",
         "_scopes",
         "_settled",
+        "counted",
         "most_output",
     )
 
@@ -217,6 +251,7 @@ class Reservation:
         self._out = 0
         self._began = limiter.now()
         self._settled = False
+        self.counted = False  # settled, and the request itself counts
 
     @property
     def granted(self) -> tuple[int, int]:
@@ -307,7 +342,7 @@ class Reservation:
         return [] if self._settled else self._close(0, -self._out, void=True)
 
     def _close(self, input_tokens: int, extra: int, *, void: bool) -> list[asyncio.Future[None]]:
-        self._settled = True
+        self._settled, self.counted = True, not void
         pending: list[asyncio.Future[None]] = []
         for grant in reversed(self._grants):
             # Take a surplus from the latest grants first.

@@ -31,7 +31,7 @@ class SteadyClock:
 
 
 class SlidingWindow:
-    """What was used in the last `span` microseconds, and what is held.
+    """The amount used in the last `span` microseconds, and the amount held.
 
         limit ≥ used (passed within the span) + held (granted, not used yet)
 

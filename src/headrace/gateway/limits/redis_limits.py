@@ -31,6 +31,7 @@ from headrace.gateway.limits.local_limits import UNLIMITED
 from headrace.gateway.limits.lua_script import ScriptArguments, ScriptKeys, script_keys
 from headrace.gateway.limits.rate_windows import SteadyClock
 from headrace.gateway.limits.redis_calls import RedisUnavailableError
+from headrace.observe.outage_log import OutageLog
 
 log: Final = structlog.stdlib.get_logger("headrace.limits")
 Result = TypeVar("Result")
@@ -165,12 +166,14 @@ class RedisLimitStore:
         await asyncio.gather(*due)
 
     async def _tend_always(self) -> None:
+        outage = OutageLog(log, "shared limits could not be maintained")
         while True:
             await asyncio.sleep(self._tend_s)
             try:
                 await self.tend()
-            except Exception:  # an error must not stop renewal: leases of running requests would expire
-                log.exception("shared limits could not be maintained")
+                outage.succeeded()
+            except Exception as error:  # an error must not stop renewal: leases of running requests would expire
+                outage.failed(error, exc_info=error)
 
     async def settled(self) -> None:
         """Wait for the calls in flight."""
@@ -188,7 +191,7 @@ class RedisLimitStore:
 
 
 class RedisGrant:
-    """What Redis has granted one request. `taken` counts the output tokens delivered."""
+    """The amounts that Redis granted one request. `taken` counts the output tokens delivered."""
 
     def __init__(self, store: RedisLimitStore, layout: ScriptKeys, request: LimitRequest) -> None:
         self.id: Final = secrets.token_hex(8)

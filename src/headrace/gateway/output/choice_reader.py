@@ -17,13 +17,13 @@ from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningSplitter
 from headrace.gateway.output.tool_formats import ToolCallParser
-from headrace.gateway.requests import text_request as asked
+from headrace.gateway.requests import text_request
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
 from headrace.models.text.detokenizer import Detokenizer
 from headrace.models.text.tokenizer import Tokenizer
 
 _LEAST: Final = -9999.0  # JSON has no minus infinity; the service's own floor is this
-_FINISH: dict[FinishReason, asked.FinishReason] = {
+_FINISH: dict[FinishReason, text_request.FinishReason] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.DEADLINE: "deadline",
@@ -43,10 +43,12 @@ class ChoiceReader:
         named: bool = False,
         logprobs: bool = False,
         echo: Sequence[int] | None = None,
+        only_prompt: bool = False,
         measured: list[SampledToken] | None = None,
     ) -> None:
-        """`echo`: the prompt, where its text is to come before the answer's. `measured`: a list that the readers of one
-        prompt share, because the engine tells the prompt's log-probabilities with the first of its choices alone."""
+        """`echo`: the prompt, if its text comes before the answer's. `only_prompt`: nothing is generated, which counts
+        as reaching the length. `measured`: a list that the readers of one prompt share, because the engine returns the
+        prompt's log-probabilities with the first of its choices alone."""
         self.index = index
         self._tokenizer = tokenizer
         self._splitter = splitter
@@ -54,9 +56,9 @@ class ChoiceReader:
         self._named = named
         self._shown = _TokenTexts(tokenizer) if logprobs else None
         self._whole = echo is not None  # every token is reported, those without a text too: this is for measuring
-        self._called = False
         self._reasoning_tokens = 0
         self._echo = echo
+        self._only_prompt = only_prompt
         self._plain = splitter is None and calls is None and not logprobs and echo is None  # a text, and no more
         # The prompt's tokens from the second on, where they are to be echoed.
         self._measured: list[SampledToken] = [] if measured is None else measured
@@ -89,7 +91,8 @@ class ChoiceReader:
             texts = [stream.push(token) for token in prompt]
             texts[-1] += stream.finish()
             # Nothing foretells the very first token.
-            measured = [SampledToken(prompt[0]), *(self._measured or map(SampledToken, prompt[1:]))]
+            measured = [SampledToken(prompt[0]), *self._measured]
+            measured += map(SampledToken, prompt[len(measured) :])  # not measured before the deadline
             piece.logprobs = [
                 token_logprob(self._tokenizer, each, text) for each, text in zip(measured, texts, strict=True)
             ]
@@ -114,7 +117,6 @@ class ChoiceReader:
         content, calls = self._calls.push(text)
         piece.content += content
         piece.calls += calls
-        self._called = self._called or bool(calls)
 
     def _end(self, piece: ChoiceDelta, ending: SequenceEnd) -> None:
         if ending.finish is FinishReason.FAILED or ending.finish is FinishReason.CANCELLED:
@@ -124,13 +126,17 @@ class ChoiceReader:
             piece.reasoning += reasoning
             self._take(piece, text)
         if self._calls is not None:
-            content, calls = self._calls.finish()
+            cut = ending.finish is not FinishReason.STOP or ending.stop is not None
+            content, calls = self._calls.finish(cut=cut)
             piece.content += content
             piece.calls += calls
-            self._called = self._called or bool(calls)
         piece.finish = _FINISH[ending.finish]
-        if self._called and not self._named and piece.finish == "stop":
-            piece.finish = "tool_calls"
+        if self._only_prompt and piece.finish == "stop":
+            piece.finish = "length"
+        if self._calls is not None:
+            piece.half_call = self._calls.is_half
+            if self._calls.complete and not self._named and piece.finish == "stop":
+                piece.finish = "tool_calls"
         piece.stop = ending.stop
         used = ending.usage
         piece.usage = TokenUsage(
@@ -143,11 +149,13 @@ class ChoiceReader:
             queue_s=used.queue_s,
             prefill_s=used.prefill_s,
             decode_s=used.decode_s,
+            prefill_steps=used.prefill_steps,
+            decode_steps=used.decode_steps,
         )
 
 
 class _TokenTexts:
-    """Which token showed which part of a text, where the text may come later than its tokens.
+    """Maps tokens to their parts of a text. The text may arrive later than its tokens.
 
     Hidden are special tokens, the one that ended the answer, and what a stop text cut off.
     """
@@ -208,7 +216,7 @@ def token_logprob(tokenizer: Tokenizer, chosen: SampledToken, shown: str, *, cut
         text, raw = shown, shown.encode()
     top: list[tuple[str, bytes, float]] = []
     for token, logprob in chosen.top:
-        other = token_bytes(tokenizer, token)
+        other = raw if token == chosen.token else token_bytes(tokenizer, token)
         top.append((other.decode("utf-8", "replace"), other, max(logprob, _LEAST)))
     logprob = None if chosen.logprob is None else max(chosen.logprob, _LEAST)
     return TokenLogprob(text, raw, logprob, top, shown)

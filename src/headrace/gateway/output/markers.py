@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 WHITESPACE: Final = " \t\r\n"
-MOST_WAITING: Final = 4096  # characters of whitespace that are kept back
+MOST_WAITING: Final = 4096  # characters of whitespace held back
 
 
 def partial_marker_start(marker: str, text: str, start: int = 0) -> int:
-    """Where in the text, from `start`, a marker begins that the text may yet complete; its length where none does."""
+    """Return where, from `start`, a marker begins that later text may complete; the text's length if none does."""
     for length in range(min(len(marker) - 1, len(text) - start), 0, -1):
         if text.endswith(marker[:length]):
             return len(text) - length
@@ -20,7 +20,7 @@ def partial_marker_start(marker: str, text: str, start: int = 0) -> int:
 
 
 class ContentBuffer:
-    """Hands text on. Whitespace waits for the text after it; `drop` before a marker, and `after_marker` behind one."""
+    """Passes text on. Whitespace waits for more text: call `drop` before a marker, and `after_marker` after it."""
 
     def __init__(self) -> None:
         self._out: list[str] = []
@@ -46,17 +46,17 @@ class ContentBuffer:
             self._spilt = True
 
     def drop(self) -> None:
-        """The whitespace that waits."""
+        """Drop the whitespace held back."""
         self._waiting = ""
 
     def after_marker(self) -> None:
-        """Whitespace before and after this place is dropped."""
+        """Drop the whitespace before and after this position."""
         self._waiting = ""
         self._spilt = False
         self._dropping = True
 
     def take(self, *, last: bool = False) -> str:
-        """What was handed on since the last time; at the last time, the whitespace that still waits too."""
+        """Return the text since the last call. `last`: include the whitespace held back."""
         if last:
             self._out.append(self._waiting)
             self._waiting = ""

@@ -11,9 +11,17 @@ from typing import Final, Literal
 import msgspec
 from msgspec.structs import replace
 
+from headrace.engine.interface.grammar_spec import Grammar
 from headrace.errors import RequestError
 from headrace.gateway.output.markers import MOST_WAITING, WHITESPACE, ContentBuffer, partial_marker_start
 from headrace.models.text.tokenizer import Tokenizer
+
+_Beginning = Literal["reasoning", "content", "either"]
+_BEGINS: Final[dict[Literal["open", "closed", "unknown"], _Beginning]] = {
+    "open": "reasoning",
+    "closed": "content",
+    "unknown": "either",
+}
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -23,13 +31,15 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     special: tuple[str, ...] = ()  # markers whose text is only seen where special tokens are shown
 
     def splitter(self, prompt_tail: str) -> ReasoningSplitter:
-        """For the answer to a prompt that ends so: the template may have opened the reasoning, or closed it, itself."""
+        """Return a splitter for the answer to a prompt with this end."""
+        return ReasoningSplitter(self.opening, self.closing, begins=_BEGINS[self.state_after(prompt_tail)])
+
+    def state_after(self, prompt_tail: str) -> Literal["open", "closed", "unknown"]:
+        """Return how the prompt leaves the reasoning: opened or closed by the template, or unknown."""
         tail = prompt_tail.rstrip(WHITESPACE)
         if tail.endswith(self.opening):
-            return ReasoningSplitter(self.opening, self.closing, begins="reasoning")
-        return ReasoningSplitter(
-            self.opening, self.closing, begins="content" if tail.endswith(self.closing) else "either"
-        )
+            return "open"
+        return "closed" if tail.endswith(self.closing) else "unknown"
 
 
 REASONING_FORMATS: Final = {
@@ -39,7 +49,7 @@ REASONING_FORMATS: Final = {
 
 
 def detect_reasoning_format(template_source: str | None, tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """The format that a model's chat template speaks of; None where it speaks of none."""
+    """Return the format whose markers a model's chat template contains, or None."""
     for known in REASONING_FORMATS.values():
         if template_source is not None and (known.opening in template_source or known.closing in template_source):
             return _for(known, tokenizer)
@@ -47,7 +57,7 @@ def detect_reasoning_format(template_source: str | None, tokenizer: Tokenizer) -
 
 
 def reasoning_format_by_name(name: str, tokenizer: Tokenizer) -> ReasoningFormat:
-    """RequestError for a name that is none."""
+    """Return the format of this name. RequestError if there is none."""
     if name not in REASONING_FORMATS:
         known = ", ".join(REASONING_FORMATS)
         raise RequestError(f"Unknown reasoning_format '{name}'. Expected one of {known}.", parameter="reasoning_format")
@@ -59,13 +69,24 @@ def _for(found: ReasoningFormat, tokenizer: Tokenizer) -> ReasoningFormat:
     return replace(found, special=tuple(special))
 
 
+def after_reasoning(grammar: Grammar, format: ReasoningFormat, prompt_tail: str) -> Grammar:
+    """Return a triggered grammar that ignores its markers inside the reasoning. `prompt_tail`: the prompt's end."""
+    assert grammar.trigger is not None
+    trigger = replace(
+        grammar.trigger,
+        reasoning=(format.opening, format.closing),
+        reasoning_begins=format.state_after(prompt_tail),
+    )
+    return replace(grammar, trigger=trigger)
+
+
 class ReasoningSplitter:
     """Splits one answer. Without a closing marker, all that follows an opening one is reasoning."""
 
-    def __init__(self, opening: str, closing: str, *, begins: Literal["reasoning", "content", "either"]) -> None:
+    def __init__(self, opening: str, closing: str, *, begins: _Beginning) -> None:
         self._opening = opening
         self._closing = closing
-        self._state: Literal["reasoning", "content", "either"] = begins
+        self._state: _Beginning = begins
         self._left = ""  # may be the beginning of a marker, with the whitespace before it
         self._reasoning = ContentBuffer()
         self._content = ""
@@ -74,11 +95,11 @@ class ReasoningSplitter:
 
     @property
     def is_open(self) -> bool:
-        """What comes now is reasoning."""
+        """True if the next text is reasoning."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is new: reasoning, and content."""
+        """Return the new reasoning and the new content."""
         text = self._left + text
         self._left = ""
         if self._state == "either":
@@ -90,7 +111,7 @@ class ReasoningSplitter:
         return self._taken()
 
     def finish(self) -> tuple[str, str]:
-        """What still waited: the text has ended."""
+        """End the text. Return the reasoning and content that were held back."""
         if self._state == "reasoning":
             self._reasoning.say(self._left)
         else:

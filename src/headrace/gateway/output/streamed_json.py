@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 _STRING: Final = re.compile(r'[^"\\]*')
-_BETWEEN: Final = re.compile(r"[\s,:+\-.0-9A-Za-z]*")  # what stands in a container beside strings and brackets
+_BETWEEN: Final = re.compile(r"[\s,:+\-.0-9A-Za-z]*")  # characters in a container outside strings and brackets
 _SCALAR: Final = re.compile(r"[+\-.0-9A-Za-z]*")
 _SPACE: Final = re.compile(r"\s*")
 _CLOSER: Final = {"{": "}", "[": "]"}
-_DEEPEST_CHECKED: Final = 4096  # containers within each other; deeper ones are counted, not matched in kind
+_DEEPEST_CHECKED: Final = 4096  # levels of nesting; brackets of deeper ones are counted, not matched in kind
 _ESCAPES: Final = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -26,7 +26,7 @@ _State = Callable[[str, int, int], int]
 
 
 class JsonValueScanner:
-    """Finds the end of one JSON value. The first character that it is given must be the value's."""
+    """Finds the end of one JSON value. The text must begin with the value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -38,7 +38,7 @@ class JsonValueScanner:
         self._escaped = False
 
     def scan(self, text: str, start: int, end: int) -> int:
-        """Where the value ends, or cannot go on: up to there the text belongs to it."""
+        """Return the position up to which the text belongs to the value: its end, or the first invalid character."""
         at = start
         while at < end and not self.done and not self.failed:
             if self._escaped:
@@ -94,7 +94,7 @@ class JsonValueScanner:
 
 
 class JsonStringDecoder:
-    """The text of a JSON string, from behind its opening quote to before its closing one."""
+    """Decodes the text of a JSON string: begin after the opening quote. It stops after the closing one."""
 
     def __init__(self) -> None:
         self.done = False
@@ -138,9 +138,9 @@ class JsonStringDecoder:
 class ToolCallReader:
     """Reads one object that names a function and has its arguments, from its opening brace to its closing one.
 
-    It is `certain` once it is known to be a call: with its name, or, where an object may be something else, with its
-    name and arguments that are an object. `name` and `take` are of use from then on. A string of JSON for arguments,
-    as some models write it, counts as the text that it holds.
+    It is `certain` once it is known to be a call: by its name or, if not `by_name`, by its name and arguments that are
+    an object. Read `name` and `take` from then on. Arguments written as a string of JSON, as some models do, count as
+    the text in the string.
     """
 
     def __init__(self, *, by_name: bool) -> None:
@@ -154,7 +154,7 @@ class ToolCallReader:
         self._state: _State = self._opening
         self._scanner = JsonValueScanner()
         self._decoder = JsonStringDecoder()
-        self._literal = ""  # of the key or name that is being read, as far as it is kept
+        self._literal = ""  # of the key or name being read, at most _LONGEST_NAME
         self._key = ""
         self._keep = False  # the value that is being read is the arguments
 
@@ -163,13 +163,13 @@ class ToolCallReader:
         return self.name is not None and (self._by_name or self._has_arguments)
 
     def take(self) -> str:
-        """What is new of the arguments."""
+        """Return the arguments read since the last call."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def read(self, text: str, start: int, end: int) -> int:
-        """Up to where the text belongs to the object. Stops early where it ends, fails or becomes certain."""
+        """Return the position up to which the text was read. Stops where the object ends, fails or becomes certain."""
         at = start
         certain = self.certain
         while at < end and not self.done and not self.failed and self.certain == certain:
@@ -290,13 +290,13 @@ class ToolCallReader:
         self._literal += text[at : min(stop, at + _LONGEST_NAME - len(self._literal))]
         if not self._scanner.done:
             return stop, None
-        found = _decoded(self._literal)  # nothing, where it was too long
+        found = _decoded(self._literal)  # None if it was too long
         self.failed = found is None
         return stop, found
 
 
 def _decoded(literal: str) -> str | None:
-    """A JSON string's text; None where it has none, or one that cannot be sent."""
+    """Return a JSON string's text; None if it is invalid or cannot be encoded."""
     try:
         text: str = json.loads(literal, strict=False)
         text.encode()
@@ -306,7 +306,7 @@ def _decoded(literal: str) -> str | None:
 
 
 def _escaped(escape: str) -> str:
-    """What an escape stands for; itself where it stands for nothing."""
+    """Return the character that an escape stands for, or the escape itself if it is invalid."""
     if escape[1] == "u":
         return chr(int(escape[2:], 16)) if _HEX.fullmatch(escape[2:]) else escape
     if escape[1] in '"\\/':
@@ -315,6 +315,6 @@ def _escaped(escape: str) -> str:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
-    """The end of a match of a pattern that matches everywhere, be it with nothing."""
+    """Return the end of the match of a pattern that also matches the empty text."""
     found = pattern.match(text, at, end)
     return at if found is None else found.end()

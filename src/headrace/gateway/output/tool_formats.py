@@ -1,7 +1,7 @@
-"""How a model writes tool calls: the known formats, and which of them a model's chat template teaches.
+"""The formats in which models write tool calls, and which of them a model's chat template teaches.
 
-Owns ToolFormat and the table FORMATS. What comes of a model's text is tool_formats_parsing's, how a model is held to
-its format tool_formats_grammar's. Knows nothing of requests, and runs no tool.
+Owns ToolFormat and the table TOOL_FORMATS. tool_parsers.py reads calls in a model's text, and tool_grammars.py builds
+the grammars that constrain them. Knows nothing of requests, and runs no tool.
 
     hermes    text <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>    Hermes, Qwen 2.5 and 3
     mini      text <tool_call>{"name": ..., "arguments": {...}}</tool_call>        the bundled models
@@ -17,16 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.grammar_spec import Grammar, GrammarTrigger
 from headrace.errors import RequestError
 from headrace.gateway.output.tool_grammars import (
+    CallRules,
     callable_tools,
     calls_only_grammar,
-    free_text_grammar,
     lark_marker,
     lark_string,
+    loose_call_rules,
     named_call_rule,
+    no_loose_call,
     object_call_rule,
+    triggered_grammar,
 )
 from headrace.gateway.output.tool_parsers import (
     MarkerParser,
@@ -40,8 +43,8 @@ from headrace.models.text.tokenizer import Tokenizer
 
 __all__ = ["TOOL_FORMATS", "ToolCallParser", "ToolFormat", "detect_tool_format", "tool_format_by_name"]
 
-# An answer that does not begin as calls do. A list of anything but objects is no call.
-_NO_CALL: Final = r"TEXT: /[ \t\r\n]*([^{\[ \t\r\n](.|\n)*|\[[ \t\r\n]*([^{ \t\r\n](.|\n)*)?)?/"
+# An answer that begins as a list of calls does, but is a list of anything but objects.
+_OTHER_LIST: Final = r"/[ \t\r\n]*\[[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +54,26 @@ class ToolFormat(ABC):
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Markers that are special tokens in this model: their text is only seen where special tokens are shown."""
+        """Markers that are special tokens in this model: their text appears only when special tokens are decoded."""
         return tuple(self.ids)
 
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be tokens of their own."""
+        """Marker texts that may be special tokens."""
 
     @abstractmethod
     def parser(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> ToolCallParser:
-        """For one answer. Without parallel, what follows the first call is dropped."""
+        """Return a parser for one answer. Without `parallel`, text after the first call is dropped."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        """One call of one of the tools, or of the one named, and nothing else; with parallel, one or more."""
+        """Return a grammar for one call, or with `parallel` several, and no other text. `only`: the tool to call."""
 
     @abstractmethod
-    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
-        """Free text, in which a call is held to a tool's name and schema once it begins; None where none is strict."""
+    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
+        """Return a grammar for free text that constrains each call to a tool's name and schema once it begins. Unless a
+        tool is strict, a schema that cannot be compiled counts as any object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +92,18 @@ class TaggedFormat(ToolFormat):
         return TaggedParser(self.opening, self.closing, parallel=parallel, new_id=new_id)
 
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        one = f"{lark_marker(self.opening, self.ids)} {self._inside()}"
+        one = self._one()
         shape = f"{one} ({lark_string(self.margin)} {one})*" if parallel else one
         return calls_only_grammar(shape, object_call_rule(callable_tools(tools, only), key="arguments"))
 
-    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
-        if not any(tool.strict for tool in tools):
-            return None
+    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
+        trigger = GrammarTrigger((self.opening,), repeats=parallel)
         calls = object_call_rule(tools, key="arguments")
-        return free_text_grammar(self._inside(), calls, self.opening, self.ids, parallel=parallel)
+        return triggered_grammar(self._one(), calls, trigger, strict=_any_strict(tools))
 
-    def _inside(self) -> str:
-        return f"{lark_string(self.margin)} call {lark_string(self.margin)} {lark_marker(self.closing, self.ids)}"
+    def _one(self) -> str:
+        margin = lark_string(self.margin)
+        return f"{lark_marker(self.opening, self.ids)} {margin} call {margin} {lark_marker(self.closing, self.ids)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +122,16 @@ class WholeAnswerFormat(ToolFormat):
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
         return calls_only_grammar(_repeated(parallel), object_call_rule(callable_tools(tools, only), key="parameters"))
 
-    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
-        if not any(tool.strict for tool in tools):
-            return None
+    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
+        strict = _any_strict(tools)
         tag = f"{lark_marker(self.opening, self.ids)}? " if self.opening in self.ids else ""
-        shape = f"TEXT | {tag}{_repeated(parallel)}\n{_NO_CALL}"
-        return calls_only_grammar(shape, object_call_rule(tools, key="parameters"))
+        spelt = "" if tag else self.opening
+        calls = loose_call_rules(tools, spelt, parallel=parallel)
+        # Without strict tools, JSON that does not begin as a call of one of the tools is an answer.
+        other = _OTHER_LIST if strict else no_loose_call(tools, spelt)
+        shape = f"{tag}(OTHER | {_repeated(parallel)} | list)\nOTHER: {other}"
+        trigger = GrammarTrigger((self.opening, "{", "["), at_start=True)
+        return triggered_grammar(shape, calls, trigger, strict=strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +151,23 @@ class MarkerFormat(ToolFormat):
         return MarkerParser(self.opening, parallel=parallel, new_id=new_id)
 
     def grammar(self, tools: Sequence[Tool], *, only: str | None, parallel: bool) -> Grammar:
-        one = f"{lark_marker(self.opening, self.ids)} {self._inside(parallel)}"
+        one = self._one(parallel)
         shape = f"({one})+" if self.named and parallel else one
         return calls_only_grammar(shape, self._calls(callable_tools(tools, only)))
 
-    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar | None:
-        if not any(tool.strict for tool in tools):
-            return None
-        # Of the list there is one; of the others, each has its own marker.
-        several = self.named and parallel
-        return free_text_grammar(self._inside(parallel), self._calls(tools), self.opening, self.ids, parallel=several)
+    def auto_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> Grammar:
+        # A list has one marker for all calls. Named calls have a marker each.
+        trigger = GrammarTrigger((self.opening,), repeats=self.named and parallel)
+        one = self._one(parallel, margin='" "? ')
+        return triggered_grammar(one, self._calls(tools), trigger, strict=_any_strict(tools))
 
-    def _inside(self, parallel: bool) -> str:
-        if self.named:
-            return "call"
-        return '"[" call (", " call)* "]"' if parallel else '"[" call "]"'
+    def _one(self, parallel: bool, *, margin: str = "") -> str:
+        inside = "call"
+        if not self.named:
+            inside = margin + ('"[" call (", " call)* "]"' if parallel else '"[" call "]"')
+        return f"{lark_marker(self.opening, self.ids)} {inside}"
 
-    def _calls(self, tools: Sequence[Tool]) -> str:
+    def _calls(self, tools: Sequence[Tool]) -> CallRules:
         if not self.named:
             return object_call_rule(tools, key="arguments")
         between = lark_marker(self.arguments, self.ids)
@@ -180,13 +188,13 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 
 
 def detect_tool_format(template_source: str | None, tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format that a chat template teaches; None where it shows no tools, or in a format that is not known."""
+    """Return the format that a chat template teaches; None if it has no tools, or an unknown format."""
     found = _taught(template_source or "")
     return None if found is None else _for(found, tokenizer)
 
 
 def tool_format_by_name(name: str, tokenizer: Tokenizer) -> ToolFormat:
-    """RequestError for a name that is none."""
+    """Return the format of this name. RequestError if there is none."""
     if name not in TOOL_FORMATS:
         raise RequestError(
             f"Unknown tool_format '{name}'. Expected one of {', '.join(TOOL_FORMATS)}.", parameter="tool_format"
@@ -213,13 +221,17 @@ def _taught(source: str) -> ToolFormat | None:
         call_id = "[CALL_ID]" if "[CALL_ID]" in source else ""
         return replace(known, named=True, call_id=call_id, arguments="[ARGS]")
     if "<tool_call>" in source:
-        # Other models put other things than JSON between the same tags.
+        # Some models put other text than JSON between the same tags.
         if "<function=" in source or "<arg_key>" in source or "arguments" not in source:
             return None
         return TOOL_FORMATS["mini" if "<tool_call>{" in source else "hermes"]
     if "<|start_header_id|>" in source and ("<|python_tag|>" in source or '"parameters' in source):
         return TOOL_FORMATS["llama3"]
     return None
+
+
+def _any_strict(tools: Sequence[Tool]) -> bool:
+    return any(tool.strict for tool in tools)
 
 
 def _repeated(parallel: bool) -> str:

@@ -1,7 +1,7 @@
 """Splits streamed text into content and tool calls, with one parser for each family of formats.
 
-Does not check whether a tool exists. The joined output never depends on how the text was cut; the text that waits is
-bounded. No model output is an error: what is not a call is content, and a call that breaks off stays as it is.
+Does not check whether a tool exists. The joined output never depends on how the text was cut, and the text held back is
+bounded. No model output is an error: text that is not a call is content, and an incomplete call stays as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.gateway.output.markers import ContentBuffer, partial_marker_start
 from headrace.gateway.output.streamed_json import JsonValueScanner, ToolCallReader
 from headrace.gateway.requests.text_request import ToolCallDelta
 
-MOST_HELD: Final = 64 * 1024  # characters after a marker that may yet be a call; what is longer is content
+MOST_HELD: Final = 64 * 1024  # characters held after a marker; longer text is content
 _SPACE: Final = re.compile(r"\s*")
 _SPACE_OR_CLOSER: Final = re.compile(r"[\s}\]]*")  # small models close once too often
 _SEPARATOR: Final = re.compile(r"[\s;,\]]*")
@@ -31,10 +31,12 @@ def new_call_id() -> str:
 
 
 class ToolCallParser:
-    """What is common to all formats: content up to a marker, then a call, then content again.
+    """The parts that all formats share: content up to a marker, then a call, then content again.
 
-    A state is a method that takes the text and a place in it, and returns the place up to which it is done with it.
+    A state is a method that takes the text and a position, and returns the position up to which it consumed the text.
     """
+
+    _marked = True  # calls have a marker; without one, what was held may be an answer in JSON
 
     def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str], by_name: bool = True) -> None:
         self._marker = marker
@@ -43,15 +45,17 @@ class ToolCallParser:
         self._by_name = by_name
         self._left = ""  # the end of the text, which may be the beginning of a marker
         self._passing = ContentBuffer()
-        self._raw: list[str] = []  # what is content if it is no call
+        self._raw: list[str] = []  # held text, which is content if it is not a call
         self._held = 0  # its length
         self._calls = 0
+        self.complete = 0  # calls that ended with all of their arguments
+        self.is_half = False  # the last call has not ended with all of its arguments
         self._deltas: list[ToolCallDelta] = []
         self._reader = ToolCallReader(by_name=by_name)
         self._state: _State = self._content
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """What is new: content, and deltas of calls."""
+        """Return the new content, and the new deltas of calls."""
         text = self._left + text
         at = 0
         while at < len(text):
@@ -63,9 +67,15 @@ class ToolCallParser:
         self._left = text[at:]
         return self._passing.take(), self._taken()
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """What still waited: the text has ended."""
-        if self._raw:
+    def finish(self, *, cut: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """End the text. Return the content and deltas that were held back.
+
+        `cut`: the model had not ended, so what it had begun behind a marker is half a call and no content.
+        """
+        if self._raw and cut and self._marked:
+            self._forget()
+            self._passing.after_marker()
+        elif self._raw:
             self._no_call()
         elif self._state == self._content:
             self._passing.say(self._left)
@@ -90,7 +100,7 @@ class ToolCallParser:
         return stop
 
     def _opened(self, text: str, at: int) -> int:
-        """After the marker."""
+        """Read what follows the marker."""
         at, mark = self._next(text, at)
         if mark == "{":
             self._begin_call()
@@ -127,7 +137,7 @@ class ToolCallParser:
         raise NotImplementedError
 
     def _broken(self, text: str, at: int) -> int:
-        """After a call that is no JSON from here on: nothing that follows makes sense, up to the next marker."""
+        """Skip to the next marker: the call is not valid JSON from here on."""
         found = text.find(self._marker, at)
         if found < 0:
             return partial_marker_start(self._marker, text, at)
@@ -142,7 +152,7 @@ class ToolCallParser:
         self._held += stop - start
 
     def _next(self, text: str, at: int) -> tuple[int, str]:
-        """The next character that is no whitespace, and where; nothing where it has not come, or not soon enough."""
+        """Return the position and text of the next non-space character; "" if it has not arrived or is too far off."""
         stop = _end(_SPACE, text, at, at + MOST_HELD - self._held)
         self._hold(text, at, stop)
         if self._held >= MOST_HELD:
@@ -151,7 +161,7 @@ class ToolCallParser:
         return stop, text[stop : stop + 1]
 
     def _no_call(self) -> None:
-        """What was held is content."""
+        """Pass the held text on as content: it is not a call."""
         self._passing.say("".join(self._raw))
         self._forget()
         self._state = self._content
@@ -164,6 +174,7 @@ class ToolCallParser:
         self._forget()
         self._passing.after_marker()
         self._deltas.append(ToolCallDelta(self._calls, self._new_id(), name))
+        self.is_half = True
 
     def _add(self, arguments: str) -> None:
         if not arguments:
@@ -176,6 +187,9 @@ class ToolCallParser:
 
     def _end_call(self, state: _State) -> None:
         self._calls += 1
+        if state == self._after_call:
+            self.complete += 1
+            self.is_half = False
         self._state = state if self._parallel else self._nothing
 
 
@@ -216,7 +230,7 @@ class CallListParser(ToolCallParser):
         return self._first(text, at) if mark else at
 
     def _first(self, text: str, at: int) -> int:
-        """What is no list."""
+        """Read the first call, if it is not in a list."""
         return self._in_list(text, at)
 
     def _in_list(self, text: str, at: int) -> int:
@@ -233,7 +247,9 @@ class CallListParser(ToolCallParser):
 
 
 class WholeAnswerParser(CallListParser):
-    """The whole answer is a call, or calls; a marker before it is allowed. What else looks like JSON is content."""
+    """The whole answer is a call, or calls; a marker before it is allowed. Other JSON is content."""
+
+    _marked = False
 
     def __init__(self, marker: str, *, parallel: bool, new_id: Callable[[], str]) -> None:
         super().__init__(marker, parallel=parallel, new_id=new_id, by_name=False)
@@ -287,6 +303,6 @@ class MarkerParser(CallListParser):
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int, most: int | None = None) -> int:
-    """The end of a match of a pattern that matches everywhere, be it with nothing."""
+    """Return the end of the match of a pattern that also matches the empty text."""
     found = pattern.match(text, at) if most is None else pattern.match(text, at, most)
     return at if found is None else found.end()

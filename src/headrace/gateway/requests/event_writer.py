@@ -1,4 +1,4 @@
-"""The interface of a dialect's writer of server-sent events."""
+"""The interface of a dialect's writer of streams: server-sent events or lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta
 
 
 class EventWriter(Protocol):
-    """Writes the pieces of one answer as server-sent events, in one dialect."""
+    """Writes the pieces of one answer as a stream, in one dialect."""
 
     def begin(self) -> bytes: ...
 

@@ -1,4 +1,4 @@
-"""What a client asks and what it is answered, in our own words: between the dialects and the engine.
+"""Requests and answers in one form for all dialects: between the dialects and the engine.
 
 Owns TextRequest (one request for text, whatever endpoint it came by), Piece (what is new of one of its answers) and
 Choice (an answer, whole). Dialects read bodies into TextRequest and write Pieces and Choices back; the flow between
@@ -41,14 +41,18 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
 
     model: str
     messages: list[dict[str, Any]] | None = None  # in the shape that chat templates take; contents are texts
-    prompts: list[str | list[int]] | None = None
+    prompts: list[str | list[int]] | None = None  # with max_tokens 0, they are measured and nothing is generated
     tools: tuple[Tool, ...] = ()
     choosing: ToolChoiceMode = "auto"
     only_tool: str | None = None  # with choosing "required": this one
+    allowed_tools: tuple[str, ...] | None = None  # the model is shown all tools and may call these; None: all
     parallel_calls: bool = True
     grammar_of: str = "grammar"  # the parameter that asks for it, for errors
     template: Mapping[str, Any] = {}  # further values for the chat template
+    template_hints: Mapping[str, Any] = {}  # the same, but dropped where they cannot be passed on
     think: bool | None = None  # whether the model is to reason first; None: as it likes
+    show_reasoning: bool = True  # False: the reasoning is left out of the answer
+    prediction: str = ""  # text that the answer may repeat: draft tokens, where the engine speculates
     sources: tuple[SourceText, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 
@@ -57,6 +61,7 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
 
     stream: bool = False
     include_usage: bool = False  # with a stream: a last chunk with the usage
+    continuous_usage: bool = False  # and every chunk has the usage so far
 
     deadline_s: float | None = None  # from the request's arrival
     profile: str = "standard"
@@ -65,13 +70,27 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
     user: str | None = None
     metadata: Mapping[str, str] = {}
 
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """All variables for the chat template of a model that this server runs, or whose tokenizer it has."""
+        values = {**self.template_hints, **self.template}
+        if self.think is not None:
+            values.setdefault("enable_thinking", self.think)
+        return values
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model may call, if it may call any."""
+        allowed = self.allowed_tools
+        return self.tools if allowed is None else tuple(tool for tool in self.tools if tool.name in allowed)
+
     def but(self, **changes: Any) -> TextRequest:
         """The same but for these fields."""
         return msgspec.structs.replace(self, **changes)
 
 
 class ToolCallDelta(msgspec.Struct):
-    """What is new of a tool call. The first of a call has its id and its name; the others have arguments alone."""
+    """The new part of a tool call. The first delta of a call has its id and name; the others have arguments only."""
 
     index: int  # among the choice's calls
     id: str | None = None
@@ -88,7 +107,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class TokenUsage(msgspec.Struct):
-    """What one choice took."""
+    """The tokens of one choice."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -99,10 +118,12 @@ class TokenUsage(msgspec.Struct):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    prefill_steps: int = 0  # of the engine, up to the first token and from then on
+    decode_steps: int = 0
 
 
 class ChoiceDelta(msgspec.Struct):
-    """What is new of one choice. Exactly one piece of a choice, its last, has `finish`."""
+    """The new part of one choice. Exactly one piece of a choice, its last, has `finish`."""
 
     index: int  # of the choice: prompt by prompt, n for each
     content: str = ""
@@ -111,8 +132,14 @@ class ChoiceDelta(msgspec.Struct):
     logprobs: list[TokenLogprob] | None = None  # of the tokens whose text is certain by now
     finish: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
+    half_call: bool = False  # with `finish`: the last call is not complete
     usage: TokenUsage | None = None  # with `finish`
     tokens: int = 0  # of the answer, that came with it
+
+    def cuts(self, arguments: str) -> bool:
+        """Return whether the answer ends here in the midst of its last call, which has these arguments."""
+        is_cut = self.half_call or self.finish in ("length", "deadline")
+        return is_cut and not _is_json(arguments)
 
 
 class RestartDelta(ChoiceDelta):
@@ -156,10 +183,22 @@ class Choice(msgspec.Struct):
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
             self.usage = piece.usage or self.usage
+            if self.calls and piece.cuts(self.calls[-1].arguments):
+                self.calls.pop()  # clients parse arguments
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    except RecursionError:  # nested too deeply to check
+        pass
+    return True
 
 
 def combine_usages(usages: list[TokenUsage], n: int) -> TokenUsage:
-    """Of all choices together; a prompt counts once, however many answers it has."""
+    """Add up the usage of all choices. A prompt counts once, however many answers it has."""
     result = TokenUsage()
     for place, usage in enumerate(usages):
         if place % n == 0:
@@ -172,4 +211,6 @@ def combine_usages(usages: list[TokenUsage], n: int) -> TokenUsage:
         result.queue_s = max(result.queue_s, usage.queue_s)
         result.prefill_s = max(result.prefill_s, usage.prefill_s)
         result.decode_s = max(result.decode_s, usage.decode_s)
+        result.prefill_steps = max(result.prefill_steps, usage.prefill_steps)
+        result.decode_steps = max(result.decode_steps, usage.decode_steps)
     return result

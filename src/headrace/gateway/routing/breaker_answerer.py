@@ -20,7 +20,7 @@ _NOT_VARIANT_FAILURES = frozenset({"deadline_unreachable", "draining", "too_many
 
 
 def is_variant_failure(error: ApiError) -> bool:
-    """Whether an error shows that the variant is unhealthy."""
+    """True if an error shows that the variant is unhealthy."""
     if error.code in _NOT_VARIANT_FAILURES:
         return False
     return error.status >= 500 or error.kind == "rate_limit_error"

@@ -51,7 +51,7 @@ class CascadeAnswerer(CompositeAnswerer):
         self._make_large = large
         self._small: Answerer | None = None
         self._decisive_tokens = min(config.tokens or _MAX_TOKENS, _MAX_TOKENS)
-        count = choice_count(exchange.asked)
+        count = choice_count(exchange.text_request)
         self._confidences = [Confidence() for _ in range(count)]
         self._undecided = set(range(count))  # choices that need more output
 
@@ -68,7 +68,7 @@ class CascadeAnswerer(CompositeAnswerer):
         return charges
 
     async def begin(self) -> None:
-        small = self._small = self._start(self._make_small(_with_logprobs(self.exchange.asked)))
+        small = self._small = self._start(self._make_small(_with_logprobs(self.exchange.text_request)))
         try:
             await small.begin()
         except ApiError as error:
@@ -119,7 +119,7 @@ class CascadeAnswerer(CompositeAnswerer):
             await self._escalate(f"{measure} {value:.3f} < {threshold:.3f}")
             return
         self._serve(small)
-        held, wanted = list(self._held), self.exchange.asked.sampling.logprobs
+        held, wanted = list(self._held), self.exchange.text_request.sampling.logprobs
         self._held.clear()
         self._held.extend(_without_extra_logprobs(piece, wanted) for piece in held)
         why = f"{measure} {value:.3f} >= {threshold:.3f}"
@@ -141,7 +141,7 @@ class CascadeAnswerer(CompositeAnswerer):
         assert self._small is not None
         self._held.clear()
         self._settle(self._small)
-        large = self._start(self._make_large(self.exchange.asked))
+        large = self._start(self._make_large(self.exchange.text_request))
         name = large.exchange.served.name
         self.decisions.append(RoutingDecision("cascade", name, f"{self._small.exchange.served.name}: {why}"))
         self._serve(large)
@@ -151,7 +151,7 @@ class CascadeAnswerer(CompositeAnswerer):
         self.exchange.prompt_tokens = large.exchange.prompt_tokens
 
     def _hide_logprobs(self, take: TakeDelta) -> TakeDelta:
-        wanted = self.exchange.asked.sampling.logprobs
+        wanted = self.exchange.text_request.sampling.logprobs
         return lambda piece: take(_without_extra_logprobs(piece, wanted))
 
     def _add_first_try(self, take: TakeDelta) -> TakeDelta:
@@ -167,10 +167,10 @@ class CascadeAnswerer(CompositeAnswerer):
         return added
 
 
-def _with_logprobs(asked: TextRequest) -> TextRequest:
+def _with_logprobs(text_request: TextRequest) -> TextRequest:
     """Ask for the log-probabilities that the confidence needs."""
-    sampling = asked.sampling
-    return asked.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
+    sampling = text_request.sampling
+    return text_request.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
 
 
 def _without_extra_logprobs(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:

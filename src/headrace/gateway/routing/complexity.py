@@ -76,15 +76,15 @@ def classifier(path: Path = WEIGHTS) -> Classifier:
     return loaded
 
 
-def complexity(asked: TextRequest) -> float:
-    return classifier().score(features(asked))
+def complexity(text_request: TextRequest) -> float:
+    return classifier().score(features(text_request))
 
 
-def features(asked: TextRequest) -> list[float]:
+def features(text_request: TextRequest) -> list[float]:
     """Return the features in the order of FEATURES."""
     length, turns, user, system = 0, 0, "", ""
-    if asked.messages is not None:
-        for message in asked.messages:
+    if text_request.messages is not None:
+        for message in text_request.messages:
             content = message.get("content") or ""
             length += len(content)
             role = message["role"]
@@ -94,7 +94,7 @@ def features(asked: TextRequest) -> list[float]:
             elif role == "system":
                 system = content
     else:
-        for prompt in asked.prompts or ():
+        for prompt in text_request.prompts or ():
             length += len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
             if isinstance(prompt, str):
                 user = prompt
@@ -115,6 +115,6 @@ def features(asked: TextRequest) -> list[float]:
         min(_MAX_COUNT, len(_SOURCE.findall(both))),
         min(_MAX_COUNT, read.count("\n")),
         min(_MAX_COUNT, turns - 1.0),
-        min(_MAX_COUNT, float(len(asked.tools))),
-        1.0 if asked.grammar is not None else 0.0,
+        min(_MAX_COUNT, float(len(text_request.tools))),
+        1.0 if text_request.grammar is not None else 0.0,
     ]

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -57,7 +57,7 @@ SettledCallback = Callable[[Exchange, ApiError | None, bool], None]
 
 
 class VariantCharge(msgspec.Struct, frozen=True):
-    """What one variant computed for an exchange."""
+    """The work of one variant for an exchange."""
 
     variant: str
     usage: TokenUsage
@@ -73,24 +73,26 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     why: str
 
 
-def derive_exchange(exchange: Exchange, served: ServedVariant, asked: TextRequest) -> Exchange:
+def derive_exchange(exchange: Exchange, served: ServedVariant, text_request: TextRequest) -> Exchange:
     """Return the exchange of a part: the same request, arrival and deadline, with its own usage."""
     return msgspec.structs.replace(
         exchange,
         served=served,
-        asked=asked,
+        text_request=text_request,
         usage=TokenUsage(),
         prompt_tokens=0,
         shaped_at=0.0,
         first_at=0.0,
         last_at=0.0,
+        gaps=[],
+        reading_s=0.0,
         finish="",
     )
 
 
-def choice_count(asked: TextRequest) -> int:
+def choice_count(text_request: TextRequest) -> int:
     """Return the number of choices in the answer."""
-    return len(asked.prompts or (None,)) * asked.n
+    return len(text_request.prompts or (None,)) * text_request.n
 
 
 _USAGE_FIELDS: Final = tuple(each.name for each in msgspec.structs.fields(TokenUsage))
@@ -114,21 +116,22 @@ def itemise_charges(ended: Mapping[int, tuple[str, TokenUsage]], n: int) -> list
 
 
 def has_output(piece: ChoiceDelta) -> bool:
-    """Whether the client sees anything of the delta."""
+    """True if the client sees anything of the delta."""
     return bool(piece.content or piece.reasoning or piece.calls or piece.finish is not None)
 
 
 class AnswerRun(Protocol):
-    """What makes the pieces of an exchange's answer: an Answers, or a flow.Way."""
+    """Produces the pieces of an exchange's answer."""
 
     exchange: Exchange
 
     async def run(self, take: TakeDelta) -> bool: ...
 
 
-async def collect_choices(answers: AnswerRun) -> list[Choice]:
-    """Run an answer to its end and return its choices."""
-    choices = [Choice(index) for index in range(choice_count(answers.exchange.asked))]
+async def collect_choices(answers: AnswerRun, choices: list[Choice] | None = None) -> list[Choice]:
+    """Run an answer to its end and return its choices. The empty list `choices` also has them if the run fails."""
+    choices = [] if choices is None else choices
+    choices += [Choice(index) for index in range(choice_count(answers.exchange.text_request))]
 
     def add(piece: ChoiceDelta) -> bool:
         if isinstance(piece, RestartDelta):
@@ -151,10 +154,11 @@ class CompositeAnswerer(ABC):
         self.gone = False
         self.decisions: list[RoutingDecision] = []
         self._parts: list[Answerer] = []  # in the order of their start
+        self._started_at: list[float] = []  # of each part, for its span
         self._settled_parts: set[int] = set()  # by index
         self._serving: Answerer | None = None  # the part whose answer the client gets
         self._held: deque[ChoiceDelta] = deque()  # goes to the client before any further delta
-        self._open = choice_count(exchange.asked)  # choices that have not ended
+        self._open = choice_count(exchange.text_request)  # choices that have not ended
         self._clock = clock
         self._on_settled = settled
         self._is_settled = False
@@ -162,7 +166,7 @@ class CompositeAnswerer(ABC):
     @property
     @abstractmethod
     def charges(self) -> list[VariantCharge]:
-        """What each variant computed, and whether it is charged. Final once settled."""
+        """The work of each variant, and whether it is charged. Final once settled."""
 
     @property
     def parts(self) -> tuple[Answerer, ...]:
@@ -196,9 +200,15 @@ class CompositeAnswerer(ABC):
         if index not in self._settled_parts:
             self._settled_parts.add(index)
             part.settle(error)
+            if len(self._parts) > 1 or error is not None:
+                known: dict[str, Any] = {"variant": part.exchange.served.name, "serves": part is self._serving}
+                if error is not None:
+                    known["error"] = error.code or error.kind
+                self.exchange.timeline.part("generate", "variant", self._started_at[index], **known)
 
     def _start(self, part: Answerer) -> Answerer:
         self._parts.append(part)
+        self._started_at.append(time.monotonic())
         return part
 
     def _serve(self, part: Answerer) -> None:
@@ -235,6 +245,7 @@ class CompositeAnswerer(ABC):
             exchange.shaped_at = exchange.shaped_at or part.exchange.shaped_at
             exchange.first_at = exchange.first_at or part.exchange.first_at
             exchange.last_at = part.exchange.last_at
+            exchange.gaps, exchange.reading_s = part.exchange.gaps, part.exchange.reading_s
             exchange.finish = part.exchange.finish
 
 

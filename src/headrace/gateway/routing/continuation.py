@@ -23,7 +23,7 @@ class _Call(msgspec.Struct):
 
 
 class DeliveredText:
-    """What was delivered of one choice."""
+    """The delivered part of one choice."""
 
     __slots__ = ("calls", "content", "is_visible", "logprobs", "reasoning")
 

@@ -61,15 +61,15 @@ class Dispatcher:
         engines = {name: served.engine for name, served in self._fleet.served.items() if served.upstream is None}
         await self.health.watch({name: partial(_probe, engine) for name, engine in engines.items()})
 
-    def _part(self, variant: str, exchange: Exchange, asked: TextRequest, alone: bool) -> Answerer:
-        return self._plain(derive_exchange(exchange, self._fleet.served[variant], asked), alone=alone)
+    def _part(self, variant: str, exchange: Exchange, text_request: TextRequest, alone: bool) -> Answerer:
+        return self._plain(derive_exchange(exchange, self._fleet.served[variant], text_request), alone=alone)
 
     def _plain(self, exchange: Exchange, *, alone: bool = True) -> Answerer:
         """`alone`: no other variant takes part in the answer, so it may be retried until the client has heard of it."""
         upstream = exchange.served.upstream
         if upstream is None:
             return EngineAnswering(exchange)
-        return UpstreamGeneration(exchange, upstream, anew=alone and not exchange.asked.stream)
+        return UpstreamGeneration(exchange, upstream, can_restart=alone and not exchange.text_request.stream)
 
     def _why_unavailable(self, variant: str) -> str | None:
         upstream = self._fleet.served[variant].upstream

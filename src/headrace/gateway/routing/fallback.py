@@ -39,7 +39,7 @@ _RETRYABLE_CODES: Final = frozenset({"context_length_exceeded"})  # another vari
 
 
 def may_fall_back(error: ApiError) -> bool:
-    """Whether another variant may succeed: not if the request itself is wrong."""
+    """True if another variant may succeed: not if the request itself is wrong."""
     return error.kind in _RETRYABLE_KINDS or error.status >= 500 or error.code in _RETRYABLE_CODES
 
 
@@ -88,7 +88,7 @@ class FallbackAnswerer(CompositeAnswerer):
             charges = charges_for(paid[0], "answer")
         else:
             by_choice = {index: (part.exchange.served.name, usage) for index, (part, usage) in self._finished.items()}
-            charges = itemise_charges(by_choice, self.exchange.asked.n)
+            charges = itemise_charges(by_choice, self.exchange.text_request.n)
         for part in self._parts:
             if not any(part is each for each in paid):
                 charges += charges_for(part, "broken", charged=False)
@@ -139,7 +139,7 @@ class FallbackAnswerer(CompositeAnswerer):
             raise _timeout_error(self._steps[self._index].variant, self._patience) from None
 
     def _is_answered(self) -> bool:
-        return len(self._finished) == choice_count(self.exchange.asked)
+        return len(self._finished) == choice_count(self.exchange.text_request)
 
     def _is_last(self) -> bool:
         return self._index + 1 >= len(self._steps)
@@ -154,7 +154,7 @@ class FallbackAnswerer(CompositeAnswerer):
                 break
             self._index += 1
             step = self._steps[self._index]
-            part = self._start(step.make(self.exchange.asked))
+            part = self._start(step.make(self.exchange.text_request))
             self._has_output = False
             self._serve(part)
             try:
@@ -196,7 +196,9 @@ class FallbackAnswerer(CompositeAnswerer):
             raise error
         self._continuations.clear()
         await self._next(error)
-        open_choices = [index for index in range(choice_count(self.exchange.asked)) if index not in self._finished]
+        open_choices = [
+            index for index in range(choice_count(self.exchange.text_request)) if index not in self._finished
+        ]
         if self._has_delivered() and self._steps[self._index].then == "continue":
             self._continuations = {
                 index: Continuation(said)
@@ -211,7 +213,7 @@ class FallbackAnswerer(CompositeAnswerer):
         self._delivered = {index: self._delivered[index] for index in self._finished}
 
     def _has_delivered(self) -> bool:
-        """Whether the client has seen output."""
+        """True if the client has seen output."""
         return not self._whole and any(said.is_visible for said in self._delivered.values())
 
     def _restart(self, index: int, why: str) -> None:

@@ -100,7 +100,7 @@ class HedgePolicy:
         return None if quantile is None else min(max(quantile, self.config.least_ms / 1e3), self.config.most_ms / 1e3)
 
     def try_hedge(self) -> bool:
-        """Whether to start a second request now; if so, it is counted."""
+        """Return whether to start a second request now, and count it if so."""
         return self._idle() and self._allowance.take()
 
 
@@ -124,7 +124,7 @@ class HedgedAnswerer(CompositeAnswerer):
 
     @property
     def won(self) -> bool:
-        """Whether the second request won."""
+        """True if the second request won."""
         return self._serving is not None and self._serving is not self._parts[0]
 
     @property
@@ -138,7 +138,7 @@ class HedgedAnswerer(CompositeAnswerer):
 
     async def begin(self) -> None:
         self.hedging.record_request()
-        first = self._start(self._factories[0](self.exchange.asked))
+        first = self._start(self._factories[0](self.exchange.text_request))
         self._began = self._clock()
         await first.begin()
         self.exchange.prompt_tokens = first.exchange.prompt_tokens
@@ -182,7 +182,7 @@ class HedgedAnswerer(CompositeAnswerer):
                         raise error
                 if not done and not self.gone and self.hedging.try_hedge():
                     self.hedged = True
-                    start(self._start(self._factories[1](self.exchange.asked)), begins=True)
+                    start(self._start(self._factories[1](self.exchange.text_request)), begins=True)
         finally:
             for task in running:
                 task.cancel()

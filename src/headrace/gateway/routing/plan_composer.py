@@ -59,8 +59,8 @@ class PlanComposer:
         if plan.cascade is not None:
             small, large, cascade = self._variant(exchange, plan.cascade.small, False), factory, plan.cascade
 
-            def make_cascade(asked: TextRequest) -> Answerer:
-                whole = derive_exchange(exchange, exchange.served, asked)
+            def make_cascade(text_request: TextRequest) -> Answerer:
+                whole = derive_exchange(exchange, exchange.served, text_request)
                 return CascadeAnswerer(whole, small, large, cascade, clock=self._clock)
 
             factory = make_cascade
@@ -73,7 +73,7 @@ class PlanComposer:
             steps,
             patience=plan.patience,
             diverged=cast(Literal["restart", "error"], plan.diverged),
-            whole=not exchange.asked.stream,
+            whole=not exchange.text_request.stream,
             settled=self._settled,
             clock=self._clock,
         )
@@ -84,15 +84,15 @@ class PlanComposer:
         if hedging is None:
             return guarded
 
-        def make(asked: TextRequest) -> Answerer:
-            first = guarded(asked)
-            whole = derive_exchange(exchange, first.exchange.served, asked)
+        def make(text_request: TextRequest) -> Answerer:
+            first = guarded(text_request)
+            whole = derive_exchange(exchange, first.exchange.served, text_request)
             return HedgedAnswerer(whole, lambda _: first, guarded, hedging, clock=self._clock)
 
         return make
 
-    def _guarded(self, exchange: Exchange, variant: str, alone: bool, asked: TextRequest) -> Answerer:
-        part = self._make(variant, exchange, asked, alone)
+    def _guarded(self, exchange: Exchange, variant: str, alone: bool, text_request: TextRequest) -> Answerer:
+        part = self._make(variant, exchange, text_request, alone)
         if variant in self._own_breakers:
             return part
         return BreakerAnswerer(part, self._health.breaker(variant), clock=self._clock)

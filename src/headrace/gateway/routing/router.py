@@ -87,7 +87,7 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is configured: every request goes to the variant that it names."""
+        """True if nothing is configured: every request goes to the variant that it names."""
         return not self._rules and not self._chain_of
 
     def route(self, exchange: Exchange) -> RoutePlan:
@@ -97,7 +97,7 @@ class Router:
         if rule is not None:
             self._follow(rule, facts, choice)
         if choice.cascade is not None:
-            plan = self._with_cascade(choice.cascade, choice, exchange.asked)
+            plan = self._with_cascade(choice.cascade, choice, exchange.text_request)
             if plan is not None:
                 return plan
         return self._with_chain(choice)
@@ -136,10 +136,10 @@ class Router:
                 variant = substitute
         choice.variant = variant
 
-    def _with_cascade(self, name: str, choice: _Choice, asked: TextRequest) -> RoutePlan | None:
+    def _with_cascade(self, name: str, choice: _Choice, text_request: TextRequest) -> RoutePlan | None:
         """Return None if the large model must answer alone."""
         cascade = self._cascades[name]
-        why = _why_no_cascade(asked)
+        why = _why_no_cascade(text_request)
         if why is not None:
             choice.decisions.append(RoutingDecision("cascade", cascade.large, why))
             return None
@@ -188,10 +188,10 @@ def _always_available(variant: str) -> None:
     """Without health information every variant counts as available."""
 
 
-def _why_no_cascade(asked: TextRequest) -> str | None:
-    if asked.echo or asked.prompt_logprobs is not None:
+def _why_no_cascade(text_request: TextRequest) -> str | None:
+    if text_request.echo or text_request.prompt_logprobs is not None:
         return "prompt log-probabilities are requested"
-    if asked.ignore_eos:
+    if text_request.ignore_eos:
         return "ignore_eos is set"
     return None
 

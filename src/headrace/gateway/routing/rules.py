@@ -30,13 +30,13 @@ class RoutingFacts:
     def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo) -> None:
         """`wall`: the wall clock, in seconds since 1970."""
         self.exchange = exchange
-        self.asked = exchange.asked
+        self.text_request = exchange.text_request
         self._wall = wall
         self._zone = zone
 
     @property
     def model(self) -> str:
-        return self.asked.model
+        return self.text_request.model
 
     @property
     def surface(self) -> str:
@@ -48,27 +48,27 @@ class RoutingFacts:
 
     @property
     def tools(self) -> bool:
-        return bool(self.asked.tools) and self.asked.choosing != "none"
+        return bool(self.text_request.tools) and self.text_request.choosing != "none"
 
     @property
     def json(self) -> bool:
-        grammar = self.asked.grammar
+        grammar = self.text_request.grammar
         return grammar is not None and grammar.kind in ("json_object", "json_schema")
 
     @cached_property
     def characters(self) -> int:
-        asked = self.asked
-        if asked.messages is not None:
-            return sum(len(message.get("content") or "") for message in asked.messages)
-        return sum(len(prompt) for prompt in asked.prompts or () if isinstance(prompt, str))
+        text_request = self.text_request
+        if text_request.messages is not None:
+            return sum(len(message.get("content") or "") for message in text_request.messages)
+        return sum(len(prompt) for prompt in text_request.prompts or () if isinstance(prompt, str))
 
     @cached_property
     def complexity(self) -> float:
-        return complexity(self.asked)
+        return complexity(self.text_request)
 
     @cached_property
     def language(self) -> str:
-        return language_of(last_user_text(self.asked.messages, self.asked.prompts))
+        return language_of(last_user_text(self.text_request.messages, self.text_request.prompts))
 
     @cached_property
     def now(self) -> datetime:
@@ -110,7 +110,7 @@ def _tests(when: RuleConditions) -> list[Test]:
     else:
         tests.append(lambda facts: "@" not in facts.model)  # a request that names a variant gets it
     profiles = frozenset(when.profiles) or frozenset((STANDARD,))
-    tests.append(lambda facts: facts.asked.profile in profiles)
+    tests.append(lambda facts: facts.text_request.profile in profiles)
     if when.surfaces:
         surfaces = frozenset(when.surfaces)
         tests.append(lambda facts: facts.surface in surfaces)
@@ -119,7 +119,7 @@ def _tests(when: RuleConditions) -> list[Test]:
         tests.append(lambda facts: facts.exchange.caller.tenant in tenants)
     if when.tags:
         tags = tuple(when.tags.items())
-        tests.append(lambda facts: all(_has_tag(facts.asked.metadata, *tag) for tag in tags))
+        tests.append(lambda facts: all(_has_tag(facts.text_request.metadata, *tag) for tag in tags))
     for expected, test in ((when.tools, _has_tools), (when.json, _has_json), (when.streamed, _is_streamed)):
         if expected is not None:
             tests.append(_equals(test, expected))
@@ -176,7 +176,7 @@ def _has_json(facts: RoutingFacts) -> bool:
 
 
 def _is_streamed(facts: RoutingFacts) -> bool:
-    return facts.asked.stream
+    return facts.text_request.stream
 
 
 def _has_tag(metadata: Mapping[str, str], key: str, expected: str) -> bool:

@@ -53,21 +53,21 @@ def bucket_of(salt: str, conversation: bytes) -> int:
 
 def conversation_key(exchange: Exchange, key: str) -> bytes:
     """Identify a conversation by its id in the metadata, else its user, else its messages up to the user's first."""
-    asked, tenant = exchange.asked, exchange.caller.tenant
-    named = asked.metadata.get(key)
+    text_request, tenant = exchange.text_request, exchange.caller.tenant
+    named = text_request.metadata.get(key)
     if named is not None:
         return _joined(tenant, "id", named)
-    if asked.user:
-        return _joined(tenant, "user", asked.user)
+    if text_request.user:
+        return _joined(tenant, "user", text_request.user)
     beginning: list[str] = []
-    if asked.messages is not None:
-        for message in asked.messages:
+    if text_request.messages is not None:
+        for message in text_request.messages:
             content = message.get("content") or ""
             beginning += (message["role"], str(len(content)), content[:_MESSAGE_CHARS])
             if message["role"] == "user":
                 break
     else:
-        first = next(iter(asked.prompts or ()), "")
+        first = next(iter(text_request.prompts or ()), "")
         beginning.append(first[:_PROMPT_CHARS] if isinstance(first, str) else str(first[:_PROMPT_CHARS]))
     return _joined(tenant, "began", *beginning)
 

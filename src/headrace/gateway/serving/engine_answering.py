@@ -12,16 +12,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from headrace.engine.interface.grammar_spec import GrammarLimits, grammar_source
+import msgspec
+
+from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source
 from headrace.engine.interface.request import GenerationRequest
-from headrace.engine.interface.sampling import SampledToken
+from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.process.output_stream import OutputStream
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.output.choice_reader import ChoiceReader
-from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage, Tool, combine_usages
+from headrace.gateway.output.reasoning import after_reasoning
+from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, Tool, combine_usages
 from headrace.gateway.serving.exchange import Exchange, Prompt
 from headrace.gateway.serving.fleet import ServedVariant
+from headrace.models.text.user_text import plain
 
 _LONG_TEXT: Final = 16 * 1024  # characters; a longer text is rendered and tokenised in a thread
 _GRAMMAR_LIMITS: Final = GrammarLimits()
@@ -47,27 +51,29 @@ class EngineAnswering:
             texts = await prompts_of(exchange)
             self.prompts = [prompt.tokens for prompt in texts]
             self._make_readers([prompt.tail for prompt in texts])
-            requests = [_request(exchange, prompt) for prompt in self.prompts]
+            prediction = await _predicted_tokens(exchange)
+            requests = [_request(exchange, prompt, prediction) for prompt in texts]
         except (HeadraceError, ApiError) as error:
-            raise self._told(error) from None
+            raise self._as_api_error(error) from None
         self._streams = [exchange.served.engine.stream(request) for request in requests]
-        self._open = len(requests) * exchange.asked.n
+        self._open = len(requests) * exchange.text_request.n
 
     def _make_readers(self, tails: Sequence[str]) -> None:
-        asked, served = self.exchange.asked, self.exchange.served
-        calls = served.tools if asked.tools and asked.choosing != "none" else None
+        text_request, served = self.exchange.text_request, self.exchange.served
+        calls = served.tools if text_request.tools and text_request.choosing != "none" else None
         for place, (prompt, tail) in enumerate(zip(self.prompts, tails, strict=True)):
             measured: list[SampledToken] = []
-            for index in range(asked.n):
-                reasons = served.reasoning is not None and asked.messages is not None
+            for index in range(text_request.n):
+                reasons = served.reasoning is not None and text_request.messages is not None
                 self._readers[place, index] = ChoiceReader(
-                    place * asked.n + index,
+                    place * text_request.n + index,
                     served.tokenizer,
                     splitter=served.reasoning.splitter(tail) if reasons and served.reasoning is not None else None,
-                    calls=None if calls is None else calls.parser(parallel=asked.parallel_calls),
-                    named=asked.only_tool is not None,
-                    logprobs=asked.sampling.logprobs is not None,
-                    echo=prompt if asked.echo else None,
+                    calls=None if calls is None else calls.parser(parallel=text_request.parallel_calls),
+                    named=text_request.only_tool is not None,
+                    logprobs=text_request.sampling.logprobs is not None,
+                    echo=prompt if text_request.echo else None,
+                    only_prompt=text_request.max_tokens == 0,
                     measured=measured,
                 )
 
@@ -86,10 +92,15 @@ class EngineAnswering:
             stream = self._streams[place]
             try:
                 while (output := stream.take()) is not None:
+                    began = time.monotonic()
                     piece = readers[place, output.index].read(output)
-                    exchange.last_at = time.monotonic()
-                    if not exchange.first_at:
-                        exchange.first_at = exchange.last_at
+                    now = time.monotonic()
+                    exchange.reading_s += now - began
+                    if exchange.first_at:
+                        exchange.gaps.append(now - exchange.last_at)
+                    else:
+                        exchange.first_at = now
+                    exchange.last_at = now
                     if piece.finish is not None:
                         self._ended(piece)
                     if not take(piece):
@@ -104,10 +115,10 @@ class EngineAnswering:
             stream.listen(partial(hand_over, place))
         try:
             for place in range(len(self._streams)):
-                hand_over(place)  # outputs that came before
+                hand_over(place)  # outputs that arrived earlier
             ended = await over
         except HeadraceError as error:
-            raise self._told(error) from None
+            raise self._as_api_error(error) from None
         finally:
             for stream in self._streams:
                 stream.listen(None)
@@ -117,21 +128,23 @@ class EngineAnswering:
             )
         return ended
 
-    def _told(self, error: Exception) -> ApiError:
+    def _as_api_error(self, error: Exception) -> ApiError:
         """Return the error with the API's name of the parameter in place of the engine's."""
-        told, asked = as_api_error(error), self.exchange.asked
-        names = {"grammar": asked.grammar_of, "deadline": "deadline_ms"}
-        if asked.messages is not None:
+        api_error, text_request = as_api_error(error), self.exchange.text_request
+        names = {"grammar": text_request.grammar_of, "deadline": "deadline_ms"}
+        if text_request.messages is not None:
             names["prompt"] = "messages"
-        told.parameter = names.get(told.parameter or "", told.parameter)
-        return told
+        api_error.parameter = names.get(api_error.parameter or "", api_error.parameter)
+        return api_error
 
     def _ended(self, piece: ChoiceDelta) -> None:
-        """A choice's last piece has come."""
+        """Record the last delta of a choice."""
         exchange = self.exchange
         self._open -= 1
         self._usages[piece.index] = piece.usage or TokenUsage()
-        exchange.usage = combine_usages([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+        exchange.usage = combine_usages(
+            [self._usages[index] for index in sorted(self._usages)], exchange.text_request.n
+        )
         exchange.finish = piece.finish or ""
 
     def cancel(self) -> None:
@@ -152,7 +165,7 @@ class EngineAnswering:
             exchange.usage = self._spent()
 
     def _spent(self) -> TokenUsage:
-        """Return what was computed of an incomplete answer."""
+        """Return the usage of an incomplete answer."""
         begun = [stream for stream in self._streams if any(stream.tokens)]
         return TokenUsage(
             prompt_tokens=sum(len(stream.request.prompt) for stream in begun),
@@ -172,7 +185,7 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
             found = exchange.prompts[exchange.served.name] = await _cut(exchange)
         except HeadraceError as error:
             told = as_api_error(error)
-            if told.parameter == "prompt" and exchange.asked.messages is not None:
+            if told.parameter == "prompt" and exchange.text_request.messages is not None:
                 told.parameter = "messages"
             raise told from None
     exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
@@ -181,26 +194,33 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
 
 
 async def _cut(exchange: Exchange) -> list[Prompt]:
-    asked, served = exchange.asked, exchange.served
+    text_request, served = exchange.text_request, exchange.served
     if served.kind != "decoder":
-        raise invalid_request(f"'{served.name}' makes embeddings, not text", "model")
-    if asked.prompts is not None:
+        raise invalid_request(f"'{served.name}' {served.purpose}. Use a model that generates text.", "model")
+    if text_request.prompts is not None:
         found: list[Prompt] = []
-        for prompt in asked.prompts:
-            found.append(Prompt(await tokens_of(served, prompt, "prompt"), ""))
+        began = time.monotonic()
+        for prompt in text_request.prompts:
+            found.append(Prompt(await tokens_of(served, served.prompt_text(prompt), "prompt"), ""))
             await asyncio.sleep(0)  # let other tasks run
+        exchange.timeline.part("shape", "tokenise", began, tokens=sum(len(each.tokens) for each in found))
         return found
-    assert asked.messages is not None
-    if asked.tools and asked.choosing != "none" and served.tools is None:
+    assert text_request.messages is not None
+    if text_request.tools and text_request.choosing != "none" and served.tools is None:
         raise invalid_request(f"the chat template of '{served.name}' knows no tools", "tools")
-    template = dict(asked.template)
-    if asked.think is not None:
-        template.setdefault("enable_thinking", asked.think)
-    tools = [_as_template_takes(tool) for tool in asked.tools] if asked.choosing != "none" else []
-    render = partial(served.tokenizer.apply_template, asked.messages, tools=tools or None, **template)
-    long = sum(len(message.get("content") or "") for message in asked.messages) > _LONG_TEXT
+    tools = [_as_template_takes(tool) for tool in text_request.tools] if text_request.choosing != "none" else []
+    render = partial(
+        served.tokenizer.apply_template, text_request.messages, tools=tools or None, **text_request.template_values
+    )
+    long = sum(len(message.get("content") or "") for message in text_request.messages) > _LONG_TEXT
+    began = time.monotonic()
     text = await asyncio.to_thread(render) if long else render()
-    return [Prompt(await tokens_of(served, text, "messages", whole=True), text[-256:])]
+    rendered = time.monotonic()
+    tokens = await tokens_of(served, text, "messages", whole=True)
+    timeline = exchange.timeline
+    timeline.part("shape", "template", began, rendered)
+    timeline.part("shape", "tokenise", rendered, tokens=len(tokens))
+    return [Prompt(tokens, plain(text[-256:]))]
 
 
 def _as_template_takes(tool: Tool) -> dict[str, Any]:
@@ -212,34 +232,38 @@ def _as_template_takes(tool: Tool) -> dict[str, Any]:
 
 
 async def tokens_of(
-    served: ServedVariant, text: str | Sequence[int], parameter: str, *, whole: bool = False
+    served: ServedVariant, text: str | Sequence[int], parameter: str, *, whole: bool = False, answered: bool = True
 ) -> tuple[int, ...]:
-    """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens."""
+    """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens.
+    Control tokens in a UserText are plain text. `answered`: there must be room for one more token."""
     tokenizer = served.tokenizer
     if isinstance(text, str):
         # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says. (They are looked
         # for when the first long text comes: it takes a while.)
         if len(text) > served.context and len(text) > served.context * tokenizer.longest_piece:
-            raise _too_long(served, f"more than {served.context}", parameter)
+            raise _too_long(served, f"more than {served.context}", parameter, answered=answered)
         if len(text) > _LONG_TEXT:
             tokens = tuple(await asyncio.to_thread(tokenizer.encode, text, not whole))
         else:
             tokens = tuple(tokenizer.encode(text, not whole))
     else:
+        if len(text) > served.context - answered:
+            raise _too_long(served, str(len(text)), parameter, answered=answered)
         tokens = tuple(text)
-        for token in tokens:
+        for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < tokenizer.vocab_size:
                 raise invalid_request(f"'{parameter}': there is no token {token}", parameter)
     if not tokens:
         raise invalid_request(f"'{parameter}' has no tokens", parameter)
-    if len(tokens) >= served.context:
-        raise _too_long(served, str(len(tokens)), parameter)
+    if len(tokens) > served.context - answered:
+        raise _too_long(served, str(len(tokens)), parameter, answered=answered)
     return tokens
 
 
-def _too_long(served: ServedVariant, count: str, parameter: str) -> ApiError:
+def _too_long(served: ServedVariant, count: str, parameter: str, *, answered: bool) -> ApiError:
+    cure = "" if answered else ". Set 'truncate' to cut it"
     return ApiError(
-        f"the context of '{served.name}' is {served.context} tokens, and the {parameter} alone {count}",
+        f"the context of '{served.name}' is {served.context} tokens, and the {parameter} alone {count}{cure}",
         parameter=parameter,
         code="context_length_exceeded",
     )
@@ -248,38 +272,77 @@ def _too_long(served: ServedVariant, count: str, parameter: str) -> ApiError:
 # Generate
 
 
-def _request(exchange: Exchange, prompt: tuple[int, ...]) -> GenerationRequest:
-    asked, served, caller = exchange.asked, exchange.served, exchange.caller
+async def _predicted_tokens(exchange: Exchange) -> tuple[int, ...]:
+    """Return the tokens of the text that the answer may repeat: at most as many as the context has room for."""
+    text, served = exchange.text_request.prediction, exchange.served
+    if len(text) > _LONG_TEXT:
+        text = text[: served.context * served.tokenizer.longest_piece]
+    if not text:
+        return ()
+    encode = partial(served.tokenizer.encode, text, False)
+    tokens = await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode()
+    return tuple(tokens[: served.context])
+
+
+def _request(exchange: Exchange, prompt: Prompt, prediction: tuple[int, ...]) -> GenerationRequest:
+    text_request, served, caller = exchange.text_request, exchange.served, exchange.caller
     tokenizer = served.tokenizer
-    room = served.context - len(prompt)
-    most = asked.max_tokens if asked.max_tokens is not None else served.max_tokens
-    grammar = asked.grammar
+    room = served.context - len(prompt.tokens)
+    most = text_request.max_tokens if text_request.max_tokens is not None else served.max_tokens
     shown = False
-    if asked.tools and asked.choosing != "none" and served.tools is not None:
+    if text_request.tools and text_request.choosing != "none" and served.tools is not None:
         shown = bool(served.tools.special)
-        if asked.choosing == "required":
-            grammar = served.tools.grammar(asked.tools, only=asked.only_tool, parallel=asked.parallel_calls)
-        elif grammar is None and any(tool.strict for tool in asked.tools):
-            grammar = served.tools.auto_grammar(asked.tools, parallel=asked.parallel_calls)
-    if asked.messages is not None and served.reasoning is not None:
+    if text_request.messages is not None and served.reasoning is not None:
         shown = shown or bool(served.reasoning.special)
-    if grammar is not None:
-        grammar_source(grammar, _GRAMMAR_LIMITS)  # reject obvious mistakes before anything is queued
-    asked.sampling.check(tokenizer.vocab_size)
+    text_request.sampling.check(tokenizer.vocab_size)
+    kind: dict[str, Any] = {"grammar": _grammar(text_request, served, prompt.tail)}
+    if text_request.max_tokens == 0:  # the prompt alone is measured
+        top = text_request.prompt_logprobs
+        kind = {
+            "kind": "score",
+            "score_from": 0 if top is not None else len(prompt.tokens),
+            "sampling": SamplingParams(logprobs=top or 0),
+            "grammar": None,
+        }
     return GenerationRequest.of(
-        asked,
+        text_request,
         id="",  # the engine's client assigns its own
-        prompt=prompt,
+        prompt=prompt.tokens,
+        prediction=prediction,
         eos_ids=tokenizer.eos_ids,
         max_tokens=room if most is None else min(most, room),
-        min_tokens=min(asked.min_tokens, room),
+        min_tokens=min(text_request.min_tokens, room),
         surface=exchange.effective_surface,
-        grammar=grammar,
         tenant=caller.tenant,
         weight=caller.weight,
         # A random salt is shared with no other request, so nothing is found in the cache and nothing can be found.
-        salt=caller.tenant if asked.cache == "on" else f"alone {secrets.token_hex(8)}",
+        salt=caller.tenant if text_request.cache == "on" else f"alone {secrets.token_hex(8)}",
         deadline=exchange.deadline,
         arrival=exchange.arrival,
-        skip_special_tokens=asked.skip_special_tokens and not shown,
+        skip_special_tokens=text_request.skip_special_tokens and not shown,
+        **kind,
     )
+
+
+def _grammar(text_request: TextRequest, served: ServedVariant, prompt_tail: str) -> Grammar | None:
+    """Return the grammar of the answer, or of its tool calls. RequestError for mistakes that show without compiling."""
+    grammar, tools = text_request.grammar, served.tools
+    if text_request.tools and text_request.choosing != "none" and tools is not None:
+        if text_request.choosing == "required":
+            grammar = tools.grammar(
+                text_request.callable_tools, only=text_request.only_tool, parallel=text_request.parallel_calls
+            )
+        elif grammar is None:
+            grammar = tools.auto_grammar(text_request.callable_tools, parallel=text_request.parallel_calls)
+            if text_request.allowed_tools is not None:
+                grammar = msgspec.structs.replace(grammar, best_effort=False)  # other tools must not be called
+            if served.reasoning is not None and text_request.messages is not None:
+                grammar = after_reasoning(grammar, served.reasoning, prompt_tail)
+    if grammar is not None:
+        try:
+            grammar_source(grammar, _GRAMMAR_LIMITS)
+        except RequestError:
+            if not grammar.best_effort:
+                raise
+            return None
+    return grammar

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from headrace.gateway.requests.text_request import TextRequest, TokenUsage, combine_usages
+from headrace.observe.traces.timeline import GenerationTimes, Timeline, seconds_by_stage
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
@@ -38,7 +39,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     """Timestamps are on the monotonic clock; 0.0 means "not yet"."""
 
     caller: Caller
-    asked: TextRequest
+    text_request: TextRequest
     served: ServedVariant
     id: str = msgspec.field(default_factory=lambda: secrets.token_urlsafe(18))
     arrival: float = msgspec.field(default_factory=time.monotonic)
@@ -47,11 +48,16 @@ class Exchange(msgspec.Struct, kw_only=True):
     shaped_at: float = 0.0  # when the prompt was tokenised
     first_at: float = 0.0  # when the first output came
     last_at: float = 0.0  # when the latest output came
+    gaps: list[float] = []  # seconds between outputs
+    reading_s: float = 0.0  # spent on turning outputs into deltas: text, tool calls, reasoning
+    timeline: Timeline = msgspec.field(default_factory=Timeline)  # shared with the parts of a composed generation
     usage: TokenUsage = msgspec.field(default_factory=TokenUsage)
+    saved: TokenUsage | None = None  # what an answer from a cache would have used; set by `settle`
     finish: str = ""
     endpoint: str = ""  # the route's path
     surface: str = ""  # set by `identify`
     prompts: dict[str, list[Prompt]] = {}  # by variant, once tokenised
+    route: str = "direct"  # how it was routed, set by `settle`: a stage of routing, or the cache that answered
     answered_by: str = ""  # exact, stale, shared, semantic or extract; empty for an engine or an upstream
     cut_by: str = ""  # what ended the answer early: limit or budget
     headers: dict[str, str] = {}  # response headers set by the stages
@@ -66,12 +72,12 @@ class Exchange(msgspec.Struct, kw_only=True):
     @property
     def effective_surface(self) -> str:
         """The surface that the request names, else the key's, else the variant's."""
-        return self.asked.surface or self.caller.surface or self.served.surface
+        return self.text_request.surface or self.caller.surface or self.served.surface
 
     @property
     def deadline(self) -> float | None:
         """When the answer must end, on the monotonic clock: the request's deadline, else its surface's."""
-        seconds = self.asked.deadline_s
+        seconds = self.text_request.deadline_s
         if seconds is None:
             seconds = self.served.deadlines.get(self.effective_surface)
         return None if seconds is None else self.arrival + seconds
@@ -80,9 +86,19 @@ class Exchange(msgspec.Struct, kw_only=True):
     def fingerprint(self) -> str:
         return self.served.fingerprint
 
+    @property
+    def generation_times(self) -> GenerationTimes:
+        usage = self.usage
+        return GenerationTimes(self.first_at, self.last_at, usage.queue_s, usage.prefill_s, self.answered_by)
+
+    def stages_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each stage so far. Their sum is the time since the request arrived."""
+        stages = seconds_by_stage(self.timeline, self.generation_times)
+        return {name: _ms(seconds) for name, seconds in stages.items()}
+
     def report(self, usages: Sequence[TokenUsage]) -> dict[str, Any]:
         """Return the response's `headrace` field. Times are milliseconds."""
-        usage = combine_usages(list(usages), max(self.asked.n, 1))
+        usage = combine_usages(list(usages), max(self.text_request.n, 1))
         return {
             "queue_ms": _ms(usage.queue_s),
             "prefill_ms": _ms(usage.prefill_s),
@@ -90,12 +106,13 @@ class Exchange(msgspec.Struct, kw_only=True):
             "total_ms": _ms(time.monotonic() - self.arrival),
             "cached_tokens": usage.cached_tokens,
             "draft_acceptance": round(usage.accepted / usage.drafted, 4) if usage.drafted else None,
+            "stages_ms": self.stages_ms(),
             **self.notes,
         }
 
     def log_line(self) -> dict[str, Any]:
         """Return the fields of this exchange's line in the request log."""
-        usage, asked = self.usage, self.asked
+        usage, text_request = self.usage, self.text_request
         fields: dict[str, Any] = {
             "model": self.model,
             "finish": self.finish,
@@ -108,6 +125,7 @@ class Exchange(msgspec.Struct, kw_only=True):
             "decode_ms": _ms(usage.decode_s),
             "ttft_ms": _ms(self.first_at - self.arrival) if self.first_at else None,
         }
+        fields["stages_ms"] = self.stages_ms()
         if self.answered_by:
             fields["by"] = self.answered_by
         if self.cut_by:
@@ -115,22 +133,35 @@ class Exchange(msgspec.Struct, kw_only=True):
         if "degraded" in self.notes:
             fields["degraded"] = ",".join(self.notes["degraded"])
         fields |= self.log_fields
-        if asked.user is not None:
-            fields["user"] = asked.user
+        if text_request.user is not None:
+            fields["user"] = text_request.user
         return fields
 
-    def server_timing(self) -> str:
-        """Return the `Server-Timing` header of a complete answer."""
-        usage, now = self.usage, time.monotonic()
-        spent = {
-            "shape": max(0.0, self.shaped_at - self.arrival),
-            "queue": usage.queue_s,
-            "prefill": usage.prefill_s,
-            "decode": usage.decode_s,
-            "post": max(0.0, now - self.last_at) if self.last_at else 0.0,
-            "total": now - self.arrival,
+    def facts(self) -> dict[str, Any]:
+        """Return what a trace tells beside the fields of the log line."""
+        usage, text_request = self.usage, self.text_request
+        return {
+            "surface": self.surface,
+            "route": self.route,
+            "requested": text_request.model or None,
+            "stream": text_request.stream,
+            "n": text_request.n,
+            "max_tokens": text_request.max_tokens,
+            "temperature": text_request.sampling.temperature,
+            "reading_ms": _ms(self.reading_s),
+            "prefill_steps": usage.prefill_steps or None,
+            "decode_steps": usage.decode_steps or None,
+            "drafted": usage.drafted or None,
+            "accepted": usage.accepted if usage.drafted else None,
         }
-        return ", ".join(f"{name};dur={_ms(seconds)}" for name, seconds in spent.items())
+
+    def server_timing(self) -> str:
+        """Return the `Server-Timing` header of a complete answer: its stages, and `total`, their sum."""
+        timeline = self.timeline
+        now = time.monotonic()
+        stages = seconds_by_stage(timeline, self.generation_times, now=now)
+        stages["total"] = now - timeline.began
+        return ", ".join([f"{name};dur={_ms(seconds)}" for name, seconds in stages.items()])
 
 
 def _ms(seconds: float) -> float:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -20,7 +21,8 @@ import msgspec
 from headrace.config.upstream_section import UpstreamConfig, features_of
 from headrace.errors import ModelError
 from headrace.models.formats.safetensors_file import SafetensorsFile
-from headrace.models.model_folder import ModelFolder
+from headrace.models.gguf.gguf_weights import GgufWeights
+from headrace.models.model_folder import ModelFolder, Weights
 from headrace.variant import Variant
 
 _DIGITS: Final = 10  # hexadecimal
@@ -42,9 +44,13 @@ _PIECE: Final = 8 * 1024  # bytes
 _SPREAD: Final = 128  # pieces of the whole model beyond each tensor's own, so about 3 MB of a model of 1 GB
 
 
-def of_model(folder: ModelFolder, variant: Variant) -> str:
-    """Of weights at the variant's precision. ModelError for files that cannot be read."""
-    return _fingerprint(_of_model(folder, variant))
+def of_model(folder: ModelFolder, variant: Variant, *, special_tokens: str = "none") -> str:
+    """Return the fingerprint of weights at a precision. ModelError for files that cannot be read.
+
+    `special_tokens`: the model's setting of this name.
+    """
+    parts = _of_model(folder, variant)
+    return _fingerprint(parts if special_tokens == "none" else chain(parts, _named("special", special_tokens.encode())))
 
 
 def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
@@ -52,23 +58,43 @@ def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
     yield from _named("variant", msgspec.msgpack.encode((variant.name, folder.spec)))
     for name in _FILES:
         yield from _named(name, _content(folder.path / name))
-    used = {part.name for parts in folder.sources.values() for part in parts}
-    files = [SafetensorsFile.open(path) for path in folder.weights.files]
-    tensors = {name: (file.path, entry) for file in files for name, entry in file.tensors.items() if name in used}
+    parts = (part for parts in folder.sources.values() for part in parts)
+    used = {name for part in parts for name in folder.weights.stored_names(part.name)}
+    tensors = {name: place for name, place in _places(folder.weights).items() if name in used}
     with ExitStack() as stack:
         # Read and not mapped: to map a page here and there takes many times as long.
-        opened = {file.path: stack.enter_context(_opened(file.path)) for file in files}
+        opened = {path: stack.enter_context(_opened(path)) for path in folder.weights.files}
+        if isinstance(folder.weights, GgufWeights):
+            # Metadata and the table of tensors: what other models have in the files above.
+            path = folder.weights.files[0]
+            yield from _named("metadata", _read(opened[path], 0, folder.weights.file.header_bytes))
         for name in sorted(tensors):
-            path, entry = tensors[name]
-            yield from _named(name, msgspec.msgpack.encode((entry.dtype, entry.shape)))
-            for start, size in _pieces(entry.start, entry.stop, folder.weights.total_bytes):
+            path, dtype, shape, first, last = tensors[name]
+            yield from _named(name, msgspec.msgpack.encode((dtype, shape)))
+            for start, size in _pieces(first, last, folder.weights.total_bytes):
                 yield _read(opened[path], start, size)
 
 
+def _places(weights: Weights) -> dict[str, tuple[Path, str, tuple[int, ...], int, int]]:
+    """Return file, type, shape, start and end of every stored tensor."""
+    if isinstance(weights, GgufWeights):
+        path = weights.file.path
+        return {
+            name: (path, each.type, each.shape, each.start, each.stop) for name, each in weights.file.tensors.items()
+        }
+    return {
+        name: (path, each.dtype, each.shape, each.start, each.stop)
+        for path in weights.files
+        for name, each in SafetensorsFile.open(path).tensors.items()
+    }
+
+
 def of_upstream(config: UpstreamConfig) -> str:
-    """Of what is known here: where it is, which model it is asked for, and what it is sent. Neither its key nor its
-    headers' values are in it, because clients are told it. What the operators of the server change there, it does not
-    show."""
+    """Return the fingerprint of an upstream as configured: its URL, the model name, and the fields it is sent.
+
+    It leaves out the key and the values of headers, because clients see the fingerprint. Changes that the upstream's
+    operators make do not change it.
+    """
     address = urlsplit(config.url)
     sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, features_of(config))
     return _fingerprint(_named("upstream", msgspec.msgpack.encode((sent, sorted(config.headers)))))
@@ -113,7 +139,7 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 
 
 def _pieces(start: int, stop: int, all_bytes: int) -> Iterator[tuple[int, int]]:
-    """Of a tensor's place in its file, where each piece begins and how long it is. `all_bytes`: of the whole model."""
+    """Yield the start in the file and the length of each sampled piece of a tensor. `all_bytes`: of the whole model."""
     size = stop - start
     count = 1 + size * _SPREAD // max(all_bytes, 1)
     if size <= count * _PIECE:

@@ -5,9 +5,10 @@ Does not start or supervise processes (engine) or hold connections (upstreams).
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, runtime_checkable
@@ -15,17 +16,24 @@ from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 import msgspec
 
 from headrace.config import Config, ModelConfig, ServerConfig, names_of, upstreams_of, variants_of
+from headrace.engine.executors.cpu_executor import default_context
 from headrace.engine.interface.request import GenerationRequest
-from headrace.engine.process.engine_client import ClientTimeouts
+from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.output_stream import OutputStream
+from headrace.engine.process.supervisor import SupervisorTimeouts
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
 from headrace.gateway.output.tool_formats import ToolFormat, detect_tool_format, tool_format_by_name
 from headrace.gateway.serving import fingerprint
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
-from headrace.models.model_folder import find_model, open_model
+from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.precision import AUTO
+from headrace.models.sentence_files import Prompts
+from headrace.models.spec import RankingSpec
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.text.user_text import UserText
+from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant
 
 # Called while weights are packed with the variant, the bytes packed so far and the total.
@@ -50,6 +58,14 @@ class _Idles(Protocol):
     def idle(self) -> bool: ...
 
 
+@runtime_checkable
+class _Responds(Protocol):
+    """An engine that reports whether a replica can take requests now."""
+
+    @property
+    def responsive(self) -> bool: ...
+
+
 class _Runs(Protocol):
     """An engine's processes, or an upstream."""
 
@@ -58,6 +74,17 @@ class _Runs(Protocol):
     def abandon(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class ModelDescription(msgspec.Struct, frozen=True):
+    """A model in a listing, beside its name."""
+
+    family: str
+    parameters: int
+    precision: str  # of its weights
+    format: str  # of its files
+    weight_bytes: int  # of its files
+    choice: str = ""  # why the weights have their precision, if the files are quantised and the variant names none
 
 
 class ServedVariant(msgspec.Struct, kw_only=True):
@@ -76,25 +103,45 @@ class ServedVariant(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None  # of an answer without a limit of its own
     surface: str = "chat"
     deadlines: Mapping[str, float] = {}  # seconds, by surface
+    ranking: RankingSpec | None = None  # of a reranker
+    prompts: Prompts = Prompts()  # texts that an embedder puts before its input
+    special_tokens: bool = False  # whether a prompt of a completion may hold control tokens
     upstream: Upstream | None = None  # serves it in place of an engine
+    description: ModelDescription | None = None  # None: only the upstream knows
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @property
     def own_tokenizer(self) -> Tokenizer | None:
-        """None if its tokens are unknown here."""
+        """The model's tokenizer; None if this server does not have it."""
         return None if isinstance(self.tokenizer, _NoTokenizer) else self.tokenizer
 
     @property
+    def purpose(self) -> str:
+        """What the model does, for messages about what it does not."""
+        if self.kind == "reranker":
+            return "reranks documents (/v1/rerank)"
+        return "makes embeddings (/v1/embeddings)" if self.kind == "encoder" else "generates text"
+
+    @property
     def known_context(self) -> int | None:
-        """None if only the upstream knows it."""
+        """The context in tokens; None if only the upstream knows it."""
         return self.context if self.context < _NO_BOUND else None
 
     @property
     def idle(self) -> bool:
-        """Whether one more request would not delay any other."""
+        """True if one more request would not delay any other."""
         if self.upstream is not None:
             return self.upstream.idle
         return isinstance(self.engine, _Idles) and self.engine.idle
+
+    @property
+    def responsive(self) -> bool:
+        """True if an engine process can take requests now. The breaker of an upstream judges upstreams, not this."""
+        return self.upstream is not None or not isinstance(self.engine, _Responds) or self.engine.responsive
+
+    def prompt_text(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
+        """Return a completion's prompt so that its control tokens are read as this variant allows."""
+        return UserText(prompt) if isinstance(prompt, str) and not self.special_tokens else prompt
 
     def described(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""
@@ -163,12 +210,14 @@ class Fleet:
         *,
         environ: Mapping[str, str] | None = None,
         early: bool = False,
+        attach: Mapping[str, Sequence[str]] | None = None,
     ) -> Fleet:
         """Open the models' folders. HeadraceError for a model that cannot be served. `environ` has the upstreams' keys,
         by default this process's environment. `early`: start to load the first engine at once, while this process reads
-        tokenizers; then call `start` or `abandon`."""
+        tokenizers; then call `start` or `abandon`. `attach` has the workers' sockets of each variant, where another
+        process runs the engines."""
         made: dict[str, tuple[ServedVariant, _Runs]] = {}
-        runs: list[AsyncLLM] = []
+        runs: list[_OwnEngine] = []
         aliases: dict[str, str] = {}
         keys = os.environ if environ is None else environ
         try:
@@ -176,7 +225,10 @@ class Fleet:
                 aliases |= dict.fromkeys(model.aliases, name)
                 for full, variant in variants_of(name, model, config.surfaces).items():
                     progress = None if loading is None else partial(loading, full)
-                    engine = _engine(variant, model, config.server, progress, early=early and not runs)
+                    if attach is not None:
+                        engine = _AttachedEngine(variant, attach[full], config.server)
+                    else:
+                        engine = _engine(variant, model, config.server, progress, early=early and not runs)
                     runs.append(engine)
                     made[full] = _served(full, model, engine, config), engine
                 for full, configured in upstreams_of(name, model).items():
@@ -191,6 +243,11 @@ class Fleet:
         fleet = cls({full: made[full][0] for full in order}, aliases, default)
         fleet._runs = {full: made[full][1] for full in order}
         return fleet
+
+    def workers(self) -> dict[str, list[str]]:
+        """Return the sockets of the workers of each variant that this process runs, for `attach`."""
+        runs = self._runs.items()
+        return {name: list(map(str, each.supervisor.paths)) for name, each in runs if isinstance(each, AsyncLLM)}
 
     async def start(self, progress: Callable[[str], None] | None = None) -> None:
         """Return when every engine can take requests. `progress` is called with each variant's name. Upstreams are not
@@ -210,6 +267,11 @@ class Fleet:
         async with AsyncExitStack() as ending:
             for each in self._runs.values():
                 ending.push_async_callback(each.close)
+
+    def restarts(self, name: str) -> list[int]:
+        """Return how often the processes of each replica were restarted; empty for an upstream."""
+        runs = self._runs.get(name)
+        return runs.supervisor.restarts if isinstance(runs, AsyncLLM) else []
 
     def find(self, name: str, profile: str = "standard") -> ServedVariant:
         """Find a variant by a model's name, an alias or MODEL@VARIANT; an empty name is the default model. A profile
@@ -251,10 +313,13 @@ def _engine(
 ) -> AsyncLLM:
     options = msgspec.structs.asdict(variant)
     path = options.pop("model")
-    waits = ClientTimeouts(patience=server.worker_s)
+    ping = _ping_s(server)
+    watch = SupervisorTimeouts(ping=ping, silence=server.heartbeat_s, longest_step=server.step_s)
+    waits = _waits(server)
     return AsyncLLM(
         path,
         replicas=model.replicas,
+        watch=watch,
         waits=waits,
         drain_seconds=server.drain_s,
         progress=progress,
@@ -263,7 +328,44 @@ def _engine(
     )
 
 
-def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> ServedVariant:
+def _ping_s(server: ServerConfig) -> float:
+    return min(SupervisorTimeouts().ping, server.heartbeat_s / 4)
+
+
+def _waits(server: ServerConfig) -> ClientTimeouts:
+    return ClientTimeouts(
+        patience=server.worker_s,
+        ping=_ping_s(server),
+        suspicion=server.heartbeat_s / 2,
+        longest_step=server.step_s,
+    )
+
+
+class _AttachedEngine:
+    """An engine whose workers another process supervises."""
+
+    def __init__(self, variant: Variant, paths: Sequence[str], server: ServerConfig) -> None:
+        folder = open_model(find_model(variant.model))
+        self.variant = msgspec.structs.replace(variant, model=str(folder.path))
+        self.context = default_context(folder.spec) if variant.context is None else variant.context
+        self.tokenizer = folder.tokenizer
+        self.client = EngineClient(paths, waits=_waits(server))
+
+    async def start(self) -> None:
+        self.client.start()
+        await self.client.ready()
+
+    def abandon(self) -> None:
+        """There is nothing to stop."""
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+_OwnEngine = AsyncLLM | _AttachedEngine
+
+
+def _served(name: str, model: ModelConfig, engine: _OwnEngine, config: Config) -> ServedVariant:
     folder = open_model(find_model(engine.variant.model))
     tokenizer = engine.tokenizer
     template = None if tokenizer.tool_template is None else tokenizer.tool_template.source
@@ -283,13 +385,29 @@ def _served(name: str, model: ModelConfig, engine: AsyncLLM, config: Config) -> 
         tokenizer=tokenizer,
         context=engine.context,
         kind=folder.spec.kind,
-        width=folder.spec.hidden_size,
-        fingerprint=fingerprint.of_model(folder, engine.variant),
+        width=folder.spec.vector_size,
+        ranking=folder.spec.ranking,
+        fingerprint=fingerprint.of_model(folder, engine.variant, special_tokens=model.special_tokens),
         tools=tools,
         reasoning=reasoning,
         max_tokens=model.max_tokens,
         surface=model.surface,
         deadlines=_deadlines(config),
+        prompts=folder.prompts,
+        special_tokens=model.special_tokens == "completions",
+        description=_description(folder, engine.variant),
+    )
+
+
+def _description(folder: ModelFolder, variant: Variant) -> ModelDescription:
+    plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
+    return ModelDescription(
+        family=folder.spec.family,
+        parameters=sum(math.prod(shape) for shape in folder.shapes.values()),
+        precision=plan.name if variant.weights == AUTO else variant.weights,
+        format=folder.weights.files[0].suffix.removeprefix("."),
+        weight_bytes=folder.weights.total_bytes,
+        choice=describe_choice(folder, plan),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.interface.sequence_result import SequenceResult
-from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import as_api_error
+from headrace.errors import HeadraceError, RequestError
+from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.requests.text_request import TokenUsage
-from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.truncation import LONG_TEXT, Truncation, read_truncation, tokens_within
 from headrace.gateway.serving.upstream_answers.upstream_embeddings import count_embedding_tokens, embed_texts
+from headrace.models.spec import RankingSpec
+from headrace.models.text.pair_encoder import PairEncoder
 
 _AT_ONCE: Final = 64  # texts of one call that are with the engine
 
@@ -40,6 +43,9 @@ class TextEvaluation:
         self._caller = caller
         self._priority: int = given.get("priority", 0)
         self._room = asyncio.Semaphore(_AT_ONCE)
+        self.truncated: list[str] = []  # names of the texts that were cut
+        self._truncation = read_truncation(given, served.context)
+        self._prompt_name: str | None = given.get("prompt_name")
         self._requests: list[GenerationRequest] = []
         self._texts: list[str | Sequence[int]] = []  # that an upstream gets
 
@@ -54,18 +60,61 @@ class TextEvaluation:
         await self.take(texts)
         return await self.vectors()
 
-    async def take(self, texts: Mapping[str, str | Sequence[int]]) -> None:
-        """Texts to be embedded. ApiError where one of them cannot be."""
+    async def take(self, texts: Mapping[str, str | Sequence[int]], *, prompt_name: str | None = None) -> None:
+        """Texts to be embedded. ApiError where one of them cannot be. `prompt_name`: the prompt before them, if the
+        request names none and the model has it."""
         upstream = self.served.upstream
         if upstream is not None:
+            if self._truncation is not None or self._prompt_name is not None:
+                name = "truncate" if self._truncation is not None else "prompt_name"
+                raise ApiError(
+                    f"'{name}' is not supported for '{self.served.name}', which an upstream serves.",
+                    parameter=name,
+                    code="unsupported_parameter",
+                )
             self.input_tokens += await count_embedding_tokens(upstream, texts)
             self._texts += texts.values()
             return
+        prompts = self.served.prompts
+        if self._prompt_name is None and prompt_name not in prompts.texts:
+            prompt_name = None
+        prompt = prompts.text(self._prompt_name or prompt_name)
         for name, text in texts.items():
-            self.add(await tokens_of(self.served, text, name), "embed")
+            given = prompt + text if isinstance(text, str) else text
+            tokens, cut = await tokens_within(self.served, given, name, self._truncation)
+            if cut:
+                self.truncated.append(name)
+            self.add(tokens, "embed")
             await asyncio.sleep(0)  # cutting thousands of texts takes a while, and others are to be served meanwhile
 
-    def add(self, tokens: tuple[int, ...], kind: Literal["embed", "score"], *, score_from: int = 0) -> None:
+    async def take_pairs(
+        self, ranking: RankingSpec, query: str, documents: Sequence[str], *, instruction: str | None = None
+    ) -> None:
+        """A query and documents to be scored by a reranker. ApiError where a pair does not fit."""
+        cut = self._truncation or Truncation()
+        context = self.served.context
+        try:
+            encoder = PairEncoder(self.served.tokenizer, ranking, query, context=context, instruction=instruction)
+        except RequestError as error:
+            raise as_api_error(error) from None
+        for place, document in enumerate(documents):
+            encode = partial(
+                encoder.encode, document, most=cut.most, cut=self._truncation is not None, keep_end=cut.keep_end
+            )
+            try:
+                pair = await asyncio.to_thread(encode) if len(document) > LONG_TEXT else encode()
+            except RequestError as error:
+                if error.parameter == "documents":
+                    error.parameter = f"documents[{place}]"
+                raise as_api_error(error) from None
+            if pair.cut:
+                self.truncated.append(f"documents[{place}]")
+            self.add(pair.tokens, "embed", second_text=pair.second_text)
+            await asyncio.sleep(0)
+
+    def add(
+        self, tokens: tuple[int, ...], kind: Literal["embed", "score"], *, score_from: int = 0, second_text: int = -1
+    ) -> None:
         """One text, for an engine."""
         self.input_tokens += len(tokens)
         self._requests.append(
@@ -74,6 +123,7 @@ class TextEvaluation:
                 prompt=tokens,
                 kind=kind,
                 score_from=score_from,
+                second_text=second_text,
                 sampling=SamplingParams(logprobs=1) if kind == "score" else SamplingParams(),
                 tenant=self._caller.tenant,
                 weight=self._caller.weight,

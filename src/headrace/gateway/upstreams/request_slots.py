@@ -10,11 +10,11 @@ import heapq
 import itertools
 
 from headrace.config.upstream_section import UpstreamRetries
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 
 
 class RequestSlots:
-    """All of it belongs to one event loop. Higher priorities first, and among these who came first."""
+    """Slots for concurrent requests, given by priority and then by arrival. Use it from one event loop."""
 
     def __init__(self, name: str, most: int, waiting: int) -> None:
         self.taken = 0
@@ -31,16 +31,16 @@ class RequestSlots:
 
     @property
     def full(self) -> bool:
-        """Whether the next one would be refused."""
+        """True if the next request would be rejected."""
         return self.taken >= self._most and self._waiting >= self._most_waiting
 
     async def acquire(self, priority: int, seconds: float) -> None:
-        """A place, which is to be given back. UpstreamError where the queue is full, or it takes too long."""
+        """Wait for a slot; call `release` afterwards. Raises UpstreamError if the queue is full or slow."""
         if self.taken < self._most:
             self.taken += 1
             return
         if self._waiting >= self._most_waiting:
-            raise faults.busy(self._name, f"has a full queue of {self._waiting} requests", 1.0)
+            raise upstream_errors.busy(self._name, f"has a full queue of {self._waiting} requests", 1.0)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (-priority, next(self._numbers), turn))
         self._waiting += 1
@@ -49,11 +49,11 @@ class RequestSlots:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self.release()  # it had become ours in the same turn of the loop
+                self.release()  # the slot was granted in the same turn of the loop
             else:
                 self._forget(turn)
             if isinstance(error, TimeoutError):
-                raise faults.busy(self._name, "could not start the request in time", 1.0) from None
+                raise upstream_errors.busy(self._name, "could not start the request in time", 1.0) from None
             raise
         finally:
             self._waiting -= 1
@@ -67,13 +67,13 @@ class RequestSlots:
         self.taken -= 1
 
     def _forget(self, turn: asyncio.Future[None]) -> None:
-        """Who gave up stays in no queue: it would grow beyond its bound."""
+        """Remove a waiter that gave up, so that the queue keeps its bound."""
         self._queue = [each for each in self._queue if each[2] is not turn]
         heapq.heapify(self._queue)
 
 
 class RetryBudget:
-    """Further attempts: a share of the first ones, and a reserve for the beginning."""
+    """Limits retries to a share of the first attempts, plus a reserve at the start."""
 
     def __init__(self, config: UpstreamRetries) -> None:
         self._share = config.share
@@ -85,11 +85,11 @@ class RetryBudget:
         return self._left
 
     def record_request(self) -> None:
-        """A first attempt was made."""
+        """Credit the budget for a first attempt."""
         self._left = min(self._left + self._share, max(self._most, 1.0))
 
     def try_spend(self) -> bool:
-        """Whether one more may be made; then it is counted."""
+        """Spend one retry if the budget allows it."""
         if self._left < 1.0:
             return False
         self._left -= 1.0

@@ -15,27 +15,27 @@ from typing import Any, Final, Literal
 from headrace.config.upstream_section import UpstreamConfig, features_of, health_path
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 from headrace.gateway.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
-from headrace.models.model_folder import find_model
+from headrace.models.model_folder import find_model, open_tokenizer
 from headrace.models.text.tokenizer import Tokenizer
 
 log: Final = logging.getLogger(__name__)
 
-# What is counted of each upstream, since the start.
+# Counters of each upstream, since the start.
 UpstreamCounter = Literal[
     "requests",
     "attempts",
     "retries",
-    "retries_denied",  # that the budget or the time did not allow
+    "retries_denied",  # by the retry budget or the time left
     "failed",  # attempts
-    "broken",  # answers that broke off after some of them was with the client
-    "refused",  # requests that the breaker, the health check or the queue let not through
-    "usage_counted",  # answers without a usage, which our tokenizer counted
-    "usage_estimated",  # and without a tokenizer
-    "usage_wrong",  # answers whose usage cannot be, and was not used
+    "broken",  # answers that broke off after the client had part of them
+    "refused",  # requests rejected by the breaker, the health check or the queue
+    "usage_counted",  # answers without usage, counted with our tokenizer
+    "usage_estimated",  # the same without a tokenizer
+    "usage_wrong",  # answers with an impossible usage, which was ignored
 ]
 UPSTREAM_COUNTERS: Final[tuple[UpstreamCounter, ...]] = (
     "requests",
@@ -53,7 +53,7 @@ _SMOOTHING: Final = 0.2  # weight of the newest time to the first output in the 
 
 
 class Upstream:
-    """All of it belongs to one event loop, from `start` on."""
+    """The state of one upstream. Use it from one event loop after `start`."""
 
     def __init__(
         self,
@@ -65,10 +65,8 @@ class Upstream:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`name`: of the variant, as clients know it. `chance`: from 0 to 1, for the waits between attempts."""
-        from headrace.gateway.upstreams.upstream_client import (
-            UpstreamClient,
-        )  # what it needs takes long to import
+        """`name`: the variant's name for clients. `chance`: random number from 0 to 1, for jitter between attempts."""
+        from headrace.gateway.upstreams.upstream_client import UpstreamClient  # slow to import
 
         self.name = name
         self.config = config
@@ -80,17 +78,17 @@ class Upstream:
         self.breaker = CircuitBreaker(config.breaker, clock=clock)
         self.retry_budget = RetryBudget(config.retries)
         self.client = UpstreamClient(name, config, key, clock)
-        self.secret = key or name  # that tenants' salts are made with
-        self.healthy: bool | None = None  # by the health check; None where nothing was asked yet
+        self.secret = key or name  # derives the tenants' salts
+        self.healthy: bool | None = None  # by the health check; None before the first one
         self._counts: dict[UpstreamCounter, int] = dict.fromkeys(UPSTREAM_COUNTERS, 0)
         self._reasons: dict[str, int] = {}  # failed attempts
         self._ttft: float | None = None  # seconds, a moving average
-        self._unwell = 0  # health checks that failed in a row
+        self._failed_checks = 0  # in a row
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, name: str, config: UpstreamConfig, environ: Mapping[str, str]) -> Upstream:
-        """As configured, with its key and its tokenizer. HeadraceError where one of them is not there."""
+        """Build an upstream from its configuration. Raises HeadraceError if its key or tokenizer is missing."""
         key = config.key
         if config.key_env is not None:
             key = environ.get(config.key_env)
@@ -100,15 +98,15 @@ class Upstream:
                 )
         return cls(name, config, key=key, tokenizer=_tokenizer(config.tokenizer) if config.tokenizer else None)
 
-    # Life
+    # Lifecycle
 
     async def start(self) -> None:
-        """Begins the health checks; requests wait for none of them."""
+        """Start the health checks. Requests do not wait for them."""
         if health_path(self.config):
             self._watching = asyncio.create_task(self._watch())
 
     def abandon(self) -> None:
-        """In the place of `close`, where it was never started."""
+        """Do what `close` does for an upstream that was never started."""
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -122,19 +120,19 @@ class Upstream:
             await asyncio.sleep(self.config.health.interval_s)
 
     async def check(self) -> None:
-        """Asks once how it is."""
+        """Run one health check."""
         config = self.config.health
         try:
             status = await self.client.get(health_path(self.config), self.clock() + config.timeout_s)
-        except faults.UpstreamError:
+        except upstream_errors.UpstreamError:
             status = 0
         if 200 <= status < 300:
             if self.healthy is False:
                 log.info("the upstream of %s is healthy again", self.name)
-            self.healthy, self._unwell = True, 0
+            self.healthy, self._failed_checks = True, 0
             return
-        self._unwell += 1
-        if self._unwell >= config.failures and self.healthy is not False:
+        self._failed_checks += 1
+        if self._failed_checks >= config.failures and self.healthy is not False:
             self.healthy = False
             log.warning("the upstream of %s is unhealthy", self.name)
 
@@ -142,41 +140,41 @@ class Upstream:
 
     @property
     def available(self) -> bool:
-        """Whether a request would be let through now; for routing."""
+        """True if a request would be admitted now; for routing."""
         return self.ready and not self.slots.full
 
     @property
     def ready(self) -> bool:
-        """Whether anything is sent at the moment."""
+        """True if the health check and the breaker allow requests."""
         return self.healthy is not False and self.breaker.ready
 
     @property
     def idle(self) -> bool:
-        """Whether there is room to spare, as far as it can be known here: half of the places at least are free."""
+        """True if at least half of the slots are free."""
         return self.ready and self.slots.taken * 2 <= self.config.connections
 
-    def refuse_where_shut(self) -> None:
-        """UpstreamError where nothing is sent at the moment."""
+    def check_ready(self) -> None:
+        """Raise UpstreamError if the health check or the breaker allows no requests."""
         if self.healthy is False:
-            raise faults.unavailable(self.name, "unhealthy", self.config.health.interval_s)
+            raise upstream_errors.unavailable(self.name, "unhealthy", self.config.health.interval_s)
         if not self.breaker.ready:
-            raise faults.unavailable(self.name, "open", max(1.0, self.breaker.retry_after()))
+            raise upstream_errors.unavailable(self.name, "open", max(1.0, self.breaker.retry_after()))
 
     def enter(self) -> CallPermit:
-        """For one attempt. UpstreamError where nothing is sent at the moment."""
-        self.refuse_where_shut()
+        """Return a permit for one attempt. Raises UpstreamError like `check_ready`."""
+        self.check_ready()
         permit = self.breaker.enter()
         assert permit is not None
         self.count("attempts")
         return permit
 
     def worked(self, permit: CallPermit, seconds: float) -> None:
-        """An attempt's first output came, after so long."""
+        """Record the time to an attempt's first output."""
         self._ttft = seconds if self._ttft is None else self._ttft + _SMOOTHING * (seconds - self._ttft)
         permit.succeeded(seconds)
 
-    def failed(self, permit: CallPermit, error: faults.UpstreamError) -> None:
-        """An attempt came to nothing, or its answer broke off."""
+    def failed(self, permit: CallPermit, error: upstream_errors.UpstreamError) -> None:
+        """Record a failed attempt or a broken answer."""
         self.count("failed")
         self._reasons[error.reason] = self._reasons.get(error.reason, 0) + 1
         if not error.fault:
@@ -191,7 +189,7 @@ class Upstream:
         self._counts[what] += 1
 
     def state(self) -> dict[str, Any]:
-        """For metrics, and for routing. Numbers but for `breaker`; the reasons are those of faults.Reason."""
+        """Return the state for metrics and routing. `reasons` counts failures by FailureReason."""
         bad, attempts = self.breaker.counts()
         return {
             "available": self.available,
@@ -210,8 +208,8 @@ class Upstream:
 
 
 def _tokenizer(name: str) -> Tokenizer:
-    """Of a folder that need have no weights: the model runs elsewhere, and may be of a family that ours cannot run."""
-    folder = find_model(name)
-    path = folder / "config.json"
+    """Load a tokenizer from a folder or a GGUF file. It needs no weights, and its family need not be supported."""
+    model = find_model(name)
+    path = model / "config.json"
     size = read_json(path).get("vocab_size") if path.exists() else None
-    return Tokenizer.load(folder, size if isinstance(size, int) and 0 < size < MAX_VOCAB else MAX_VOCAB)
+    return open_tokenizer(model, size if isinstance(size, int) and 0 < size < MAX_VOCAB else MAX_VOCAB)

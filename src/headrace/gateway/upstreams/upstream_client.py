@@ -20,16 +20,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 from headrace import __version__
 from headrace.config.upstream_section import UpstreamConfig
 from headrace.errors import HeadraceError
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 
-_MOST_ERROR: Final = 64 * 1024  # bytes of an error's body that are read
-_ERROR_S: Final = 2.0  # and how long that may take
+_MOST_ERROR: Final = 64 * 1024  # bytes read of an error's body
+_ERROR_S: Final = 2.0  # time limit for reading it
 _SHORT: Final = 5  # characters
-_TAIL_S: Final = 1.0  # that an answer's connection has to come to its end after the answer has, to be kept
+_TAIL_S: Final = 1.0  # a connection is kept if its response ends within this time after the answer
 
 
 class UpstreamReply:
-    """An open answer. Nothing is read ahead beyond the buffer while nobody reads."""
+    """A response in progress. Without a reader, nothing is read beyond the buffer."""
 
     def __init__(self, response: aiohttp.ClientResponse, name: str, clock: Callable[[], float]) -> None:
         self.status = response.status
@@ -44,9 +44,9 @@ class UpstreamReply:
         self._late = False
 
     async def read(self, due: float) -> bytes:
-        """What came next; empty at the end. TimeoutError where nothing came by `due`, UpstreamError where it broke off.
+        """Return the next bytes; empty at the end. Raises TimeoutError at `due`, UpstreamError if the connection broke.
 
-        One timer serves many reads: it looks, when it fires, whether it is time yet.
+        One timer serves many reads: when it fires, it checks whether `due` has passed.
         """
         self._due = due
         if self._timer is None or due < self._armed:
@@ -58,8 +58,8 @@ class UpstreamReply:
             if self._late:
                 raise TimeoutError from None
             if isinstance(error, HttpProcessingError):
-                raise faults.invalid_answer(self._name, "does not speak HTTP") from None
-            raise faults.connection_lost(self._name) from None
+                raise upstream_errors.invalid_answer(self._name, "does not speak HTTP") from None
+            raise upstream_errors.connection_lost(self._name) from None
         finally:
             self._reading = False
 
@@ -81,26 +81,26 @@ class UpstreamReply:
         self._response.close()
 
     async def rest(self, most: int, due: float) -> bytes:
-        """All that comes until the end, a bound or a time."""
+        """Read until the end, `most` bytes or `due`."""
         parts: list[bytes] = []
         length = 0
         try:
             while length < most and (part := await self.read(due)):
                 parts.append(part)
                 length += len(part)
-        except (TimeoutError, faults.UpstreamError):
+        except (TimeoutError, upstream_errors.UpstreamError):
             pass
         return b"".join(parts)[:most]
 
     def close(self) -> None:
-        """At once, whatever may still come."""
+        """Close the connection now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._response.close()
 
-    def let_go(self) -> None:
-        """The answer is whole. Its connection is kept for the next one if it comes to its end soon."""
+    def release(self) -> None:
+        """Return the connection to the pool once the response ends; close it if that takes too long."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -110,7 +110,7 @@ class UpstreamReply:
 
 
 class UpstreamClient:
-    """The connections to one upstream."""
+    """Sends requests to one upstream over kept connections."""
 
     def __init__(self, name: str, config: UpstreamConfig, key: str | None, clock: Callable[[], float]) -> None:
         self._name = name
@@ -121,65 +121,76 @@ class UpstreamClient:
         self._tls = _tls(config)
         self._session: aiohttp.ClientSession | None = None
         host = urlsplit(config.url).netloc
-        # What none of the upstream's words may tell. Shorter ones would be found in innocent words.
+        # Texts to remove from the upstream's messages. Shorter ones would match ordinary words.
         model = "" if config.model in name else config.model
         known = (key or "", *config.headers.values(), self._base, host, host.partition(":")[0], model)
         self.hidden = tuple(text for text in known if len(text) > _SHORT)
 
-    async def post(self, path: str, body: bytes, due: float) -> UpstreamReply:
-        """The answer's beginning. UpstreamError where none comes by `due`, or it says that something is wrong."""
-        reply = await self._request("POST", self._base + path, body, due)
+    async def post(self, path: str, body: bytes, due: float, headers: Mapping[str, str] | None = None) -> UpstreamReply:
+        """Return a response with status 200. Raises UpstreamError for any other, and if none arrives by `due`."""
+        reply = await self._request("POST", self._base + path, body, due, headers)
         if reply.status == 200:
             return reply
         try:
-            said = await reply.rest(_MOST_ERROR, min(due, self._clock() + _ERROR_S))
+            error_body = await reply.rest(_MOST_ERROR, min(due, self._clock() + _ERROR_S))
         finally:
             reply.close()
-        after = faults.parse_retry_after(reply.headers, self._config.retries.after_s)
-        raise faults.error_for_status(reply.status, said, name=self._name, hidden=self.hidden, retry_after=after)
+        after = upstream_errors.parse_retry_after(reply.headers, self._config.retries.after_s)
+        raise upstream_errors.error_for_status(
+            reply.status, error_body, name=self._name, hidden=self.hidden, retry_after=after
+        )
 
     async def get(self, path: str, due: float) -> int:
-        """The status of a page of the server's, by its path from the root. UpstreamError where there is none."""
+        """Return the status of a GET for a path from the server's root. Raises UpstreamError without a response."""
         parts = urlsplit(self._base)
         reply = await self._request("GET", f"{parts.scheme}://{parts.netloc}{path}", None, due)
         await reply.rest(_MOST_ERROR, due)
-        reply.let_go()
+        reply.release()
         return reply.status
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _request(self, method: str, url: str, body: bytes | None, due: float) -> UpstreamReply:
+    async def _request(
+        self, method: str, url: str, body: bytes | None, due: float, headers: Mapping[str, str] | None = None
+    ) -> UpstreamReply:
         noted = SimpleNamespace(reused=False)
         try:
-            return await self._once(method, url, body, due, noted)
-        except faults.UpstreamError as error:
-            # A kept connection that the server was just about to close: no fault of anybody's.
+            return await self._once(method, url, body, due, noted, headers)
+        except upstream_errors.UpstreamError as error:
+            # The server closed a kept connection just before this request. Try once more.
             if error.reason != "reset" or not noted.reused:
                 raise
-        return await self._once(method, url, body, due, noted)
+        return await self._once(method, url, body, due, noted, headers)
 
     async def _once(
-        self, method: str, url: str, body: bytes | None, due: float, noted: SimpleNamespace
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        due: float,
+        noted: SimpleNamespace,
+        headers: Mapping[str, str] | None,
     ) -> UpstreamReply:
         name = self._name
         session = self._open()
+        sent = {**self._headers, **headers} if headers else self._headers
         try:
             async with asyncio.timeout(max(0.0, due - self._clock())):
                 response = await session.request(
-                    method, url, data=body, headers=self._headers, allow_redirects=False, trace_request_ctx=noted
+                    method, url, data=body, headers=sent, allow_redirects=False, trace_request_ctx=noted
                 )
         except aiohttp.ConnectionTimeoutError:
-            raise faults.unreachable(name) from None
+            raise upstream_errors.unreachable(name) from None
         except TimeoutError:
-            raise faults.too_slow(name, "to begin its answer") from None
+            raise upstream_errors.too_slow(name, "to begin its answer") from None
         except aiohttp.ClientConnectorError:
-            raise faults.unreachable(name) from None  # no address, no connection, or a certificate that is not right
+            raise upstream_errors.unreachable(name) from None  # no address, no connection, or an invalid certificate
         except (aiohttp.ClientConnectionError, OSError):
-            raise faults.connection_lost(name) from None
+            raise upstream_errors.connection_lost(name) from None
         except (aiohttp.ClientError, ValueError):
-            raise faults.invalid_answer(name, "does not speak HTTP") from None
+            raise upstream_errors.invalid_answer(name, "does not speak HTTP") from None
         return UpstreamReply(response, name, self._clock)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -190,15 +201,15 @@ class UpstreamClient:
         tracing.on_connection_reuseconn.append(_note_reuse)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,  # the places before it are the bound
+                limit=0,  # the request slots are the bound
                 keepalive_timeout=config.idle_s,
                 ssl=self._tls,
             ),
-            cookie_jar=aiohttp.DummyCookieJar(),  # what the server tells one tenant is not sent with another's request
+            cookie_jar=aiohttp.DummyCookieJar(),  # one tenant's cookies are never sent with another's request
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=config.timeouts.connect_s, sock_connect=config.timeouts.connect_s
             ),
-            read_bufsize=config.buffer_bytes // 2,  # it reads on until there is twice as much
+            read_bufsize=config.buffer_bytes // 2,  # aiohttp buffers up to twice this much
             trust_env=False,
             proxy=_proxy(config) if config.proxy_env else None,
             trace_configs=[tracing],
@@ -216,7 +227,7 @@ def _headers(config: UpstreamConfig, key: str | None) -> Mapping[str, str]:
     headers = {
         "content-type": "application/json",
         "accept": "text/event-stream, application/json",
-        "accept-encoding": "identity",  # tokens are not to wait in a compressor
+        "accept-encoding": "identity",  # compression would delay tokens
         "user-agent": f"headrace/{__version__}",
         **{name.lower(): value for name, value in config.headers.items()},
     }
@@ -227,17 +238,17 @@ def _headers(config: UpstreamConfig, key: str | None) -> Mapping[str, str]:
 
 
 def _tls(config: UpstreamConfig) -> ssl.SSLContext | bool:
-    """True: the system's certificates. HeadraceError for a file that has none."""
+    """Return True for the system's certificates. Raises HeadraceError if the file has none."""
     if not config.ca_file:
         return True
     try:
         return ssl.create_default_context(cafile=config.ca_file)
-    except OSError as error:  # what ssl raises is one, too
+    except OSError as error:  # includes ssl.SSLError
         raise HeadraceError(f"{config.ca_file}: cannot read certificates: {error.strerror}") from None
 
 
 def _proxy(config: UpstreamConfig) -> str | None:
-    """What the environment names for this address."""
+    """Return the proxy that the environment names for this address."""
     parts = urlsplit(config.url)
     if urllib.request.proxy_bypass(parts.netloc):
         return None

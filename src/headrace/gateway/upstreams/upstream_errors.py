@@ -66,7 +66,7 @@ class UpstreamError(ApiError):
 
     @property
     def fault(self) -> bool:
-        """Whether the error counts against the upstream's health."""
+        """True if the error counts against the upstream's health."""
         return self.reason not in _NOT_ITS_FAULT
 
 

@@ -23,6 +23,7 @@ OTHER_ASKED: dict[str, Any] = {
     "tools": (Tool("weather", "Tells the weather.", {"type": "object"}),),
     "choosing": "required",
     "only_tool": "weather",
+    "allowed_tools": ("weather",),
     "parallel_calls": False,
     "grammar": Grammar("regex", "[0-9]+"),
     "max_tokens": 5,
@@ -53,6 +54,9 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "model": "mini@int4",
     "stream": True,
     "include_usage": True,
+    "continuous_usage": True,
+    "show_reasoning": False,
+    "prediction": "Hello",
     "deadline_s": 1.0,
     "surface": "voice",
     "priority": 3,
@@ -73,7 +77,7 @@ def key(changed: TextRequest | None = None, **options: Any) -> bytes:
 
 
 def found(changed: TextRequest, **options: Any) -> CacheKey:
-    cache_key = cache_key_for(asked=changed, **options)
+    cache_key = cache_key_for(text_request=changed, **options)
     assert cache_key is not None
     return cache_key
 
@@ -183,7 +187,9 @@ def test_choices_are_those_of_all_prompts() -> None:
     ],
 )
 def test_what_cannot_be_written_down_has_no_key(changes: dict[str, Any]) -> None:
-    assert cache_key_for(tenant="a", served=served(), asked=asked(**changes), prompts=PROMPT, seeded=False) is None
+    assert (
+        cache_key_for(tenant="a", served=served(), text_request=asked(**changes), prompts=PROMPT, seeded=False) is None
+    )
 
 
 def test_tags_are_a_part_of_the_key() -> None:

@@ -610,12 +610,14 @@ async def test_when_the_server_ends_what_runs_is_told() -> None:
 
 
 def exchange_of(engine: FakeEngine, **changes: Any) -> Exchange:
-    return Exchange(caller=Caller(tenant="a"), asked=asked(**changes), served=served(engine=engine))
+    return Exchange(caller=Caller(tenant="a"), text_request=asked(**changes), served=served(engine=engine))
 
 
 async def begun(exchange: Exchange) -> tuple[SharedGeneration, CacheKey]:
     prompts = [prompt.tokens for prompt in await prompts_of(exchange)]
-    found = cache_key_for(tenant="a", served=exchange.served, asked=exchange.asked, prompts=prompts, seeded=False)
+    found = cache_key_for(
+        tenant="a", served=exchange.served, text_request=exchange.text_request, prompts=prompts, seeded=False
+    )
     assert found is not None
     return SharedGeneration(EngineAnswering(exchange), RoutePlan(exchange.served.name)), found
 

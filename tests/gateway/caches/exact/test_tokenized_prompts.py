@@ -15,7 +15,7 @@ from tests.support.exact_caches import asked, served
 
 
 def of(tenant: str = "a", **changes: Any) -> Exchange:
-    return Exchange(caller=Caller(tenant=tenant), asked=asked(**changes), served=served())
+    return Exchange(caller=Caller(tenant=tenant), text_request=asked(**changes), served=served())
 
 
 def test_what_was_cut_is_found_again() -> None:

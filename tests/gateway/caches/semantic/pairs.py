@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 DATA = Path(__file__).parent / "data"
-Split = Literal["train", "test", "late"]
+Split = Literal["train", "test", "late", "last"]
 
 
 @dataclass(frozen=True, slots=True)

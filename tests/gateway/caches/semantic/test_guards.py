@@ -110,3 +110,41 @@ def test_any_text_can_be_read() -> None:
     ):
         assert parse_question(text).text == text
         assert refusal_reason(text, text) is None
+
+
+@pytest.mark.parametrize(
+    ("question", "candidate", "reason"),
+    [
+        ("How do I add a nullable column?", "How do I add a non-nullable column?", "polarity"),
+        ("Is pre-tax income shown?", "Is post-tax income shown?", "another word"),
+        ("How do I reopen a ticket?", "How do I open a ticket?", "polarity"),
+        ("Flights under 200 dollars", "Flights over 200 dollars", "bound"),
+        ("Hotels with 4 stars or more", "Hotels with at most 4 stars", "bound"),
+        ("How do I subtract a from b?", "How do I subtract b from a?", "direction"),
+        ("Is x a subset of y?", "Is y a subset of x?", "direction"),
+        ("Do you ship to Norway?", "Do you ship from Norway?", "direction"),
+        ("Does the agent call the supervisor?", "Does the supervisor call the agent?", "direction"),
+        ("Can the first camera see the second one?", "Can the second camera see the first one?", "direction"),
+        ("How do I set a limit for a user?", "How do I set a limit for every user?", "extent"),
+        ("Do I have to register?", "May I register?", "modality"),
+    ],
+)
+def test_order_bounds_quantifiers_and_prefixes_keep_questions_apart(question: str, candidate: str, reason: str) -> None:
+    assert refusal_reason(question, candidate) == reason
+    assert refusal_reason(candidate, question) == reason
+
+
+@pytest.mark.parametrize(
+    ("question", "candidate"),
+    [
+        ("How much water should I drink a day?", "How much water should I drink each day?"),
+        ("How do I change the owner of a file?", "How do I change the file owner?"),
+        ("How do I remove duplicates from a list?", "What is the way to delete duplicates in a list?"),
+        ("What is the difference between a and b?", "What is the difference between b and a?"),
+        ("Returns within 30 days", "Returns in up to 30 days"),
+        ("How do I re-order an item?", "How do I reorder an item?"),
+    ],
+)
+def test_the_same_question_in_other_words_passes_the_new_guards(question: str, candidate: str) -> None:
+    assert refusal_reason(question, candidate) is None
+    assert refusal_reason(candidate, question) is None

@@ -125,7 +125,7 @@ def test_it_is_off_unless_it_is_turned_on() -> None:
         recall = await bench.answered(QUESTION)
         assert recall.outcome == "off"
         assert (await Bench(fixed()).recall(asking(QUESTION, cache="off"))).outcome == "off"
-        assert bench.embedder.asked == []
+        assert bench.embedder.text_request == []
         assert bench.cache.about("a")["entries"] == 0
 
     asynchronous(test)
@@ -228,7 +228,7 @@ def test_requests_that_are_none_of_the_caches(asked: TextRequest, reason: str) -
         bench = Bench(fixed())
         recall = await bench.answered(asked)
         assert (recall.outcome, recall.reason) == ("none", reason)
-        assert bench.embedder.asked == []
+        assert bench.embedder.text_request == []
         assert bench.counts["refusals"] == {reason: 1}
 
     asynchronous(test)
@@ -478,7 +478,7 @@ def test_an_encoder_that_is_slow_or_gone_costs_a_bounded_wait_and_then_none() ->
             assert await bounded.vector(embedder, "one") is None
         assert bounded.paused
         assert await bounded.vector(embedder, "two") is None
-        assert "two" not in embedder.asked
+        assert "two" not in embedder.text_request
         now[0] = 6.0
         assert await bounded.vector(embedder, "three") is None  # one try, and a pause again
         assert bounded.paused
@@ -512,7 +512,7 @@ def test_a_served_encoder_embeds_for_its_caller() -> None:
         vector = await BoundedEmbedding(wait_s=10.0).vector(embedder, "How do I log in?")
         assert vector is not None
         assert float(vector @ vector) == pytest.approx(1.0)
-        (request,) = engine.asked
+        (request,) = engine.text_request
         assert (request.kind, request.tenant, request.weight, request.surface) == ("embed", "tenant", 2.0, "chat")
         assert await BoundedEmbedding(wait_s=10.0).vector(embedder, "long " * 100) is None  # beyond its context
         with pytest.raises(HeadraceError, match="no embeddings"):

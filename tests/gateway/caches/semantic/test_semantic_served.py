@@ -117,8 +117,8 @@ async def test_tenants_are_walls(tmp_path: Path) -> None:
         running.engine.answer = words("blue's")
         assert answered(await running.chat(SAME, key=BLUE)) == (None, "blue's")
         assert answered(await running.chat(SAME, key=RED)) == ("semantic", "red's")
-        assert {request.tenant for request in encoder.asked} == {"red", "blue"}  # each in its own fair share
-        assert all(request.salt == request.tenant for request in encoder.asked)
+        assert {request.tenant for request in encoder.text_request} == {"red", "blue"}  # each in its own fair share
+        assert all(request.salt == request.tenant for request in encoder.text_request)
 
 
 @asynchronous
@@ -143,7 +143,7 @@ async def test_a_tenants_mode_changes_while_the_server_runs(tmp_path: Path) -> N
         await ready(running, "green")
         for _ in range(2):
             assert answered(await running.chat(ON, key=green))[0] is None
-        assert not encoder.asked
+        assert not encoder.text_request
         await running.ask("PATCH", "/admin/v1/tenants/green", {"caches": {"semantic": "on"}}, **BOSS)
         assert answered(await running.chat(ON, key=green))[0] is None
         assert answered(await running.chat(SAME, key=green))[0] == "semantic"
@@ -156,9 +156,9 @@ async def test_the_exact_cache_comes_first(tmp_path: Path) -> None:
         await ready(running)
         running.engine.answer = words("ok")
         await running.chat(ON, key=RED)
-        asked = len(encoder.asked)
+        asked = len(encoder.text_request)
         assert answered(await running.chat(ON, key=RED))[0] == "exact; age=0"
-        assert len(encoder.asked) == asked
+        assert len(encoder.text_request) == asked
         assert answered(await running.chat(SAME, key=RED))[0] == "semantic"
         # What was served in other words is no entry of the exact cache.
         assert running.exact("stored") == 1
@@ -341,11 +341,11 @@ async def test_a_silent_encoder_costs_a_bounded_wait_and_then_nothing(tmp_path: 
         running.engine.answer = words("ok")
         assert answered(await running.chat(ON, key=RED)) == (None, "ok")
         encoder.fails = True
-        encoder.asked.clear()
+        encoder.text_request.clear()
         for _ in range(7):
             assert answered(await running.chat(ON, key=RED)) == (None, "ok")
         assert running.semantic("outcomes", "unavailable") == 8
-        assert len(encoder.asked) == 4  # five failures in a row
+        assert len(encoder.text_request) == 4  # five failures in a row
 
 
 @asynchronous
@@ -355,7 +355,7 @@ async def test_a_question_that_is_too_long_for_the_encoder_troubles_nobody_else(
         running.engine.answer = words("ok")
         for place in range(6):
             assert (await running.chat(f"{place} {'∮ ' * 200}", key=RED)).status == 200
-        assert not encoder.asked
+        assert not encoder.text_request
         await running.chat(ON, key=RED)
         assert answered(await running.chat(SAME, key=RED))[0] == "semantic"
 
@@ -367,7 +367,7 @@ async def test_who_leaves_while_it_is_looked_for_costs_no_generation(tmp_path: P
         encoder.silent = True
         client = await running.client()
         await client.send(request("POST", PATH, question(ON), **RED))
-        await until(lambda: bool(encoder.asked))
+        await until(lambda: bool(encoder.text_request))
         client.leave()
         await until(lambda: running.server.context.running == 0)
         assert not running.engine.streams

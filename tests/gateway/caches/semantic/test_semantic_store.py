@@ -115,4 +115,4 @@ def test_a_disk_that_fails_or_hangs_costs_a_bounded_wait_and_is_counted(
         assert store.lost == 1
 
     asynchronous(test)
-    assert "could not write" in caplog.text
+    assert "cannot write" in caplog.text

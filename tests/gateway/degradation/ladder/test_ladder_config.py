@@ -45,6 +45,24 @@ def test_without_preset_and_steps_there_is_no_ladder() -> None:
     assert resolve_ladder("chat", SurfaceConfig()).steps == ()
 
 
+@pytest.mark.parametrize(
+    ("signal", "pair", "problem"),
+    [
+        ("queue_ms", (0.0, -1.0), "expected numbers of at least 0, found -1"),
+        ("memory_free", (-0.1, 0.5), "expected numbers from 0 to 1, found -0.1"),
+        ("budget_left", (0.5, 1.5), "expected numbers from 0 to 1, found 1.5"),
+        ("slack_ms", (-500.0, -100.0), None),  # below 0 the deadline is missed
+        ("memory_free", (0.0, 1.0), None),
+    ],
+)
+def test_thresholds_that_no_signal_can_have_are_problems(
+    signal: str, pair: tuple[float, float], problem: str | None
+) -> None:
+    ladder = LadderConfig(steps=(LadderStepConfig(step="extract", **{signal: pair}),))
+    found = list(findings("chat", SurfaceConfig(ladder=ladder), "surfaces.chat.ladder"))
+    assert found == ([] if problem is None else [(f"surfaces.chat.ladder.steps[0].{signal}", problem)])
+
+
 def test_problems_of_a_ladder_are_named() -> None:
     steps = (
         LadderStepConfig(step="extract", queue_ms=(2.0, 2.0)),

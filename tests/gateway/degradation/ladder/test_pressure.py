@@ -159,12 +159,12 @@ def test_variants_are_bounded() -> None:
 
 class Engine:
     def __init__(self, *, hangs: bool = False, breaks: bool = False) -> None:
-        self.asked = 0
+        self.text_request = 0
         self._hangs = hangs
         self._breaks = breaks
 
     async def stats(self) -> list[dict[str, Any]]:
-        self.asked += 1
+        self.text_request += 1
         if self._breaks:
             raise RuntimeError("gone")
         if self._hangs:
@@ -177,13 +177,13 @@ def test_engines_are_polled_and_one_that_hangs_delays_no_other() -> None:
         pressure = PressureMonitor(stale_s=60.0)
         engines = {"fine": Engine(), "hanging": Engine(hangs=True), "broken": Engine(breaks=True)}
         watching = asyncio.create_task(poll_statistics(pressure, engines, interval_s=0.001, timeout_s=0.01))
-        while engines["hanging"].asked < 3:
+        while engines["hanging"].text_request < 3:
             await asyncio.sleep(0.001)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         assert watching.cancelled()
-        assert engines["fine"].asked >= 3
-        assert engines["broken"].asked >= 3
+        assert engines["fine"].text_request >= 3
+        assert engines["broken"].text_request >= 3
         assert pressure.signals("fine").memory_free == 0.5
         assert pressure.signals("hanging").memory_free is None
 

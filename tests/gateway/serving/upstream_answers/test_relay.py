@@ -75,7 +75,7 @@ async def test_the_usage_is_noted_and_told_to_a_client_that_asks() -> None:
             answering.settle()
             assert (asked.usage.prompt_tokens, asked.usage.output_tokens) == (12, 3)
             assert asked.finish == "stop"
-            assert answering.noted() == {"attempts": 1, "usage_from": "told"}
+            assert answering.log_fields() == {"attempts": 1, "usage_from": "told"}
             last = events(b"".join(found))[-1]
             assert bool(last.get("usage")) == asks
             if asks:

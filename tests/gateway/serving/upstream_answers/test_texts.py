@@ -130,7 +130,7 @@ async def test_the_semantic_cache_may_have_its_vectors_from_an_upstream() -> Non
 
 
 def given(table: ParameterTable, **fields: Any) -> Any:
-    return parse_body(json.dumps(fields).encode(), table)
+    return parse_body(json.dumps(fields).encode(), table, RequestLimits())
 
 
 CHAT = [{"role": "user", "content": "Hello"}]

@@ -59,10 +59,14 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "tools": ({"tools": (TOOL,)}, "tools"),
     "choosing": ({"tools": (TOOL,), "choosing": "required"}, "tools"),
     "only_tool": ({"tools": (TOOL,), "choosing": "required", "only_tool": "look"}, "tools"),
+    "allowed_tools": ({"tools": (TOOL, Tool("other")), "allowed_tools": ("look",)}, "tools"),
     "parallel_calls": ({"tools": (TOOL,), "parallel_calls": False}, "tools"),
     "grammar": ({"grammar": Grammar("json_object"), "grammar_of": "response_format"}, "response_format"),
     "grammar_of": ({"grammar": Grammar("regex", "a"), "grammar_of": "guided_regex"}, "guided_regex"),
     "template": ({"template": {"tone": "dry"}}, "chat_template_kwargs"),
+    "template_hints": ({"template_hints": {"reasoning_effort": "low"}}, None),
+    "show_reasoning": ({"show_reasoning": False}, None),
+    "prediction": ({"prediction": "Hello"}, None),
     "think": ({"think": False}, None),
     "max_tokens": ({"max_tokens": 7}, None),
     "min_tokens": ({"min_tokens": 7}, "min_tokens"),
@@ -76,6 +80,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "echo": ({"prompts": ["Hi"], "echo": True, "sampling": SamplingParams(logprobs=1)}, "echo"),
     "stream": ({"stream": True}, None),
     "include_usage": ({"stream": True, "include_usage": True}, None),
+    "continuous_usage": ({"stream": True, "include_usage": True, "continuous_usage": True}, None),
     "deadline_s": ({"deadline_s": 1.0}, None),
     "surface": ({"surface": "voice"}, None),
     "profile": ({"profile": "fast"}, None),
@@ -155,6 +160,20 @@ def test_every_kind_says_everything_of_itself(kind: UpstreamKind) -> None:
 def test_what_the_configuration_says_has_the_last_word() -> None:
     refused("tools", "vllm", UpstreamFeatures(tools=False), tools=(TOOL,))
     assert "top_k" not in body("vllm", UpstreamFeatures(top_k=False))
+
+
+def test_hints_for_the_template_are_sent_where_they_can_be() -> None:
+    hints = {"reasoning_effort": "low", "verbosity": "high"}
+    effort = UpstreamFeatures(thinking="effort", template=False)
+    assert body(takes=effort, template_hints=hints)["reasoning_effort"] == "low"
+    assert "chat_template_kwargs" not in body(takes=effort, template_hints=hints)
+    assert body("vllm", template_hints=hints, template={"verbosity": "low"})["chat_template_kwargs"] == {
+        "reasoning_effort": "low",
+        "verbosity": "low",
+    }
+    nothing = body(takes=NOTHING, template_hints=hints)
+    assert "reasoning_effort" not in nothing
+    assert "chat_template_kwargs" not in nothing
 
 
 def test_a_chat_in_the_shape_of_the_api() -> None:

@@ -74,6 +74,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     finish: FinishReason | None
     stop: str | None
     usage: _Usage | None
+    half_call: bool = False
 
 
 class _Body(msgspec.Struct, array_like=True, frozen=True):
@@ -141,6 +142,7 @@ def _packed(piece: ChoiceDelta) -> str | _Piece:
         None
         if usage is None
         else _Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens),
+        piece.half_call,
     )
 
 
@@ -154,6 +156,7 @@ def _unpacked(piece: _Piece) -> ChoiceDelta:
         None if piece.logprobs is None else [_unpacked_token(each) for each in piece.logprobs],
         piece.finish,
         piece.stop,
+        piece.half_call,
         None
         if usage is None
         else TokenUsage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens),
@@ -177,7 +180,7 @@ def _decode_text(raw: bytes) -> str:
 
 
 def is_complete(pieces: Sequence[ChoiceDelta], choices: int) -> bool:
-    """Whether every choice ended by itself: not by a deadline, a failure or a cancellation, and without a restart."""
+    """True if every choice ended by itself: not by a deadline, a failure or a cancellation, and without a restart."""
     ended: set[int] = set()
     for piece in pieces:
         if isinstance(piece, RestartDelta):
@@ -190,7 +193,7 @@ def is_complete(pieces: Sequence[ChoiceDelta], choices: int) -> bool:
 
 
 def is_same_answer(one: Sequence[ChoiceDelta], other: Sequence[ChoiceDelta]) -> bool:
-    """Whether two answers have the same content, however they are split. Call ids are random and do not count."""
+    """True if two answers have the same content, however they are split. Call ids are random and do not count."""
     return _content_by_choice(one) == _content_by_choice(other)
 
 

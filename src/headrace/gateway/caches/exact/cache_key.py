@@ -29,7 +29,7 @@ MAX_TAGS: Final = 8
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
 # What the prompt's tokens are made of: in the key only if there are no tokens.
-OF_THE_PROMPT: Final = ("messages", "prompts", "template", "think")
+OF_THE_PROMPT: Final = ("messages", "prompts", "template", "template_hints", "think")
 
 # Fields of TextRequest that do not change the answer, each with the reason.
 WITHOUT_EFFECT: Final = {
@@ -38,6 +38,9 @@ WITHOUT_EFFECT: Final = {
     "grammar_of": "names a parameter in errors",
     "stream": "how the answer is delivered; a hit streams as well",
     "include_usage": "how the answer is delivered",
+    "continuous_usage": "how the answer is delivered",
+    "show_reasoning": "the reasoning is left out of what is delivered, after the cache",
+    "prediction": "draft tokens do not change an answer",
     "deadline_s": "an answer that a deadline cut is not stored",
     "surface": "when the request runs, not what it says",
     "priority": "when the request runs, not what it says",
@@ -81,7 +84,7 @@ def cache_key_for(
     *,
     tenant: str,
     served: ServedVariant,
-    asked: TextRequest,
+    text_request: TextRequest,
     prompts: Sequence[Sequence[int]] | None,
     seeded: bool,
     policy: str = "",
@@ -91,8 +94,8 @@ def cache_key_for(
     `prompts`: the tokens; None for an upstream, whose tokens are unknown. `seeded`: the client chose the seed; random
     seeds are not in the key. `policy`: a version of whatever else shapes answers; a new one finds no old entries.
     """
-    tags = cache_tags(asked)
-    greedy = asked.sampling.temperature <= 0.0
+    tags = cache_tags(text_request)
+    greedy = text_request.sampling.temperature <= 0.0
     parts: list[Any] = [
         FORMAT,
         tenant,
@@ -104,13 +107,13 @@ def cache_key_for(
         served.context,
         policy,
         tags,
-        asked.messages is not None,
-        [_in_order(value) for value in _asked_values(asked)],
-        [_in_order(value) for value in _sampling_values(asked.sampling, greedy=greedy, seeded=seeded)],
+        text_request.messages is not None,
+        [_in_order(value) for value in _asked_values(text_request)],
+        [_in_order(value) for value in _sampling_values(text_request.sampling, greedy=greedy, seeded=seeded)],
         None if prompts is None else [len(prompt) for prompt in prompts],
     ]
     if prompts is None:
-        parts.append(_prompt_values(asked))
+        parts.append(_prompt_values(text_request))
     try:
         digest = hashlib.sha256(_encode(parts))
         for prompt in prompts or ():
@@ -118,8 +121,8 @@ def cache_key_for(
     except (TypeError, ValueError, OverflowError, RecursionError):
         # Half a surrogate pair, a number over 64 bits or endless nesting, from a client's own schema.
         return None
-    count = len(asked.prompts or (None,)) if prompts is None else len(prompts)
-    return CacheKey(tenant, digest.digest(), tags, asked.n, count * asked.n, greedy or seeded)
+    count = len(text_request.prompts or (None,)) if prompts is None else len(prompts)
+    return CacheKey(tenant, digest.digest(), tags, text_request.n, count * text_request.n, greedy or seeded)
 
 
 def _sampling_values(sampling: SamplingParams, *, greedy: bool, seeded: bool) -> tuple[Any, ...]:
@@ -137,13 +140,13 @@ def _in_order(value: Any) -> Any:
     return value
 
 
-def cache_tags(asked: TextRequest) -> tuple[str, ...]:
+def cache_tags(text_request: TextRequest) -> tuple[str, ...]:
     """Return the tags of a request, sorted. ApiError for invalid ones.
 
     Tags are part of the key: an entry without `pricing` must not answer a request with it, because neither the time to
     live nor the next invalidation of `pricing` would apply to that entry.
     """
-    text = asked.metadata.get(TAGS)
+    text = text_request.metadata.get(TAGS)
     if not text:
         return ()
     tags = sorted({tag.strip() for tag in text.split(",")})

@@ -22,6 +22,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.invalidation_log import InvalidationScope
 from headrace.gateway.circuit_breaker import StoreBreaker
+from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
 
@@ -138,6 +139,9 @@ class GuardedStore:
         self._put_s = put_s
         self._remove_s = remove_s
         self._breaker = breaker or StoreBreaker(clock=clock)
+        self._outage = OutageLog(
+            log, "the exact cache skips its store for a while after failures", level=logging.WARNING
+        )
         self._clock = clock
         self._failed = failed
 
@@ -199,8 +203,9 @@ class GuardedStore:
                 self._failed("late")
                 return None
             if self._breaker.failed():
-                log.warning("The exact cache skips its store for a while after failures: %s: %r", name, error)
+                self._outage.failed(f"{name}: {error!r}")
             self._failed(name)
             return None
         self._breaker.succeeded()
+        self._outage.succeeded()
         return result

@@ -140,7 +140,7 @@ class CacheHit:
 
     @property
     def over(self) -> bool:
-        """Whether all of it was passed on."""
+        """True if all of it was passed on."""
         return self._at == len(self._pieces)
 
     @property

@@ -46,7 +46,7 @@ class ShareableSource(PieceSource, Protocol):
     """A source whose answer may be shared and stored."""
 
     def keeps(self) -> bool:
-        """Whether the finished answer is by the variant of the cache key, and so may be stored under it."""
+        """True if the finished answer is by the variant of the cache key, and so may be stored under it."""
         ...
 
 
@@ -68,7 +68,7 @@ class JoinTerms(msgspec.Struct, frozen=True):
     whole: bool = False  # the client sees only the complete answer, so a broken one may start again
 
     def as_good_as(self, other: JoinTerms, slack_s: float) -> bool:
-        """Whether the other may join. `slack_s`: how much earlier than the other's deadline this one may be."""
+        """True if the other request may join. `slack_s`: how much earlier than the other's deadline this one may be."""
         if self.surface != other.surface or self.priority < other.priority:
             return False
         if self.deadline is None or other.deadline is None:
@@ -97,7 +97,7 @@ class FlightReader:
 
     @property
     def pays(self) -> bool:
-        """Whether this reader currently pays for the generation."""
+        """True if this reader currently pays for the generation."""
         return self._flight.payer is self
 
     @property
@@ -190,7 +190,7 @@ class Flight:
 
     @property
     def abandoned(self) -> bool:
-        """Whether all readers left before its end."""
+        """True if all readers left before its end."""
         return not self.readers and not self.over
 
     def piece(self, index: int) -> ChoiceDelta:

@@ -37,11 +37,11 @@ class TokenizedPrompts:
 
     def name(self, exchange: Exchange) -> bytes | None:
         """Return the key of an exchange's prompt: all that it is made of. None if it cannot be cached."""
-        asked, served = exchange.asked, exchange.served
-        if asked.messages is None or served.upstream is not None or served.tokenizer.uses_clock:
+        text_request, served = exchange.text_request, exchange.served
+        if text_request.messages is None or served.upstream is not None or served.tokenizer.uses_clock:
             return None
-        tools = None if asked.choosing == "none" else asked.tools
-        ingredients = (exchange.caller.tenant, served.name, asked.messages, tools, asked.template, asked.think)
+        tools = None if text_request.choosing == "none" else text_request.tools
+        ingredients = (exchange.caller.tenant, served.name, text_request.messages, tools, text_request.template_values)
         try:
             return hashlib.blake2b(_encode(ingredients), digest_size=16).digest()
         except (TypeError, ValueError, OverflowError, RecursionError):

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.gateway.caches.semantic.answer_types import question_kind
 from headrace.gateway.caches.semantic.lexicon import ALL, COURTESY, LANGUAGES, NEGATIONS, ONE, SHORT_FORMS
-from headrace.gateway.caches.semantic.quantities import places, quantities
+from headrace.gateway.caches.semantic.quantities import bounds, places, quantities
 from headrace.gateway.caches.semantic.word_forms import Word, expanded, key_of, words
 from headrace.gateway.language_detection import index_words, language_by_words, script_of
 
@@ -41,6 +41,11 @@ class ParsedQuestion(msgspec.Struct, frozen=True):
     conditions: frozenset[str]  # keys after if, when, unless, while, for, that ...
     superlatives: frozenset[str]
     extent: str  # "all", "one" or ""
+    every: frozenset[str]  # keys that "all", "every" or "each" counts
+    single: frozenset[str]  # keys after "a", "an", "this", "that" or "the"
+    bounds: frozenset[str]  # "<" and ">" of numbers: under 200, at least 5
+    letters: tuple[str, ...]  # single letters that are names, in order: a and b, x and y
+    modality: str  # of a yes/no question: "must", "may" or ""
     fronted: bool  # it begins with where, when or how, and a comma
     passive: bool  # with its agent
     script: str
@@ -75,6 +80,13 @@ def parse_question(text: str) -> ParsedQuestion:
         conditions=_conditions(all_words),
         superlatives=_superlatives(all_words),
         extent=_extent(all_words),
+        every=_counted(all_words, ALL),
+        single=_counted(all_words, _SINGLE),
+        bounds=bounds(given.lower()),
+        letters=tuple(
+            word.text for at, word in enumerate(all_words) if len(word.text) == 1 and _is_letter(all_words, at)
+        ),
+        modality=_modality(lower),
         fronted=bool(_FRONTED.match(lower)),
         passive=bool(_PASSIVE.search(lower)),
         script=script_of(given),
@@ -195,7 +207,7 @@ def _polarity(found: list[Word]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _inverted(found: list[Word], place: int) -> bool:
-    """Whether the subject follows the negation: why does not the container start."""
+    """True if the subject follows the negation: why does not the container start."""
     return place > 1 and found[place - 1].text in _AUXILIARY and found[place - 2].text in _QUESTION_WORDS
 
 
@@ -264,7 +276,7 @@ def _roles(found: list[Word]) -> tuple[tuple[str, frozenset[str]], ...]:
         for at, each in enumerate(found[place + 1 :], start=place + 1):
             if each.text in _PREPOSITIONS or each.text in _STOPS_ROLE:
                 break
-            if not each.small or (len(each.text) == 1 and _stands_alone(found, at)):
+            if not each.small or (len(each.text) == 1 and _is_letter(found, at)):
                 keys.add(each.key)
             if each.ends:
                 break
@@ -273,9 +285,18 @@ def _roles(found: list[Word]) -> tuple[tuple[str, frozenset[str]], ...]:
     return tuple(roles)
 
 
-def _stands_alone(found: list[Word], place: int) -> bool:
-    """Whether a single letter is a name rather than an article."""
-    return found[place].ends or place + 1 == len(found) or found[place + 1].text in _PREPOSITIONS
+def _is_letter(found: list[Word], place: int) -> bool:
+    """True if a single letter is a name rather than an article or a pronoun."""
+    if found[place].text not in ("a", "i"):
+        return True
+    if found[place].text == "i":
+        return False
+    return found[place].ends or place + 1 == len(found) or found[place + 1].text in _AFTER_LETTERS
+
+
+_AFTER_LETTERS: Final = frozenset(_PREPOSITIONS) | frozenset(
+    "in at for of and or under minus plus times using via if when is are be equals divided".split()
+)
 
 
 def _conditions(found: list[Word]) -> frozenset[str]:
@@ -313,6 +334,40 @@ def _extent(found: list[Word]) -> str:
         return "all"
     some = any(word.text == "some" and after.text == "of" for word, after in pairwise(found))
     return "one" if some or texts & ONE else ""
+
+
+_SINGLE: Final = frozenset("a an this that the single one".split())
+_BETWEEN: Final = frozenset("of the my our your their its these those single one".split())
+
+
+def _counted(found: list[Word], quantifiers: frozenset[str]) -> frozenset[str]:
+    """Return the keys of the words that a quantifier counts: of "every active user" both."""
+    keys: set[str] = set()
+    for place, word in enumerate(found):
+        if word.text not in quantifiers or word.ends:
+            continue
+        for each in found[place + 1 : place + 5]:
+            if not each.small:
+                keys.add(each.key)
+            elif each.text not in _BETWEEN:
+                break
+            if each.ends:
+                break
+    return frozenset(keys) - _PERIODS
+
+
+_PERIODS: Final = frozenset(map(key_of, "second minute hour day night week month quarter year time".split()))  # a day
+_YES_NO: Final = re.compile(r"^(?:do|does|did|must|should|shall|am|is|are|can|may|could|might)\b")
+_MUST: Final = re.compile(r"\b(?:must|shall|have to|has to|need to|needs to|required|obliged|mandatory|compulsory)\b")
+_MAY: Final = re.compile(r"\b(?:can|may|could|might|allowed|permitted|possible|able|optional)\b")
+
+
+def _modality(lower: str) -> str:
+    """Return whether a yes/no question asks for a duty or for a permission."""
+    if not _YES_NO.match(lower):
+        return ""
+    must, may = bool(_MUST.search(lower)), bool(_MAY.search(lower))
+    return "" if must == may else "must" if must else "may"
 
 
 def _genitives(found: list[Word], content: tuple[str, ...]) -> tuple[str, ...]:

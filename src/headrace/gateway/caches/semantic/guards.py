@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from headrace.gateway.caches.semantic.guarded_question import ParsedQuestion, parse_question
-from headrace.gateway.caches.semantic.word_forms import ALTERNATIVE, OPPOSED, key_of, negated_form
+from headrace.gateway.caches.semantic.word_forms import ALTERNATIVE, OPPOSED, key_of, prefixed_form
 
 Guard = Callable[[ParsedQuestion, ParsedQuestion], str | None]
 
@@ -29,6 +29,16 @@ def language(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 def numbers(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """Other numbers, or the same in other units."""
     return "number" if Counter(question.numbers) != Counter(candidate.numbers) else None
+
+
+def bounds(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
+    """Under 200 against over 200."""
+    return "bound" if question.bounds and candidate.bounds and not question.bounds & candidate.bounds else None
+
+
+def modality(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
+    """Do I have to against may I."""
+    return "modality" if {question.modality, candidate.modality} == {"must", "may"} else None
 
 
 def dates(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
@@ -68,10 +78,10 @@ def negation(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 
 
 def _is_expressed_by_opposite(key: str, plain: ParsedQuestion, denying: ParsedQuestion) -> bool:
-    """Whether the plain question expresses a negated key by an opposite that the other does not have."""
+    """True if the plain question expresses a negated key by an opposite that the other does not have."""
     against = [each for each in OPPOSED.get(key, ()) if each in plain.affirmed and each not in denying.affirmed]
     return bool(against) or any(
-        len(word.lemma) > len(key) and negated_form(word.lemma, key) for word in plain.words if key
+        len(word.lemma) > len(key) and prefixed_form(word.lemma, key) for word in plain.words if key
     )
 
 
@@ -93,13 +103,13 @@ def polarity(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
                     return "order"
     lemmas, others = {word.lemma for word in question.words}, {word.lemma for word in candidate.words}
     for lemma in lemmas - others:
-        if any(negated_form(lemma, each) for each in others - lemmas) and not (question.denied or candidate.denied):
+        if any(prefixed_form(lemma, each) for each in others - lemmas) and not (question.denied or candidate.denied):
             return "polarity"
     return None
 
 
 def _either(question: ParsedQuestion, key: str, against: str) -> bool:
-    """Whether both are offered as a choice, in which the order does not matter."""
+    """True if both are offered as a choice, in which the order does not matter."""
     found = [word.key if word.key in (key, against) else word.text for word in question.words]
     first, last = sorted((found.index(key), found.index(against)))
     return bool({"or", "vs", "versus"} & set(found[first:last])) or _symmetric(question)
@@ -144,8 +154,13 @@ def kind(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
 
 
 def extent(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
-    """All of it against one of it."""
-    return "extent" if {question.extent, candidate.extent} == {"all", "one"} else None
+    """All of it against one of it: every user against a user."""
+    if {question.extent, candidate.extent} == {"all", "one"}:
+        return "extent"
+    for one, other in ((question, candidate), (candidate, question)):
+        if one.every & other.single - other.every - one.single:
+            return "extent"
+    return None
 
 
 def superlatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
@@ -163,10 +178,13 @@ def superlatives(question: ParsedQuestion, candidate: ParsedQuestion) -> str | N
 
 def direction(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None:
     """The same words in exchanged roles: from A to B, from B to A; agent and object."""
+    here, there = question.letters, candidate.letters
+    if here != there and sorted(here) == sorted(there) and not (_symmetric(question) and _symmetric(candidate)):
+        return "direction"
     if (
         question.passive == candidate.passive
         and question.fronted == candidate.fronted
-        and _exchanged(question.content, candidate.content)
+        and _exchanged(question, candidate)
     ):
         return None if _symmetric(question) and _symmetric(candidate) else "direction"
     for role in {role for role, _ in question.roles} & {role for role, _ in candidate.roles}:
@@ -175,21 +193,58 @@ def direction(question: ParsedQuestion, candidate: ParsedQuestion) -> str | None
         gone, come = here - there, there - here
         if gone & set(candidate.affirmed) and come & set(question.affirmed) and not _symmetric(question):
             return "direction"
+    if _to_and_from(question, candidate):
+        return "direction"
     same = Counter(question.numbers) == Counter(candidate.numbers) and question.numbers != candidate.numbers
-    return "direction" if same and {"to", "from", "by", "over", "than", "minus"} & question.plain else None
+    return "direction" if same and not (_symmetric(question) and _symmetric(candidate)) else None
 
 
-def _exchanged(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether the two differ only by exchanging two words."""
+def _to_and_from(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
+    """True if one question goes to what the other comes from: ship to Norway, ship from Norway."""
+    for one, other in ((question, candidate), (candidate, question)):
+        towards, origin = _first_after(one, "to"), _first_after(other, "from")
+        if towards & origin and not (_first_after(one, "from") or _first_after(other, "to")):
+            return True
+    return False
+
+
+def _first_after(question: ParsedQuestion, preposition: str) -> set[str]:
+    """Return the key of the word that follows each of these prepositions."""
+    keys: set[str] = set()
+    for place, word in enumerate(question.words):
+        if word.text == preposition and not word.ends:
+            after = (each for each in question.words[place + 1 : place + 4] if each.text not in _LINKS)
+            keys |= {each.key for each in list(after)[:1] if not each.small}
+    return keys
+
+
+def _exchanged(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
+    """True if the two differ only by exchanging two words."""
+    one, other = question.content, candidate.content
     if len(one) != len(other) or len(one) < 3:
         return False
     places = [place for place, (here, there) in enumerate(zip(one, other, strict=True)) if here != there]
     if len(places) != 2:
         return False
     first, second = places
-    if second == first + 1:
-        return False  # a verb and its object change places in good English
-    return one[first] == other[second] and one[second] == other[first]
+    if one[first] != other[second] or one[second] != other[first]:
+        return False
+    # A verb and its object, or a thing and its owner, change places in good English: upload files, file upload.
+    return second > first + 1 or not (
+        _beside(question, one[first], one[second]) or _beside(candidate, *other[first : second + 1])
+    )
+
+
+_LINKS: Final = frozenset("a an the of for my your our their its this that these those".split())
+_JOINTS: Final = _LINKS | frozenset("to from in on at with by and".split())
+
+
+def _beside(question: ParsedQuestion, first: str, second: str) -> bool:
+    """True if nothing but articles and prepositions stands between two words."""
+    keys = [word.key for word in question.words]
+    start = keys.index(first) if first in keys else -1
+    stop = keys.index(second, start + 1) if second in keys[start + 1 :] else -1
+    return start < 0 or stop < 0 or all(word.text in _JOINTS for word in question.words[start + 1 : stop])
 
 
 def _symmetric(question: ParsedQuestion) -> bool:
@@ -235,7 +290,7 @@ _ENDINGS: Final = frozenset(
 
 
 def _derived(one: str, other: str) -> bool:
-    """Whether two words have the same root: secure and security, translate and translator."""
+    """True if two words have the same root: secure and security, translate and translator."""
     root = 0
     while root < min(len(one), len(other)) and one[root] == other[root]:
         root += 1
@@ -243,7 +298,7 @@ def _derived(one: str, other: str) -> bool:
 
 
 def _same_frame(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
-    """Whether the shared words, stop words included, come in the same order."""
+    """True if the shared words, stop words included, come in the same order."""
     one = [word.key for word in question.words]
     other = [word.key for word in candidate.words]
     shared = set(one) & set(other)
@@ -255,6 +310,7 @@ def _same_frame(question: ParsedQuestion, candidate: ParsedQuestion) -> bool:
 GUARDS: Final[tuple[Guard, ...]] = (
     language,
     numbers,
+    bounds,
     dates,
     identifiers,
     names,
@@ -262,6 +318,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
     negation,
     alternatives,
     kind,
+    modality,
     extent,
     superlatives,
     direction,

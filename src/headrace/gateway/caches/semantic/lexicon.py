@@ -292,47 +292,48 @@ walkthrough, velocity, expire lapse, regularly periodically, belong, weird stran
 
 # Opposites: A with B, each with what is said for it. Inflections and comparatives are found by themselves.
 OPPOSITES: Final = """
-above below, absent present, accept reject, accept decline, acquire release, activate deactivate, active inactive,
-add remove, add subtract, add delete, admit deny, adult minor, advance delay, advantage disadvantage, after before,
-agree disagree, ahead behind, allow block, allow deny, always never, approve decline, approve reject, arrive
-depart, arrival departure, ascend descend, assemble disassemble, assign unassign, asynchronous synchronous, attach
-detach, authorise forbid, automatic manual, available unavailable, bad good, beginner expert, beginning end,
-benefit drawback, big small, bind unbind, block unblock, bottom top, boot shut_down, bright dark, busy idle, busy
-quiet, buy sell, cheap expensive, cheap dear, check_in check_out, check uncheck, clean dirty, clear cloudy,
-clockwise anticlockwise, close open, cold hot, cold warm, common rare, compatible incompatible, compile decompile,
-complete incomplete, complete partial, compress decompress, compress extract, connect disconnect, consistent
-inconsistent, consumer producer, correct wrong, couple decouple, create delete, credit debit, dark light, decode
-encode, decrease increase, decrypt encrypt, deep shallow, deposit withdraw, deprecated supported, deserialise
-serialise, destination source, disable enable, down up, downgrade upgrade, download upload, downstream upstream,
-downtime uptime, dry wet, dynamic static, early late, early last, easy hard, egress ingress, empty full, end start,
-enlarge shrink, enter exit, enter leave, entrance exit, exclude include, excluding including, expand collapse,
-expand contract, explicit implicit, export import, extend terminate, extend shorten, external internal, fade_in
-fade_out, fail succeed, fast slow, fill empty, find lose, first last, follow unfollow, forget remember, forward
-backward, forward reverse, freeze thaw, freeze unfreeze, frequent rare, front back, frontend backend, future past,
-gain loss, gain lose, general specific, global local, grant revoke, guest host, guest administrator, hard soft,
-healthy unhealthy, healthy sick, heavy light, hide show, high low, hire fire, horizontal vertical, identical
-different, inbound outbound, incoming outgoing, incremental full, individual group, inner outer, input output,
-insert delete, inside outside, install uninstall, join leave, join split, junior senior, keep delete, keep discard,
-last next, last old, leader follower, learn forget, left right, lend borrow, less more, least most, like dislike,
-load unload, lock unlock, log_in log_out, long short, loose tight, lossless lossy, loud quiet, lower upper,
-lowercase uppercase, mandatory optional, marshal unmarshal, maximise minimise, maximum minimum, max min, mount
-unmount, mutable immutable, mute unmute, narrow wide, near far, negative positive, new old, next previous, last
-previous, obtain lose, offline online, opt_in opt_out, optimistic pessimistic, pack unpack, parent child, partial
-full, pass fail, pause resume, permanent temporary, phase_in phase_out, pin unpin, plug_in unplug, polite rude, pop
-push, pull push, possible impossible, predecessor successor, prepaid postpaid, profit loss, private public, prove
-disprove, publish unpublish, reachable unreachable, read write, read edit, real virtual, receive send, recommend
-discourage, reliable unreliable, reliable flaky, renew terminate, repair break, rich poor, roll_out roll_back,
-rough smooth, safe dangerous, same different, save discard, scale_up scale_down, scale_in scale_out, scroll_up
-scroll_down, secure insecure, sender receiver, serial parallel, several one, shared dedicated, short tall, signed
-unsigned, single multiple, singular plural, sink source, sooner after, sorted unsorted, spin_up spin_down, stable
-unstable, stage unstage, start stop, stateful stateless, stop continue, stop resume, strict lenient, strong weak,
-subscribe unsubscribe, success failure, supported unsupported, symmetric asymmetric, take_down put_up, thick thin,
-tie untie, trusted untrusted, turn_up turn_down, uplink downlink, used unused, valid invalid, visible invisible,
-visible hidden, volatile persistent, wake_up sleep, win lose, wise unwise, with without, within outside, wrap
-unwrap, young old, zip unzip, zoom_in zoom_out, everybody nobody, everything nothing, deploy undeploy, wanted
-unwanted, upload fetch, before during, minus plus, cache bypass, archive restore, broadcast unicast, head tail,
-healthy dead, alive dead, master branch, own rent, win defeat, ascending descending, archived active, enabled
-disabled
+above below, absent present, accept reject, accept decline, acquire release, activate deactivate, active
+inactive, add remove, add subtract, add delete, admit deny, adult minor, advance delay, advantage disadvantage,
+after before, agree disagree, ahead behind, allow block, allow deny, always never, approve decline, approve
+reject, arrive depart, arrival departure, ascend descend, assemble disassemble, assign unassign, asynchronous
+synchronous, attach detach, authorise forbid, automatic manual, available unavailable, bad good, beginner
+expert, beginning end, benefit drawback, big small, bind unbind, block unblock, bottom top, boot shut_down,
+bright dark, busy idle, busy quiet, buy sell, cheap expensive, cheap dear, check_in check_out, check uncheck,
+clean dirty, clear cloudy, clockwise anticlockwise, close open, cold hot, cold warm, common rare, compatible
+incompatible, compile decompile, complete incomplete, complete partial, compress decompress, compress extract,
+connect disconnect, consistent inconsistent, consumer producer, correct wrong, couple decouple, create delete,
+credit debit, dark light, decode encode, decrease increase, decrypt encrypt, deep shallow, deposit withdraw,
+deprecated supported, deserialise serialise, destination source, disable enable, down up, downgrade upgrade,
+download upload, downstream upstream, downtime uptime, dry wet, dynamic static, early late, early last, easy
+hard, egress ingress, empty full, end start, enlarge shrink, enter exit, enter leave, entrance exit, exclude
+include, excluding including, expand collapse, expand contract, explicit implicit, export import, extend
+terminate, extend shorten, external internal, fade_in fade_out, fail succeed, fast slow, fill empty, find lose,
+first last, follow unfollow, forget remember, forward backward, forward reverse, freeze thaw, freeze unfreeze,
+frequent rare, front back, frontend backend, future past, gain loss, gain lose, general specific, global local,
+grant revoke, guest host, guest administrator, hard soft, healthy unhealthy, healthy sick, heavy light, hide
+show, high low, hire fire, horizontal vertical, identical different, inbound outbound, incoming outgoing,
+incremental full, individual group, inner outer, input output, insert delete, inside outside, install uninstall,
+join leave, join split, junior senior, keep delete, keep discard, last next, last old, leader follower, learn
+forget, left right, lend borrow, less more, least most, like dislike, load unload, lock unlock, log_in log_out,
+long short, loose tight, lossless lossy, loud quiet, lower upper, lowercase uppercase, mandatory optional,
+marshal unmarshal, maximise minimise, maximum minimum, max min, mount unmount, mutable immutable, mute unmute,
+narrow wide, near far, negative positive, new old, next previous, last previous, obtain lose, offline online,
+opt_in opt_out, optimistic pessimistic, pack unpack, parent child, partial full, pass fail, pause resume,
+permanent temporary, phase_in phase_out, pin unpin, plug_in unplug, polite rude, pop push, pull push, possible
+impossible, predecessor successor, prepaid postpaid, profit loss, private public, prove disprove, publish
+unpublish, reachable unreachable, read write, read edit, real virtual, receive send, recommend discourage,
+reliable unreliable, reliable flaky, renew terminate, repair break, rich poor, roll_out roll_back, rough smooth,
+safe dangerous, same different, save discard, scale_up scale_down, scale_in scale_out, scroll_up scroll_down,
+secure insecure, sender receiver, serial parallel, several one, shared dedicated, short tall, signed unsigned,
+single multiple, singular plural, sink source, sooner after, sorted unsorted, spin_up spin_down, stable
+unstable, stage unstage, start stop, stateful stateless, stop continue, stop resume, strict lenient, strong
+weak, subscribe unsubscribe, success failure, supported unsupported, symmetric asymmetric, take_down put_up,
+thick thin, tie untie, trusted untrusted, turn_up turn_down, uplink downlink, used unused, valid invalid,
+visible invisible, visible hidden, volatile persistent, wake_up sleep, win lose, wise unwise, with without,
+within outside, wrap unwrap, young old, zip unzip, zoom_in zoom_out, everybody nobody, everything nothing,
+deploy undeploy, wanted unwanted, under over, since until, beyond within, older younger, upload fetch, before
+during, minus plus, cache bypass, archive restore, broadcast unicast, head tail, healthy dead, alive dead,
+master branch, own rent, win defeat, ascending descending, archived active, enabled disabled
 """
 
 # Things of which one excludes the others: where each side has one that the other has not, they ask for different

@@ -262,3 +262,28 @@ def places(text: str) -> Iterator[tuple[int, int]]:
     """Yield the spans of numbers with an attached unit, which look like identifiers: 16GB, 30s, 12th."""
     for match in re.finditer(rf"(?<![\w.]){_NUMBER}(?:{_UNIT}|k|bn|st|nd|rd|th|am|pm)\b", text):
         yield match.span()
+
+
+_COUNT: Final = "one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|thirty|fifty"
+_AMOUNT: Final = (
+    r"\s+(?:about |around |approximately |roughly )?[$€£¥]?"
+    rf"(?=\d|(?:{_COUNT})\b|(?:(?:a|{_COUNT}) )?(?:hundred|thousand|million|dozen)\b)"
+)
+_LESS: Final = "less|fewer|under|below|cheaper|younger|smaller|shorter"
+_MORE: Final = "more|over|above|older|greater|larger|longer"
+_BELOW: Final = re.compile(
+    r"(?:\b(?:under|below|(?:less|fewer|smaller|lower|shorter|cheaper|younger|lighter) than|at most|up to|within"
+    rf"|(?:no|not) (?:more|longer|larger|greater|older) than|max(?:imum)?(?: of)?)|<=?|≤){_AMOUNT}"
+    rf"|\d\S*(?: \w+)? (?:(?:or|and) (?:{_LESS})|max(?:imum)?|at most)\b"
+)
+_ABOVE: Final = re.compile(
+    r"(?:\b(?:over|above|beyond|exceeding|(?:more|greater|larger|higher|longer|older|bigger|heavier) than|at least"
+    rf"|(?:no|not) (?:less|fewer|smaller|shorter|younger) than|min(?:imum)?(?: of)?|starting at)|>=?|≥){_AMOUNT}"
+    rf"|\d\S*(?: \w+)? (?:(?:or|and) (?:{_MORE}|up)|min(?:imum)?|at least)\b"
+)
+
+
+def bounds(text: str) -> frozenset[str]:
+    """Return "<" if the text (lower case) has a number as an upper bound, ">" as a lower bound."""
+    found = (("<", _BELOW), (">", _ABOVE))
+    return frozenset(sign for sign, pattern in found if pattern.search(text))

@@ -71,7 +71,7 @@ class SemanticLookup(msgspec.Struct):
 
     @property
     def check(self) -> bool:
-        """Whether to check the served answer: generate a fresh one in the background and pass it to `check`."""
+        """True if the served answer must be checked: generate a fresh one in the background and pass it to `check`."""
         return self.outcome == "hit" and self.decision is not None and self.decision.sampled
 
 
@@ -125,24 +125,24 @@ class SemanticCache:
         return ServedEmbedder(self._encoder, caller, surface=surface)
 
     async def recall(
-        self, tenant: str, asked: TextRequest, embedder: Embedder, *, variant: str, surface: str
+        self, tenant: str, text_request: TextRequest, embedder: Embedder, *, variant: str, surface: str
     ) -> SemanticLookup:
         """Look for the answer to a tenant's request. ApiError for invalid tags."""
-        recall = await self._recall(tenant, asked, embedder, variant, surface)
+        recall = await self._recall(tenant, text_request, embedder, variant, surface)
         self._count("outcomes", recall.outcome)
         if recall.outcome in ("refused", "none"):
             self._count("refusals", recall.reason)
         return recall
 
     async def _recall(
-        self, tenant: str, asked: TextRequest, embedder: Embedder, variant: str, surface: str
+        self, tenant: str, text_request: TextRequest, embedder: Embedder, variant: str, surface: str
     ) -> SemanticLookup:
         config = self.config
-        access = self.modes.access(tenant, requested=asked.cache)
+        access = self.modes.access(tenant, requested=text_request.cache)
         if not access.reads:
             return SemanticLookup("off", tenant)
         subject = semantic_key_for(
-            asked,
+            text_request,
             variant=f"{variant}\n{embedder.name}",
             policy=config.policy,
             sampled=config.sampled,
@@ -150,7 +150,7 @@ class SemanticCache:
             surfaces=config.surfaces,
             surface=surface,
             longest=self.tuning.longest,
-            tags=cache_tags(asked),
+            tags=cache_tags(text_request),
         )
         if isinstance(subject, str):
             return SemanticLookup("none", tenant, subject)

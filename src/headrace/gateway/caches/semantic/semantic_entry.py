@@ -1,4 +1,4 @@
-"""What the semantic cache stores, and which requests it may answer.
+"""The entries of the semantic cache, and the check of which requests it may answer.
 
 Owns SemanticEntry, StoredAnswer and SemanticKey: the question to look for, and a digest of everything else that must be
 equal. Whatever could change an answer is in the digest or makes the request ineligible.
@@ -64,7 +64,7 @@ class SemanticKey(msgspec.Struct, frozen=True):
 
 
 def semantic_key_for(
-    asked: TextRequest,
+    text_request: TextRequest,
     *,
     variant: str,
     policy: str = "",
@@ -85,50 +85,69 @@ def semantic_key_for(
         return "surface"
     if surface == "agent" and not tools and "agent" not in surfaces:
         return "agent"
-    if asked.messages is None or not asked.messages:
+    if text_request.messages is None or not text_request.messages:
         return "no chat"
-    if asked.cache != "on":
+    if text_request.cache != "on":
         return "off by request"
-    last = asked.messages[-1]
+    last = text_request.messages[-1]
     question = last.get("content")
     if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
         return "no question"
     if len(question) > longest:
         return "long"
-    if not tools and (asked.tools or _has_tools(asked.messages)):
+    if not tools and (text_request.tools or _has_tools(text_request.messages)):
         return "tools"
-    sampling = asked.sampling
-    if asked.n != 1 or sampling.logprobs is not None or asked.prompt_logprobs is not None or asked.echo:
+    sampling = text_request.sampling
+    if (
+        text_request.n != 1
+        or sampling.logprobs is not None
+        or text_request.prompt_logprobs is not None
+        or text_request.echo
+    ):
         return "shape"
     if sampling.temperature > 0.0 and not sampled:
         return "sampled"
-    return SemanticKey(question, _digest(asked, variant, policy, parse_question(question).script, tags), tags)
+    return SemanticKey(question, _digest(text_request, variant, policy, parse_question(question).script, tags), tags)
 
 
 def _has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("role") in ("tool", "function") or message.get("tool_calls") for message in messages)
 
 
-def _digest(asked: TextRequest, variant: str, policy: str, script: str, tags: tuple[str, ...]) -> bytes:
-    assert asked.messages is not None
-    last = {name: value for name, value in asked.messages[-1].items() if name != "content"}
-    sampling = msgspec.structs.asdict(asked.sampling)
-    if asked.sampling.temperature == 0.0:
+def _digest(text_request: TextRequest, variant: str, policy: str, script: str, tags: tuple[str, ...]) -> bytes:
+    assert text_request.messages is not None
+    last = {name: value for name, value in text_request.messages[-1].items() if name != "content"}
+    sampling = msgspec.structs.asdict(text_request.sampling)
+    if text_request.sampling.temperature == 0.0:
         for unused in UNUSED_WHEN_GREEDY:
             sampling.pop(unused)
     parts = {
         "variant": variant,
         "policy": policy,
         "script": script,
-        "before": asked.messages[:-1],
+        "before": text_request.messages[:-1],
         "last": last,
-        "tools": repr((asked.tools, asked.choosing, asked.only_tool, asked.parallel_calls)),
-        "grammar": repr(asked.grammar),
-        "template": sorted((name, repr(value)) for name, value in asked.template.items()),
-        "think": asked.think,
+        "tools": repr(
+            (
+                text_request.tools,
+                text_request.choosing,
+                text_request.only_tool,
+                text_request.allowed_tools,
+                text_request.parallel_calls,
+            )
+        ),
+        "grammar": repr(text_request.grammar),
+        "template": sorted((name, repr(value)) for name, value in text_request.template_values.items()),
+        "think": text_request.think,
         "sampling": sorted((name, repr(value)) for name, value in sampling.items()),
-        "limits": [asked.max_tokens, asked.min_tokens, asked.stop, sorted(asked.stop_ids), asked.ignore_eos],
-        "profile": asked.profile,
+        "limits": [
+            text_request.max_tokens,
+            text_request.min_tokens,
+            text_request.stop,
+            sorted(text_request.stop_ids),
+            text_request.ignore_eos,
+        ],
+        "profile": text_request.profile,
         "tags": tags,  # an entry without a tag could outlive what the tag allows
     }
     return hashlib.blake2b(_encode_any(parts), digest_size=16).digest()
@@ -158,8 +177,8 @@ def storable_answer(choices: Sequence[Choice]) -> StoredAnswer | None:
     )
 
 
-def with_example(asked: TextRequest, entry: SemanticEntry) -> TextRequest:
+def with_example(text_request: TextRequest, entry: SemanticEntry) -> TextRequest:
     """Insert the stored question and answer as an example turn before the user's own."""
-    assert asked.messages is not None
+    assert text_request.messages is not None
     example = [{"role": "user", "content": entry.question}, {"role": "assistant", "content": entry.answer.content}]
-    return asked.but(messages=[*asked.messages[:-1], *example, asked.messages[-1]])
+    return text_request.but(messages=[*text_request.messages[:-1], *example, text_request.messages[-1]])

@@ -20,6 +20,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
 from headrace.gateway.caches.semantic.thresholds import Evidence
 from headrace.gateway.database import Database, storage_unavailable
+from headrace.observe.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class SemanticStore:
         self._db = db
         self._wait_s = wait_s  # how long a caller waits; the write continues after that
         self._open: asyncio.Task[None] | None = None
+        self._outage = OutageLog(log, "the semantic cache cannot write to its table", level=logging.WARNING)
         self.lost = 0  # writes that failed or did not end in time
 
     async def open(self) -> None:
@@ -125,8 +127,9 @@ class SemanticStore:
                 await self._db.run(function)
         except (TimeoutError, ApiError, sqlite3.Error) as error:
             self.lost += 1
-            log.warning("The semantic cache could not write to its table: %s", error or "no answer in time")
+            self._outage.failed(error)
             return False
+        self._outage.succeeded()
         return True
 
 

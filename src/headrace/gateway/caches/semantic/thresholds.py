@@ -174,7 +174,7 @@ class Thresholds(msgspec.Struct, kw_only=True):
 
     @property
     def braked(self) -> bool:
-        """Whether checks of hits say, beyond doubt, that the bound does not hold: then nothing is served.
+        """True if checks of hits say, beyond doubt, that the bound does not hold: then nothing is served.
 
         While it is on, fresh answers are compared with what would have been served; once these are right, it lets go.
         """

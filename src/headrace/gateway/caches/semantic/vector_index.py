@@ -25,7 +25,7 @@ _STEPS: Final = 127.0  # of int8, on each side of zero
 
 
 class Vectors(Protocol):
-    """What both kinds of index can do."""
+    """The interface of both kinds of index."""
 
     def __len__(self) -> int: ...
 

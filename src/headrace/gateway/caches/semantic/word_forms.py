@@ -36,7 +36,7 @@ class Word(msgspec.Struct, frozen=True):
 
     @property
     def small(self) -> bool:
-        """Whether it is a stop word."""
+        """True if the word is a stop word."""
         return self.text in STOP or self.lemma in STOP or IRREGULAR.get(self.text) in STOP
 
 
@@ -67,6 +67,10 @@ _CONTRACTIONS: Final = (
     (re.compile(r"\b(\w+)-(?:free|less)\b"), r"without \1"),
     (re.compile(r"\b(?:keep|stop|prevent|hinder)(?=(?: [\w']+){1,4} from \w+ing\b)"), "prevent"),
 )
+# A prefix that changes the meaning stays with its word: non-nullable, non nullable, pre-tax.
+_PREFIXED: Final = re.compile(
+    r"\bnon[- ](?=[a-z]{3})|\b(?:un|anti|pre|post|de|dis|re|sub|semi|inter|intra)-(?=[a-z]{3})"
+)
 _HYPHEN: Final = re.compile(r"(?<!\d)-|-(?!\d)")  # not those of dates
 _CONTRACTED: Final = re.compile(r"'|-(?:free|less)\b|\b\w+nt\b|\bcannot\b|\b(?:what|where|who|how)s\b| from \w+ing\b")
 _PHRASE: Final = re.compile(rf"\b(?:{'|'.join(sorted(map(re.escape, PHRASES), key=len, reverse=True))})\b")
@@ -90,6 +94,7 @@ def expanded(text: str) -> str:
     for pattern, plain in _SPELLING:
         text = pattern.sub(plain, text)
     text = _SHORT.sub(lambda match: SHORT_FORMS[match[0]], text)
+    text = _PREFIXED.sub(lambda match: match[0][:-1], text)
     text = _HYPHEN.sub(" ", text)
     return _PHRASE.sub(lambda match: PHRASES[match[0]], text)
 
@@ -192,6 +197,11 @@ def words(text: str) -> list[Word]:
     return found
 
 
+_AFTER_PARTICLES: Final = frozenset(
+    "for to by again without with and or from in on at when if before after while using via".split()
+)
+
+
 def _with_particle(tokens: list[str], place: int) -> tuple[str, int | None]:
     """Join a verb with the particle beside it or at the end of its clause."""
     base = _base_verb(tokens[place])
@@ -204,7 +214,7 @@ def _with_particle(tokens: list[str], place: int) -> tuple[str, int | None]:
             break
         if tokens[at] in particles:
             after = tokens[at + 1] if at + 1 < len(tokens) else "."
-            if step == 1 or after in ".?!;:," or after in ("for", "to", "by", "again", "without", "with", "and", "or"):
+            if step == 1 or after in ".?!;:," or after in _AFTER_PARTICLES:
                 return f"{base}_{tokens[at]}", at
     return tokens[place], None
 
@@ -227,15 +237,21 @@ def _related(text: str) -> dict[str, frozenset[str]]:
 
 OPPOSED: Final = _related(OPPOSITES)
 ALTERNATIVE: Final = _related(ALTERNATIVES)
-_NEGATIVE: Final = ("un", "dis", "non", "in", "im", "ir", "de", "anti", "mis")
-_NO_PREFIX: Final = frozenset("import inform input display discount discover distinct amount account about".split())
+_PREFIXES: Final = (
+    *("un", "dis", "non", "in", "im", "ir", "de", "anti", "mis"),
+    *("pre", "post", "re", "sub", "semi", "inter", "intra", "over", "under"),
+)
+_NO_PREFIX: Final = frozenset(
+    """import inform input display discount discover distinct amount account about report repair require response
+    result record retail review reset replace subject submit understand overview interest present press""".split()
+)
 
 
 @cache
-def negated_form(lemma: str, other: str) -> bool:
-    """Whether one word is the other with a negating prefix: unhealthy, non-empty, deactivate."""
+def prefixed_form(lemma: str, other: str) -> bool:
+    """True if one word is the other with a prefix that changes it: unhealthy, non-empty, deactivate, reopen."""
     if len(lemma) < len(other):
         lemma, other = other, lemma
     if len(other) < 4 or lemma in _NO_PREFIX:
         return False
-    return any(lemma == prefix + other for prefix in _NEGATIVE)
+    return any(lemma == prefix + other for prefix in _PREFIXES)

@@ -177,7 +177,7 @@ def _bounded(sources: Sequence[SourceText], options: ExtractOptions) -> list[Sou
 
 
 def _is_name(word: str, texts: Sequence[str]) -> bool:
-    """Whether a source writes the word with a capital within a sentence."""
+    """True if a source writes the word with a capital within a sentence."""
     wanted = word[:1].upper() + word[1:]
     for text in texts:
         at = text.find(f" {wanted}")
@@ -221,7 +221,7 @@ def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tupl
 
 
 def _conflicts(sentence: _Sentence | None, question: QuestionTerms, text: str) -> bool:
-    """Whether the sentence is about another thing of the same sort: `refund policy` for `security policy`.
+    """True if the sentence is about another thing of the same sort: `refund policy` for `security policy`.
 
     `text`: the text of its source.
     """

@@ -25,6 +25,10 @@ SIGNALS: Final[tuple[Signal, ...]] = get_args(Signal)
 WORSE_SIGN: Final[Mapping[Signal, float]] = MappingProxyType(
     {"queue_ms": 1.0, "memory_free": -1.0, "slack_ms": -1.0, "budget_left": -1.0}
 )
+# The values that a signal can have. A threshold outside of them is reached always or never.
+_RANGE: Final[Mapping[Signal, tuple[float, float]]] = MappingProxyType(
+    {"queue_ms": (0.0, math.inf), "memory_free": (0.0, 1.0), "budget_left": (0.0, 1.0)}
+)
 
 # Of each preset step: the share of the patience, the free memory and the slack in seconds at which it is entered.
 _PRESET: Final[tuple[tuple[StepName, float, float | None, float | None], ...]] = (
@@ -117,6 +121,12 @@ def _threshold_problems(step: LadderStepConfig, signal: Signal, milder: Sequence
     sign = WORSE_SIGN[signal]
     if not (math.isfinite(enter) and math.isfinite(leave)):
         yield "expected finite numbers"
+        return
+    least, most = _RANGE.get(signal, (-math.inf, math.inf))
+    outside = [value for value in pair if not least <= value <= most]
+    if outside:
+        expected = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        yield f"expected numbers {expected}, found {outside[0]:g}"
     elif sign * enter <= sign * leave:
         side = "below" if sign > 0 else "above"
         yield f"expected leave {side} enter, found enter {enter:g} and leave {leave:g}"

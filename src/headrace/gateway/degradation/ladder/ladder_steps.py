@@ -67,34 +67,41 @@ class DegradationPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def plan_degradation(level: LadderLevel, asked: TextRequest, allowed: AllowedSteps | None = None) -> DegradationPlan:
+def plan_degradation(
+    level: LadderLevel, text_request: TextRequest, allowed: AllowedSteps | None = None
+) -> DegradationPlan:
     """Return the steps of a level that are allowed and that can have an effect on this request."""
     steps: dict[StepName, LadderStepConfig] = {
         step.step: step for step in level.steps if allowed is None or step.step in allowed.steps
     }
-    is_chat = asked.messages is not None
+    is_chat = text_request.messages is not None
     trim = steps.get("trim") if is_chat else None
     cap = steps.get("max_tokens")
-    if cap is not None and (has_fixed_format(asked) or (asked.max_tokens or math.inf) <= cap.max_tokens):
+    if cap is not None and (has_fixed_format(text_request) or (text_request.max_tokens or math.inf) <= cap.max_tokens):
         cap = None
     # An extracted answer cannot stand in where a program reads the answer or the client inspects its tokens.
-    extractable = is_chat and not has_fixed_format(asked) and asked.n == 1 and asked.sampling.logprobs is None
-    stale = steps.get("stale") if asked.cache == "on" else None
+    extractable = (
+        is_chat
+        and not has_fixed_format(text_request)
+        and text_request.n == 1
+        and text_request.sampling.logprobs is None
+    )
+    stale = steps.get("stale") if text_request.cache == "on" else None
     return DegradationPlan(
         level=level,
         history_tokens=trim.history_tokens if trim is not None else None,
         sources_tokens=trim.sources_tokens if trim is not None else None,
         max_tokens=cap.max_tokens if cap is not None else None,
-        variants=steps["variant"].variants if "variant" in steps and "@" not in asked.model else (),
+        variants=steps["variant"].variants if "variant" in steps and "@" not in text_request.model else (),
         stale_s=stale.stale_s if stale is not None else None,
         extract=extractable and "extract" in steps,
         refuse="refuse" in steps,
     )
 
 
-def cap_answer(asked: TextRequest, plan: DegradationPlan) -> tuple[TextRequest, tuple[ShapingChange, ...]]:
+def cap_answer(text_request: TextRequest, plan: DegradationPlan) -> tuple[TextRequest, tuple[ShapingChange, ...]]:
     """Cap the length of the answer if the plan says so."""
-    return (asked, ()) if plan.max_tokens is None else cap_max_tokens(asked, plan.max_tokens)
+    return (text_request, ()) if plan.max_tokens is None else cap_max_tokens(text_request, plan.max_tokens)
 
 
 def find_smaller_variant(

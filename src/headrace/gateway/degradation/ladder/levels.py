@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -131,7 +131,7 @@ class Ladder:
 
     @property
     def is_used(self) -> bool:
-        """Whether any surface has a ladder."""
+        """True if any surface has a ladder."""
         return bool(self._ladders)
 
     def has_steps(self, surface: str) -> bool:
@@ -176,6 +176,12 @@ class Ladder:
         """Return the level with every step, for a request that the engine has refused."""
         ladder = self._ladders.get(surface)
         return NO_LEVEL if ladder is None else LadderLevel(len(ladder.steps), ladder.steps)
+
+    def levels(self) -> Iterator[tuple[str, str, int, str]]:
+        """Yield surface, scope, level and the name of its last step, for all that are degraded now."""
+        for (surface, scope), state in self._states.items():
+            if state.number:
+                yield surface, scope, state.number, self._ladders[surface].steps[state.number - 1].step
 
     def number(self, surface: str, scope: str = "") -> int:
         """Return the current level without updating the state."""

@@ -72,7 +72,7 @@ def _is_number(word: str) -> bool:
 
 
 def _has_name(text: str, new: NewWords) -> bool:
-    """Whether two capitalised words are adjacent, or one begins no sentence and follows no preposition of place."""
+    """True if two capitalised words are adjacent, or one begins no sentence and follows no preposition of place."""
     capitals = [
         (place, word)
         for place, word in new

@@ -53,7 +53,7 @@ def split_sentences(text: str, most: int = 480) -> list[TextSpan]:
 
 
 def _is_sentence_end(text: str, start: int, at: int, end: int) -> bool:
-    """Whether the line end at `at` ends a sentence, rather than wraps a long line."""
+    """True if the line end at `at` ends a sentence, rather than wraps a long line."""
     begins = max(text.rfind("\n", start, at) + 1, start)
     if at - begins < _SHORT_LINE:
         return True
@@ -61,7 +61,7 @@ def _is_sentence_end(text: str, start: int, at: int, end: int) -> bool:
 
 
 def _is_full_stop(text: str, start: int, at: int, end: int) -> bool:
-    """Whether a dot ends a sentence rather than an abbreviation or an initial."""
+    """True if a dot ends a sentence rather than an abbreviation or an initial."""
     after = text[end : end + 3].lstrip()[:1]
     if after.islower():
         return False

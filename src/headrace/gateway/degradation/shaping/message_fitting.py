@@ -32,7 +32,7 @@ _BYTES_PER_TOKEN: Final = 4  # without a tokenizer
 
 
 class FittedRequest(msgspec.Struct, frozen=True):
-    asked: TextRequest
+    text_request: TextRequest
     changes: tuple[ShapingChange, ...] = ()
 
 
@@ -48,24 +48,24 @@ def text_token_counter(served: ServedVariant) -> Callable[[str], int]:
 
 
 def number_sources(
-    asked: TextRequest, served: ServedVariant, config: ShapingConfig, most_tokens: int | None = None
+    text_request: TextRequest, served: ServedVariant, config: ShapingConfig, most_tokens: int | None = None
 ) -> tuple[TextRequest, SelectedSources | None]:
     """Select the request's sources, number them and write them into its messages. None: it has no sources.
 
     `most_tokens`: a lower cap on all sources together, such as the ladder's.
     """
-    messages = asked.messages or []
-    sources = asked.sources
+    messages = text_request.messages or []
+    sources = text_request.sources
     if not sources:
         if not any(_may_have_sources(message) for message in messages):
-            return asked, None
+            return text_request, None
         messages, sources = extract_tagged_sources(messages)
         if not sources:
-            return asked, None
+            return text_request, None
     # At most half of the context, because the conversation needs room as well.
     caps = (config.sources_tokens, served.context // 2, *(() if most_tokens is None else (most_tokens,)))
     selected = select_sources(sources, config, text_token_counter(served), total_tokens=min(caps))
-    return asked.but(messages=insert_sources(messages, selected, config.sources_place), sources=()), selected
+    return text_request.but(messages=insert_sources(messages, selected, config.sources_place), sources=()), selected
 
 
 def _may_have_sources(message: ChatMessage) -> bool:
@@ -73,23 +73,26 @@ def _may_have_sources(message: ChatMessage) -> bool:
 
 
 async def fit_request(
-    asked: TextRequest,
+    text_request: TextRequest,
     served: ServedVariant,
     config: ShapingConfig,
     budget: int | None,  # prompt tokens, beside the limit that the context sets
     summariser: Summariser | None,
 ) -> FittedRequest:
     """Drop or summarise the oldest turns if the request allows it and needs it."""
-    overflow = asked.overflow or config.overflow
-    messages = asked.messages or []
+    overflow = text_request.overflow or config.overflow
+    messages = text_request.messages or []
     if overflow == "refuse" and budget is None:
-        return FittedRequest(asked)
+        return FittedRequest(text_request)
     most = served.context if budget is None else min(budget, served.context)
     if overflow != "refuse":
-        answer = asked.max_tokens if asked.max_tokens is not None else config.answer_tokens
+        answer = text_request.max_tokens if text_request.max_tokens is not None else config.answer_tokens
         most = min(most, served.context - min(answer, served.context // 2))
-    if sum(len(message.get("content") or "") + _TEMPLATE_TOKENS for message in messages) < most and not asked.tools:
-        return FittedRequest(asked)  # it fits: no token is shorter than a character
+    if (
+        sum(len(message.get("content") or "") + _TEMPLATE_TOKENS for message in messages) < most
+        and not text_request.tools
+    ):
+        return FittedRequest(text_request)  # it fits: no token is shorter than a character
     count_text = text_token_counter(served)
 
     def count(message: ChatMessage) -> int:
@@ -99,7 +102,7 @@ async def fit_request(
 
     overhead = _TEMPLATE_TOKENS + sum(
         count_text(msgspec.json.encode((tool.name, tool.description, tool.parameters)).decode()) + 2 * _TEMPLATE_TOKENS
-        for tool in asked.tools
+        for tool in text_request.tools
     )
     if overflow == "summarise" and summariser is not None:
         fitted = await fit_conversation_with_summary(
@@ -114,5 +117,5 @@ async def fit_request(
     else:
         fitted = fit_conversation(messages, budget=most, count=count, overhead=overhead)
     if not fitted.dropped:
-        return FittedRequest(asked)
-    return FittedRequest(asked.but(messages=fitted.messages), fitted.changes)
+        return FittedRequest(text_request)
+    return FittedRequest(text_request.but(messages=fitted.messages), fitted.changes)

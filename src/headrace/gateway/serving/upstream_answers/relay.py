@@ -23,18 +23,17 @@ from headrace.sse import DONE
 
 
 def can_relay(exchange: Exchange, request: UpstreamRequest, takes: UpstreamFeatures) -> bool:
-    """Whether nothing of the answer would be changed here. The caller knows whether the client speaks the same dialect,
-    and whether anybody else wants to read along."""
-    return bool(exchange.asked.stream and takes.stream and request.plain)
+    """Return whether Headrace would change nothing in the answer. The caller checks that the client
+    speaks the same dialect and that no stage reads the answer."""
+    return bool(exchange.text_request.stream and takes.stream and request.plain)
 
 
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')  # in a text the quotes would be escaped
-_MARK: Final = b"\x00"  # stands for a text
+_MARK: Final = b"\x00"  # placeholder for the text
 
 
 class RelayReader:
-    """One answer as bytes. Chunks go out as they came; the end, the usage and what is cut are written here, so that a
-    client finds them as with any other answer."""
+    """Passes an answer's chunks on as bytes, and writes the end and the usage itself, as in every other answer."""
 
     def __init__(
         self,
@@ -45,11 +44,11 @@ class RelayReader:
         *,
         rename: bool,
     ) -> None:
-        """`own` writes what the upstream does not: the end, the usage, and what is cut."""
+        """`own` writes the end, the usage and the end of an answer cut at its deadline."""
         self._inner = inner
         self._own = own
-        self._written = False  # something of the upstream's went out
-        self._version = 0  # of the form that these are for
+        self._written = False  # a chunk of the upstream was passed on
+        self._version = 0  # of the chunk template that `_before` and `_after` belong to
         self._before = self._after = b""
         self._renamed = None
         if rename:
@@ -72,7 +71,7 @@ class RelayReader:
         inner = self._inner
         raw = inner.note(data)
         if raw is not None:
-            return [self._same(raw)]  # nearly every chunk of nearly every answer
+            return [self._from_template(raw)]  # nearly every chunk of nearly every answer
         pieces = inner.event(data)
         found: list[bytes] = []
         if data != DONE and not _NO_CHOICES.search(data):
@@ -81,13 +80,13 @@ class RelayReader:
             found.append(self._end(pieces))
         return found
 
-    def _same(self, raw: bytes) -> bytes:
-        """A chunk of the form that is known: what is around its text is replaced once for all of them."""
-        form = self._inner.form
-        if form is not None and form.version != self._version:
-            self._version = form.version
-            # The mark cannot be in either: what is not JSON is no chunk.
-            ours = self._as_ours(form.before + _MARK + form.after)
+    def _from_template(self, raw: bytes) -> bytes:
+        """Return a chunk of the known template. The bytes around its text are renamed once for all such chunks."""
+        template = self._inner.template
+        if template is not None and template.version != self._version:
+            self._version = template.version
+            # Neither part can contain the mark, because it is not valid in JSON.
+            ours = self._as_ours(template.before + _MARK + template.after)
             self._before, _, self._after = ours.partition(_MARK)
         return b"".join((self._before, raw, self._after))
 
@@ -100,7 +99,7 @@ class RelayReader:
         return b"data: %b\n\n" % data
 
     def body(self, body: bytes) -> list[bytes]:
-        """It did not stream after all."""
+        """Return the events of an answer that the upstream did not stream."""
         pieces = self._inner.body(body)
         texts = [piece for piece in pieces if piece.finish is None]
         found = [self._own.begin(), *map(self._own.piece, texts)]
@@ -124,7 +123,7 @@ class RelayReader:
         return [b"".join([begin, *missing, self._own.end()])]
 
     def _end(self, pieces: list[ChoiceDelta]) -> bytes:
-        """The usage where it is asked for, and the mark of the end. That the choices ended was said already."""
+        """Return the usage, if requested, and `[DONE]`. The ends of the choices were passed on already."""
         for piece in pieces:
             if piece.finish is not None:
                 self._own.piece(piece)
@@ -138,15 +137,15 @@ class RelayReader:
     def output_tokens(self) -> int:
         return self._inner.output_tokens
 
-    def together(self, found: list[bytes]) -> list[bytes]:
-        """One write for all that came at once."""
+    def merge(self, found: list[bytes]) -> list[bytes]:
+        """Join events that arrived together into one write."""
         return [b"".join(found)] if len(found) > 1 else found
 
     def delivered(self) -> tuple[list[Choice], list[int]]:
         return self._inner.delivered()
 
-    def spent(self) -> usage.AnswerUsage:
-        return self._inner.spent()
+    def usage_so_far(self) -> usage.AnswerUsage:
+        return self._inner.usage_so_far()
 
 
 class _ChunkHead(msgspec.Struct):
@@ -159,8 +158,11 @@ _FIELD: Final = re.compile(rb'"(id|model)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 class ChunkRenamer:
-    """Chunks with our id and our model's name. Nearly all have the same bytes in these places as the one before, and
-    no text of an answer can have them: within a text, quotes are escaped."""
+    """Replaces the id and the model's name in chunks.
+
+    Nearly every chunk has the same bytes there as the one before it, and an answer's text cannot contain them, because
+    quotes within a text are escaped.
+    """
 
     def __init__(self, id: str, model: str) -> None:
         self._ours = {b"id": json.dumps(id).encode(), b"model": json.dumps(model).encode()}
@@ -174,7 +176,7 @@ class ChunkRenamer:
     def _changed(self, data: bytes) -> bytes:
         for old, new in self._changes:
             data = data.replace(old, new)
-        # The name that our answers have for it; within a text the quotes would be escaped.
+        # Use our field's name; within a text the quotes would be escaped.
         if b'"reasoning":' in data and b'"reasoning_content":' not in data:
             data = data.replace(b'"reasoning":', b'"reasoning_content":')
         return data
@@ -183,18 +185,18 @@ class ChunkRenamer:
         try:
             head = _heads.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            return  # what can be read of it is read elsewhere; neither name is a text there
+            return  # the reader reports or repairs it
         known = {b"id": head.id, b"model": head.model}
         changes: dict[bytes, bytes] = {}
         for found in _FIELD.finditer(data):
             name, value = found[1], found[2]
-            if known[name] is not None and _same(value, known[name]):
+            if known[name] is not None and _is_json_of(value, known[name]):
                 ours = self._ours[name]
                 changes[found[0]] = found[0][: -len(value)] + ours
         self._changes = list(changes.items())
 
 
-def _same(value: bytes, text: str | None) -> bool:
+def _is_json_of(value: bytes, text: str | None) -> bool:
     try:
         return msgspec.json.decode(value) == text
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -35,13 +35,13 @@ from headrace.gateway.serving.upstream_answers.upstream_chunks import (
     read_usage,
 )
 from headrace.gateway.serving.upstream_answers.upstream_request import UpstreamRequest
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.sse import DONE, ErrorEvent
 
 _LEAST: Final = -9999.0  # log-probability; JSON has no minus infinity
-_MOST_CALLS: Final = 128  # of one choice
-_SEVERAL: Final = 16  # bytes that are rarely one token
+_MOST_CALLS: Final = 128  # in one choice
+_SEVERAL: Final = 16  # bytes; a longer text is rarely one token
 _FINISH: Final[dict[str, FinishReason]] = {
     "stop": "stop",
     "eos": "stop",
@@ -61,36 +61,36 @@ _BROKEN: Final = ("abort", "error", "insufficient_system_resource", "cancelled")
 
 
 class _ToolCallProgress(msgspec.Struct):
-    index: int  # ours
+    index: int  # in our answer
     id: str
-    name: str = ""  # once it is known
+    name: str = ""  # empty until known
     arguments: list[str] = []
 
 
 class _ChoiceProgress(msgspec.Struct):
-    """How far one choice is."""
+    """The state of one choice."""
 
-    content: list[str | bytes] = []  # bytes: as JSON has it between quotes
+    content: list[str | bytes] = []  # bytes: a JSON string without its quotes
     reasoning: list[str] = []
     calls: list[_ToolCallProgress] = []
     places: dict[int, _ToolCallProgress] = {}  # calls by the upstream's index
     logprobs: list[TokenLogprob] = []
-    chunks: int = 0  # with some output
-    tokens: int = 0  # that came, about; below zero before the end of a prompt that the upstream repeats
-    told: int = 0  # of them with pieces
-    echo: str = ""  # the prompt, until it was put before the answer
+    chunks: int = 0  # chunks with output
+    tokens: int = 0  # received, roughly; negative while the upstream still repeats the prompt
+    reported: int = 0  # tokens already attributed to deltas
+    echo: str = ""  # the prompt to put before the answer; empty once done
     finish: FinishReason | None = None
     stop: str | None = None
 
-    def came(self) -> usage.ReceivedOutput:
+    def received(self) -> usage.ReceivedOutput:
         calls = [part for call in self.calls for part in (call.name, *call.arguments)]
         text = "".join([*self.reasoning, join_texts(self.content), *calls])
         return usage.ReceivedOutput(self.chunks, len(self.logprobs), text, bool(self.reasoning))
 
-    def tell(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """With the tokens that came since the piece before."""
-        piece.tokens = max(0, self.tokens - self.told)
-        self.told += piece.tokens
+    def with_tokens(self, piece: ChoiceDelta) -> ChoiceDelta:
+        """Return the delta with the tokens received since the previous one."""
+        piece.tokens = max(0, self.tokens - self.reported)
+        self.reported += piece.tokens
         return piece
 
     def choice(self, index: int) -> Choice:
@@ -100,7 +100,7 @@ class _ChoiceProgress(msgspec.Struct):
 
 
 class UpstreamAnswerReader:
-    """One answer, with all its choices. UpstreamError for what cannot be read."""
+    """Reads one answer with all its choices. Raises UpstreamError for data it cannot read."""
 
     def __init__(
         self,
@@ -113,20 +113,20 @@ class UpstreamAnswerReader:
         tokenizer: Tokenizer | None = None,
         hidden: Sequence[str] = (),
     ) -> None:
-        self.started = False  # some output came
-        self.complete = False  # every choice has its end
-        self.over = False  # nothing more is to come, the usage included
-        self.counted: usage.AnswerUsage | None = None  # once it is over
+        self.started = False  # some output has arrived
+        self.complete = False  # every choice has ended
+        self.over = False  # the answer has ended, usage included
+        self.counted: usage.AnswerUsage | None = None  # set at the end
         self._request = request
         self._name = name
         self._n = n
         self._prompt = (prompt_tokens, prompt_bytes)
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._told: ReportedUsage | None = None
+        self._reported: ReportedUsage | None = None
         self._progress = [_ChoiceProgress() for _ in range(request.choices)]
-        # A choice that has had its end says nothing more, and of several one would have to look whose a text is.
-        self._form = ChunkTemplate() if request.choices == 1 else None
+        # Only for one choice: with several, the template would have to tell them apart.
+        self._template = ChunkTemplate() if request.choices == 1 else None
         for place, progress in enumerate(self._progress):
             if request.echo:
                 progress.echo = request.echo[place // n]
@@ -134,30 +134,30 @@ class UpstreamAnswerReader:
                 progress.tokens = -(prompt_tokens * n // len(self._progress))
 
     @property
-    def form(self) -> ChunkTemplate | None:
-        return self._form
+    def template(self) -> ChunkTemplate | None:
+        return self._template
 
     @property
     def output_tokens(self) -> int:
-        """That came so far, of all choices: estimated until the end."""
+        """Tokens received so far over all choices; estimated until the end."""
         if self.counted is not None:
             return sum(used.output_tokens for used in self.counted.usages)
         return sum(max(0, progress.tokens) for progress in self._progress)
 
-    # What came
+    # Input
 
     def event(self, data: bytes) -> list[ChoiceDelta]:
-        if self._form is not None:
-            raw = self._form.text(data)
+        if self._template is not None:
+            raw = self._template.text(data)
             if raw is not None and (text := decode_text(raw)) is not None:
                 return [self._plain(text)]  # nearly every chunk of nearly every answer
         if data == DONE:
             return self.finish()
         chunk = self._chunk(data)
         pieces = [piece for part in chunk.choices or () if (piece := self._piece(part, part.delta)) is not None]
-        if self._form is not None and self._is_plain(chunk, pieces):
-            self._form.learn(data, pieces[0].content)
-        if self.complete and self._told is not None and is_present(chunk.usage):
+        if self._template is not None and self._is_plain(chunk, pieces):
+            self._template.learn(data, pieces[0].content)
+        if self.complete and self._reported is not None and is_present(chunk.usage):
             pieces += self.finish()
         return pieces
 
@@ -166,18 +166,18 @@ class UpstreamAnswerReader:
         progress.content.append(text)
         progress.chunks += 1
         progress.tokens += self._estimated(text)
-        return progress.tell(ChoiceDelta(0, text))
+        return progress.with_tokens(ChoiceDelta(0, text))
 
     def _is_plain(self, chunk: UpstreamChunk, pieces: list[ChoiceDelta]) -> bool:
-        """Whether a chunk has some text, and nothing else: then others of its form have nothing else either."""
+        """Return whether the chunk has text and nothing else; then its template fits other such chunks."""
         if len(pieces) != 1 or self.complete or is_present(chunk.usage):
             return False
         piece = pieces[0]
         return bool(piece.content) and not (piece.reasoning or piece.calls or piece.logprobs or self._request.echo)
 
     def note(self, data: bytes) -> bytes | None:
-        """A chunk that only has some text is noted, and its text handed back as it is there; None for every other."""
-        if self._form is None or (raw := self._form.text(data)) is None:
+        """Record a chunk that has only text and return that text as JSON without quotes. None for any other chunk."""
+        if self._template is None or (raw := self._template.text(data)) is None:
             return None
         progress = self._progress[0]
         progress.content.append(raw)
@@ -186,49 +186,48 @@ class UpstreamAnswerReader:
         return raw
 
     def body(self, body: bytes) -> list[ChoiceDelta]:
-        """An answer that came as a whole."""
+        """Read an answer that was not streamed."""
         chunk = self._chunk(body)
         pieces = [piece for part in chunk.choices or () if (piece := self._piece(part, part.message)) is not None]
         return pieces + self.finish()
 
     def finish(self) -> list[ChoiceDelta]:
-        """The end of all that comes. UpstreamError where something is missing."""
+        """End the answer. Raises UpstreamError if a choice has no output."""
         if self.over:
             return []
         if not self.complete:
             for progress in self._progress:
                 if progress.finish is None and not progress.chunks:
-                    raise faults.invalid_answer(self._name, "ended its answer before it was complete")
+                    raise upstream_errors.invalid_answer(self._name, "ended its answer before it was complete")
                 if progress.finish is None:
-                    progress.finish = self._finish(progress, "stop")  # it only forgot to say why it ended
+                    progress.finish = self._finish(progress, "stop")  # the upstream gave no reason
         return list(self._ends())
 
     def broken_off(self) -> list[ChoiceDelta]:
-        """The connection is at its end, without a word that the answer is. UpstreamError where it is not."""
+        """Handle a connection that closed without an end marker. Raises UpstreamError unless every choice has ended."""
         if not self.complete:
-            raise faults.connection_lost(self._name)
+            raise upstream_errors.connection_lost(self._name)
         return self.finish()
 
     def cut(self) -> list[ChoiceDelta]:
-        """The time is over: what there is, is the answer."""
+        """End every choice at the deadline."""
         for progress in self._progress:
             progress.finish = progress.finish or "deadline"
         return list(self._ends())
 
-    def together(self, found: list[ChoiceDelta]) -> list[ChoiceDelta]:
+    def merge(self, found: list[ChoiceDelta]) -> list[ChoiceDelta]:
         return found
 
     def delivered(self) -> tuple[list[Choice], list[int]]:
-        """Every choice as far as it came, and which of them are whole."""
+        """Return every choice so far, and the indices of the complete ones."""
         choices = [progress.choice(place) for place, progress in enumerate(self._progress)]
         return choices, [place for place, each in enumerate(self._progress) if each.finish is not None]
 
-    def spent(self) -> usage.AnswerUsage:
-        """The tokens of what came so far."""
+    def usage_so_far(self) -> usage.AnswerUsage:
         tokens, length = self._prompt
         return usage.measure_answer(
-            [progress.came() for progress in self._progress],
-            self._told,
+            [progress.received() for progress in self._progress],
+            self._reported,
             n=self._n,
             prompt_tokens=tokens,
             prompt_bytes=length,
@@ -236,26 +235,30 @@ class UpstreamAnswerReader:
             echoed=self._request.echoed,
         )
 
-    # How it is read
+    # Parsing
 
     def _chunk(self, data: bytes) -> UpstreamChunk:
         if isinstance(data, ErrorEvent):
-            raise faults.error_for_event(faults.parse_error_body(data), name=self._name, hidden=self._hidden)
+            raise upstream_errors.error_for_event(
+                upstream_errors.parse_error_body(data), name=self._name, hidden=self._hidden
+            )
         chunk = read_chunk(data, self._name)
         if is_present(chunk.error) or chunk.object == "error" or (chunk.choices is None and chunk.message is not None):
-            raise faults.error_for_event(faults.parse_error_body(data), name=self._name, hidden=self._hidden)
-        if (told := read_usage(chunk.usage)) is not None:
-            self._told = told
+            raise upstream_errors.error_for_event(
+                upstream_errors.parse_error_body(data), name=self._name, hidden=self._hidden
+            )
+        if (reported := read_usage(chunk.usage)) is not None:
+            self._reported = reported
         return chunk
 
     def _piece(self, part: UpstreamChoice, delta: UpstreamDelta | None) -> ChoiceDelta | None:
-        """None where there is nothing new for a client."""
+        """Return the delta for the client; None if it is empty."""
         index = part.index or 0
         if not 0 <= index < len(self._progress):
-            raise faults.invalid_answer(self._name, "sent a choice that was not requested")
+            raise upstream_errors.invalid_answer(self._name, "sent a choice that was not requested")
         progress = self._progress[index]
         if progress.finish is not None:
-            return None  # it had its end
+            return None  # it has ended
         piece = ChoiceDelta(index)
         if delta is not None:
             self._take(piece, progress, delta)
@@ -279,10 +282,10 @@ class UpstreamAnswerReader:
             self._end(progress, part)
         if new and progress.echo:
             piece.content, progress.echo = progress.echo + piece.content, ""
-        return progress.tell(piece) if new else None
+        return progress.with_tokens(piece) if new else None
 
     def _tokens_of(self, piece: ChoiceDelta) -> int:
-        """That a chunk brought, about. Upstreams tell the sum alone, at the end, and there it is put right."""
+        """Estimate the tokens of a chunk. Upstreams report only the sum at the end, and the last delta corrects it."""
         if piece.logprobs:
             return len(piece.logprobs)
         calls = [f"{call.name or ''}{call.arguments}" for call in piece.calls]
@@ -290,7 +293,7 @@ class UpstreamAnswerReader:
 
     def _estimated(self, text: str) -> int:
         length = len(text) if text.isascii() else len(text.encode(errors="replace"))
-        # Most servers put one token into each chunk. To count it again is only worth its time where there are several.
+        # Most servers put one token into each chunk. Count only texts that may be several tokens.
         if self._tokenizer is not None and length > _SEVERAL:
             return usage.count_text_tokens(text, self._tokenizer) or 1
         return length // usage.BYTES_PER_TOKEN or 1
@@ -307,7 +310,7 @@ class UpstreamAnswerReader:
             self._call(piece, progress, call)
 
     def _call(self, piece: ChoiceDelta, progress: _ChoiceProgress, part: ToolCallFragment) -> None:
-        """Indices may be missing, or the same for several calls; ids may be missing, or repeated; names may be late."""
+        """Add a fragment of a tool call. Indices and ids may be missing or repeated, and names late."""
         function = part.function
         name = (function.name if function is not None else None) or ""
         arguments = "" if function is None or function.arguments is None else function.arguments
@@ -318,7 +321,7 @@ class UpstreamAnswerReader:
             call = progress.calls[-1]
         if call is None or (part.id and name and call.name and part.id != call.id):
             if len(progress.calls) >= _MOST_CALLS:
-                raise faults.invalid_answer(self._name, "called too many tools", again=False)
+                raise upstream_errors.invalid_answer(self._name, "called too many tools", again=False)
             call = _ToolCallProgress(len(progress.calls), part.id or f"call_{secrets.token_hex(12)}")
             progress.calls.append(call)
             if part.index is not None:
@@ -338,20 +341,19 @@ class UpstreamAnswerReader:
     def _end(self, progress: _ChoiceProgress, part: UpstreamChoice) -> None:
         reason = part.finish_reason or "stop"
         if reason in _FILTERED:
-            raise faults.filtered(self._name)
+            raise upstream_errors.filtered(self._name)
         if reason in _BROKEN:
-            raise faults.error_for_status(500, faults.ReportedError(), name=self._name)
+            raise upstream_errors.error_for_status(500, upstream_errors.ReportedError(), name=self._name)
         progress.finish = self._finish(progress, _FINISH.get(reason.lower(), "stop"))
-        for told in (part.stop_reason, part.matched_stop):
-            if isinstance(told, str) and told in self._request.stop:
-                progress.stop = told
+        for stop in (part.stop_reason, part.matched_stop):
+            if isinstance(stop, str) and stop in self._request.stop:
+                progress.stop = stop
         self.complete = all(each.finish is not None for each in self._progress)
         if self.complete:
-            self._form = None
+            self._template = None
 
     def _finish(self, progress: _ChoiceProgress, finish: FinishReason) -> FinishReason:
-        """Servers differ in what they call the end of an answer that calls tools. As the API has it, one that had to
-        call a given tool just stops."""
+        """Return the reason as OpenAI's API names it: `tool_calls`, or `stop` if the request forced a named tool."""
         if finish in ("stop", "tool_calls"):
             called = any(call.name for call in progress.calls)
             return "tool_calls" if called and not self._request.named else "stop"
@@ -359,11 +361,11 @@ class UpstreamAnswerReader:
 
     def _ends(self) -> Iterator[ChoiceDelta]:
         self.complete = self.over = True
-        self.counted = self.spent()
+        self.counted = self.usage_so_far()
         for place, (progress, used) in enumerate(zip(self._progress, self.counted.usages, strict=True)):
             piece = ChoiceDelta(place, content=progress.echo, finish=progress.finish, stop=progress.stop, usage=used)
-            piece.tokens = used.output_tokens - progress.told  # below zero where too many were told
-            progress.told, progress.echo = used.output_tokens, ""
+            piece.tokens = used.output_tokens - progress.reported  # negative if too many were attributed
+            progress.reported, progress.echo = used.output_tokens, ""
             if self._request.logprobs is not None:
                 piece.logprobs = []
             yield piece
@@ -371,7 +373,7 @@ class UpstreamAnswerReader:
     # Log-probabilities
 
     def _logprobs(self, raw: Raw) -> list[TokenLogprob] | None:
-        """As chats have them (`content`), or as completions do (`tokens`)."""
+        """Read log-probabilities in the shape of chats (`content`) or of completions (`tokens`)."""
         try:
             found: object = msgspec.json.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -385,7 +387,7 @@ class UpstreamAnswerReader:
             if isinstance(table.get("tokens"), list):
                 return list(self._of_completion(table))
         except (TypeError, KeyError, ValueError, AttributeError):
-            raise faults.invalid_answer(self._name, "sent log-probabilities that cannot be read") from None
+            raise upstream_errors.invalid_answer(self._name, "sent log-probabilities that cannot be read") from None
         return None
 
     def _of_chat(self, each: dict[str, Any]) -> TokenLogprob:
@@ -400,7 +402,7 @@ class UpstreamAnswerReader:
             likeliest = (tops[place] if place < len(tops) else None) or {}
             ordered = sorted(likeliest.items(), key=lambda pair: -_bounded(pair[1]))
             top = [(other, other.encode(), _bounded(value)) for other, value in ordered]
-            known = None if logprob is None else _bounded(logprob)  # of a prompt's first token there is none
+            known = None if logprob is None else _bounded(logprob)  # a prompt's first token has none
             yield TokenLogprob(text, text.encode(errors="replace"), known, top, text)
 
 
@@ -414,7 +416,7 @@ def _bounded(value: float | None) -> float:
 
 
 def _texts(parts: list[Any] | None) -> str:
-    """Of a content that is a list of parts."""
+    """Join the texts of a content that is a list of parts."""
     found: list[str] = []
     for part in parts or ():
         if isinstance(part, dict):

@@ -15,9 +15,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 
-_NONE: Final = Raw()  # what is not there; what is null is told from it by `present`
+_NONE: Final = Raw()  # the field is missing; `is_present` is False for it and for null
 
 
 class FunctionFragment(Struct):
@@ -32,11 +32,11 @@ class ToolCallFragment(Struct):
 
 
 class UpstreamDelta(Struct):
-    """Of a stream's `delta`, or of a whole answer's `message`."""
+    """The `delta` of a stream, or the `message` of a whole answer."""
 
-    content: str | list[Any] | None = None  # a list of parts, with some
+    content: str | list[Any] | None = None  # some servers send a list of parts
     reasoning_content: str | None = None
-    reasoning: Any = None  # the same by another name; with some an object that is none of ours
+    reasoning: Any = None  # another name for it; an unrelated object on some servers
     refusal: str | None = None
     tool_calls: list[ToolCallFragment] | None = None
 
@@ -44,10 +44,10 @@ class UpstreamDelta(Struct):
 class UpstreamChoice(Struct):
     """One choice's part of a chunk, or a choice of a whole answer."""
 
-    index: int | None = None  # 0 where it is not told
+    index: int | None = None  # missing: 0
     delta: UpstreamDelta | None = None
     message: UpstreamDelta | None = None
-    text: str | None = None  # of a completion
+    text: str | None = None  # in a completion
     finish_reason: str | None = None
     logprobs: Raw = _NONE
     stop_reason: Any = None  # vLLM: the stop text that ended it, or a token's id
@@ -59,7 +59,7 @@ class UpstreamChunk(Struct):
     usage: Raw = _NONE
     error: Raw = _NONE
     object: str | None = None
-    message: str | None = None  # of an error in vLLM's older shape
+    message: str | None = None  # an error in vLLM's older shape
 
 
 class UsageDetails(Struct):
@@ -68,13 +68,13 @@ class UsageDetails(Struct):
 
 
 class ReportedUsage(Struct):
-    """A usage, as told."""
+    """The usage that the upstream reports."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: UsageDetails | None = None
     completion_tokens_details: UsageDetails | None = None
-    prompt_cache_hit_tokens: int | None = None  # DeepSeek's name for the cached ones
+    prompt_cache_hit_tokens: int | None = None  # DeepSeek's name for cached tokens
 
 
 _chunks: Final = msgspec.json.Decoder(UpstreamChunk)
@@ -82,29 +82,29 @@ _usages: Final = msgspec.json.Decoder(ReportedUsage)
 
 
 def read_chunk(data: bytes, name: str) -> UpstreamChunk:
-    """UpstreamError for what is none."""
+    """Decode a chunk. Raises UpstreamError if it is not one."""
     try:
         return _chunks.decode(data)
     except msgspec.ValidationError:
-        raise faults.invalid_answer(name, "sent JSON that is not an answer") from None
+        raise upstream_errors.invalid_answer(name, "sent JSON that is not an answer") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        return _chunks.decode(_mended(data))
+        return _chunks.decode(_repair(data))
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise faults.invalid_answer(name, "sent something that is not JSON") from None
+        raise upstream_errors.invalid_answer(name, "sent something that is not JSON") from None
 
 
-def _mended(data: bytes) -> bytes:
-    """Some cut their texts between the bytes of a character, or the halves of one: what is left of it is replaced.
-    ValueError for what is no JSON all the same."""
+def _repair(data: bytes) -> bytes:
+    """Replace broken characters: some servers split texts within a character's bytes or surrogates.
+    Raises ValueError if the data is not JSON."""
     found: object = json.loads(data.decode("utf-8", "replace"))
     text = json.dumps(found, ensure_ascii=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def read_usage(raw: Raw) -> ReportedUsage | None:
-    """None where there is none, or one that cannot be read."""
+    """Decode a usage; None if it is missing or malformed."""
     if not is_present(raw):
         return None
     try:
@@ -118,37 +118,37 @@ def is_present(raw: Raw) -> bool:
 
 
 _TEXT: Final = re.compile(rb'"(?:content|text)"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_USES: Final = 4  # of a form, before another one is looked for: where every chunk is another, none is looked for
+_USES: Final = 4  # chunks that must match before a new template is learned, so that varied streams cost nothing
 
 
 class ChunkTemplate:
-    """What a stream's chunks have in common, around the text of its one choice.
+    """The bytes that a stream's chunks share before and after the text of their one choice.
 
-    Two chunks with the same bytes before and after their texts say the same but for these. Nearly all chunks of nearly
-    all servers are such, and to see that is much cheaper than to decode them.
+    Nearly all chunks of nearly all servers differ in the text alone, and comparing the rest is much cheaper than
+    decoding it.
     """
 
     def __init__(self) -> None:
         self.before = b""
         self.after = b""
-        self.version = 0  # counts the forms that were found
+        self.version = 0  # increases with each learned template
         self._length = 0
         self._uses = _USES
 
     def text(self, data: bytes) -> bytes | None:
-        """A chunk's text, as JSON has it between quotes; None where the chunk is of no known form."""
+        """Return the chunk's text as JSON without quotes; None if the chunk does not match."""
         before, after = self.before, self.after
         if len(data) <= self._length or not before or not data.startswith(before) or not data.endswith(after):
             return None
         text = data[len(before) : len(data) - len(after)]
-        # A quote could end the text and begin something else, and a backslash hide the quote that ends it.
+        # A quote could end the text early, and a trailing backslash could escape the closing quote.
         if b'"' in text or text.endswith(b"\\"):
             return None
         self._uses += 1
         return text
 
     def learn(self, data: bytes, text: str) -> None:
-        """Of a chunk that was decoded, and has this text and nothing else that is new."""
+        """Learn from a decoded chunk that has this text and nothing else."""
         if self._uses < _USES:
             self._uses += 1
             return
@@ -165,7 +165,7 @@ _texts: Final = msgspec.json.Decoder(str)
 
 
 def decode_text(raw: bytes) -> str | None:
-    """Of a text as JSON has it between quotes; None for what is none."""
+    """Decode a JSON string without its quotes; None if it is malformed."""
     try:
         return _texts.decode(b'"%b"' % raw) if b"\\" in raw else raw.decode()
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -173,8 +173,8 @@ def decode_text(raw: bytes) -> str | None:
 
 
 def join_texts(parts: Sequence[str | bytes]) -> str:
-    """Of texts, and of texts as JSON has them between quotes: those that follow each other are one, because what is
-    half a character in the first may be whole with the second."""
+    """Join texts and JSON strings without quotes. Decodes adjacent JSON strings together: a character may be split
+    between them."""
     found: list[str] = []
     for raw, group in itertools.groupby(parts, lambda part: isinstance(part, bytes)):
         if raw:

@@ -15,7 +15,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.upstream_answers import upstream_usage as usage
 from headrace.gateway.serving.upstream_answers.upstream_chunks import read_usage
-from headrace.gateway.upstreams import upstream_errors as faults
+from headrace.gateway.upstreams import upstream_errors
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.gateway.upstreams.upstream_errors import UpstreamError
 
@@ -89,7 +89,7 @@ async def embed_texts(
     body = msgspec.json.encode({"model": upstream.config.model or upstream.name, "input": inputs})
     upstream.count("requests")
     upstream.retry_budget.record_request()
-    upstream.refuse_where_shut()
+    upstream.check_ready()
     await upstream.slots.acquire(priority, min(upstream.config.queue_s, due - upstream.clock()))
     try:
         answer = await _fetch_with_retries(upstream, body, due)
@@ -131,15 +131,15 @@ async def _fetch(upstream: Upstream, body: bytes, due: float) -> _EmbeddingBody:
         while part := await reply.read(due):
             parts += part
             if len(parts) > upstream.config.answer_bytes:
-                raise faults.invalid_answer(upstream.name, "sent an answer that is too long", again=False)
+                raise upstream_errors.invalid_answer(upstream.name, "sent an answer that is too long", again=False)
     except TimeoutError:
-        raise faults.too_slow(upstream.name, "to complete its answer") from None
+        raise upstream_errors.too_slow(upstream.name, "to complete its answer") from None
     finally:
         reply.close()
     try:
         return _bodies.decode(parts)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise faults.invalid_answer(upstream.name, "sent no embeddings") from None
+        raise upstream_errors.invalid_answer(upstream.name, "sent no embeddings") from None
 
 
 def _check_vectors(answer: _EmbeddingBody, name: str, count: int) -> NDArray[np.float32]:
@@ -150,7 +150,7 @@ def _check_vectors(answer: _EmbeddingBody, name: str, count: int) -> NDArray[np.
             rows[index] = vector.embedding
     found = [row for row in rows if row]
     if len(found) < count or len({len(row) for row in found}) > 1:
-        raise faults.invalid_answer(
+        raise upstream_errors.invalid_answer(
             name, "sent the wrong number of embeddings, or embeddings of different lengths", again=False
         )
     return np.array(found, dtype=np.float32)

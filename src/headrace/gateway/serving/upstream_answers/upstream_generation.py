@@ -25,20 +25,21 @@ from headrace.gateway.upstreams.upstream_errors import UpstreamError
 
 
 async def count_prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[int]:
-    """Of each prompt: counted where the upstream's configuration names a tokenizer, else estimated as one sum.
-    ApiError for a prompt that the context has no room for."""
-    asked = exchange.asked
-    length = usage.prompt_bytes(asked)
+    """Return the tokens of each prompt if the upstream has a tokenizer configured, else one estimated sum.
+
+    Raises ApiError if a prompt exceeds the context."""
+    request = exchange.text_request
+    length = usage.prompt_bytes(request)
     if upstream.tokenizer is None:
-        return [usage.estimate_prompt_tokens(length, len(asked.messages or ()))]
-    count = partial(usage.count_prompts, asked, upstream.tokenizer)
+        return [usage.estimate_prompt_tokens(length, len(request.messages or ()))]
+    count = partial(usage.count_prompts, request, upstream.tokenizer)
     try:
         found = await asyncio.to_thread(count) if length > usage.LONG_TEXT else count()
     except HeadraceError as error:
         raise as_api_error(error) from None
     context = upstream.config.context
     if context is not None and max(found) >= context:
-        parameter = "prompt" if asked.messages is None else "messages"
+        parameter = "prompt" if request.messages is None else "messages"
         raise ApiError(
             f"'{parameter}' has {max(found)} tokens. The context of '{exchange.served.name}' is {context} tokens.",
             parameter=parameter,
@@ -48,32 +49,32 @@ async def count_prompt_tokens(exchange: Exchange, upstream: Upstream) -> list[in
 
 
 class UpstreamGeneration:
-    """An exchange under way. All of it belongs to one event loop."""
+    """An exchange in progress. Not thread-safe: use it from one event loop."""
 
-    def __init__(self, exchange: Exchange, upstream: Upstream, *, anew: bool = False) -> None:
-        """`anew`: whoever runs it bears a Restart, so that an answer that breaks off is asked for once more."""
+    def __init__(self, exchange: Exchange, upstream: Upstream, *, can_restart: bool = False) -> None:
+        """`can_restart`: the caller handles RestartDelta, so an answer that breaks off may be requested again."""
         self.exchange = exchange
-        self._anew = anew
+        self._can_restart = can_restart
         self.upstream = upstream
         self.gone = False  # the client has left
-        self.counted: usage.AnswerUsage | None = None  # the usage with its source, once it is known
+        self.counted: usage.AnswerUsage | None = None  # the usage and its source, once known
         self._request: UpstreamRequest | None = None
-        self._bytes = 0  # of the prompts
-        self._pieces: Attempts[ChoiceDelta] | None = None
+        self._prompt_bytes = 0
+        self._deltas: Attempts[ChoiceDelta] | None = None
         self._relayed: Attempts[bytes] | None = None
         self._usages: dict[int, TokenUsage] = {}  # by the choice
         self._settled = False
 
     @property
     def model(self) -> str:
-        """The variant's name there."""
+        """The model's name on the upstream."""
         return self.upstream.config.model or self.exchange.served.name
 
     async def begin(self) -> None:
-        """Everything that can be refused before the upstream knows of it; ApiError where it is."""
+        """Check and build the request. Raises ApiError before anything is sent."""
         exchange, upstream = self.exchange, self.upstream
         counts = await count_prompt_tokens(exchange, upstream)
-        self._bytes = usage.prompt_bytes(exchange.asked)
+        self._prompt_bytes = usage.prompt_bytes(exchange.text_request)
         self._request = build_upstream_request(
             exchange,
             upstream.config,
@@ -85,33 +86,37 @@ class UpstreamGeneration:
         exchange.prompt_tokens = sum(counts)
         exchange.shaped_at = upstream.clock()
 
-    # Pieces
+    # Deltas
 
     async def run(self, take: Callable[[ChoiceDelta], bool]) -> bool:
-        """Hands every piece to `take` as it comes.
+        """Pass every delta to `take` as it arrives.
 
-        True once every choice has ended; False as soon as `take` says that it wants no more for now, and then this is
-        to be called again; until then nothing more is read from the upstream. ApiError where it refuses or fails, and
-        BrokenStreamError where it does so after the first piece.
+        Return True once every choice has ended. Return False as soon as `take` returns False: call this again to go
+        on; until then nothing more is read from the upstream. Raises ApiError if the upstream rejects or fails the
+        request, BrokenStreamError if it fails after the first delta.
         """
-        if self._pieces is None:
-            self._pieces = self._attempts(self._reader)
-        return await self._pieces.run(partial(self._hand, take), again=self._again if self._anew else None)
+        if self._deltas is None:
+            self._deltas = self._attempts(self._reader)
+        return await self._deltas.run(
+            partial(self._deliver, take), restart=self._restart if self._can_restart else None
+        )
 
-    def _again(self, error: UpstreamError) -> list[ChoiceDelta]:
-        """What was handed on does not count."""
+    def _restart(self, error: UpstreamError) -> list[ChoiceDelta]:
+        """Return the deltas that tell the client to discard what it has."""
         self._usages.clear()
         name, why = self.exchange.served.name, error.code or error.kind
         return [RestartDelta(index, variant=name, why=why) for index in range(self._built_request().choices)]
 
-    def _hand(self, take: Callable[[ChoiceDelta], bool], piece: ChoiceDelta) -> bool:
+    def _deliver(self, take: Callable[[ChoiceDelta], bool], piece: ChoiceDelta) -> bool:
         if isinstance(piece, RestartDelta):
             return take(piece)
         self._note_time()
         if piece.finish is not None:
             exchange = self.exchange
-            self._usages[piece.index] = piece.usage = self._timed(piece.usage or TokenUsage())
-            exchange.usage = combine_usages([self._usages[index] for index in sorted(self._usages)], exchange.asked.n)
+            self._usages[piece.index] = piece.usage = self._with_times(piece.usage or TokenUsage())
+            exchange.usage = combine_usages(
+                [self._usages[index] for index in sorted(self._usages)], exchange.text_request.n
+            )
             exchange.finish = piece.finish
         return take(piece)
 
@@ -120,31 +125,32 @@ class UpstreamGeneration:
         return UpstreamAnswerReader(
             self._built_request(),
             name=exchange.served.name,
-            n=exchange.asked.n,
+            n=exchange.text_request.n,
             prompt_tokens=exchange.prompt_tokens,
-            prompt_bytes=self._bytes,
+            prompt_bytes=self._prompt_bytes,
             tokenizer=upstream.tokenizer,
             hidden=upstream.client.hidden,
         )
 
     @property
     def output_tokens(self) -> int:
-        """Of all choices, as far as they came: estimated until the usage is known. Also while bytes are relayed."""
+        """Tokens received so far over all choices, also while bytes are relayed; estimated until the usage is known."""
         attempts = self._running()
         return 0 if attempts is None else attempts.reader.output_tokens
 
     # Bytes
 
     def can_relay(self) -> bool:
-        """Whether the upstream's own bytes can be handed on; for a caller whose client speaks the same dialect, and who
-        wants to see no piece."""
-        return self._pieces is None and can_relay(self.exchange, self._built_request(), self.upstream.takes)
+        """Return whether the upstream's bytes can go unchanged to a client of the same dialect."""
+        return self._deltas is None and can_relay(self.exchange, self._built_request(), self.upstream.takes)
 
     async def relay(
         self, write: Callable[[bytes], bool], own: Callable[[Exchange], EventWriter], *, rename: bool = True
     ) -> bool:
-        """As `run`, with the bytes of server-sent events, from the first to `[DONE]`. `rename`: the model's name and
-        the id become ours."""
+        """Like `run`, but pass on the bytes of the server-sent events up to `[DONE]`.
+
+        `rename`: replace the model's name and the id with ours.
+        """
         if self._relayed is None:
 
             def reader() -> AttemptReader[bytes]:
@@ -153,30 +159,30 @@ class UpstreamGeneration:
 
             self._relayed = self._attempts(reader)
 
-        def hand(data: bytes) -> bool:
+        def deliver(data: bytes) -> bool:
             self._note_time()
             return write(data)
 
-        over = await self._relayed.run(hand)
+        over = await self._relayed.run(deliver)
         counted = self._relayed.reader.counted
         if over and counted is not None:
             exchange = self.exchange
-            self._usages = {place: self._timed(used) for place, used in enumerate(counted.usages)}
-            exchange.usage = combine_usages(list(self._usages.values()), exchange.asked.n)
+            self._usages = {place: self._with_times(used) for place, used in enumerate(counted.usages)}
+            exchange.usage = combine_usages(list(self._usages.values()), exchange.text_request.n)
             exchange.finish = self._relayed.reader.delivered()[0][0].finish
         return over
 
     # The end
 
     def cancel(self) -> None:
-        """The client is gone: the connection is closed, by which the upstream learns of it."""
+        """Close the connection because the client left, so that the upstream stops generating."""
         self.gone = True
         attempts = self._running()
         if attempts is not None:
             attempts.cancel()
 
     def settle(self, error: ApiError | None = None) -> None:
-        """Once, however it ended: nothing is held any more, and the exchange knows what was computed."""
+        """Release everything and record the usage in the exchange. Later calls do nothing."""
         if self._settled:
             return
         self._settled = True
@@ -186,16 +192,15 @@ class UpstreamGeneration:
         attempts.close()
         self.counted = attempts.reader.counted
         if not attempts.reader.over and attempts.reader.started:
-            self.counted = attempts.reader.spent()
-            exchange.usage = combine_usages(self.counted.usages, exchange.asked.n)
+            self.counted = attempts.reader.usage_so_far()
+            exchange.usage = combine_usages(self.counted.usages, exchange.text_request.n)
         if self.counted is not None:
             self._count(self.counted)
-        exchange.log_fields |= self.noted()
+        exchange.log_fields |= self.log_fields()
 
-    def noted(self) -> dict[str, Any]:
-        """For the log."""
+    def log_fields(self) -> dict[str, Any]:
         attempts = self._running()
-        found: dict[str, Any] = {"attempts": 0 if attempts is None else attempts.made}
+        found: dict[str, Any] = {"attempts": 0 if attempts is None else attempts.count}
         if self.counted is not None:
             found["usage_from"] = self.counted.source
             if self.counted.wrong:
@@ -210,7 +215,7 @@ class UpstreamGeneration:
         elif counted.source == "estimated":
             self.upstream.count("usage_estimated")
 
-    # What they have in common
+    # Shared by deltas and bytes
 
     def _built_request(self) -> UpstreamRequest:
         if self._request is None:
@@ -218,7 +223,7 @@ class UpstreamGeneration:
         return self._request
 
     def _running(self) -> Attempts[ChoiceDelta] | Attempts[bytes] | None:
-        return self._relayed if self._pieces is None else self._pieces
+        return self._relayed if self._deltas is None else self._deltas
 
     def _attempts(self, reader: Callable[[], AttemptReader[Any]]) -> Attempts[Any]:
         exchange, upstream = self.exchange, self.upstream
@@ -228,20 +233,23 @@ class UpstreamGeneration:
             reader,
             arrival=exchange.arrival,
             deadline=exchange.deadline,
-            priority=exchange.asked.priority,
+            priority=exchange.text_request.priority,
+            timeline=exchange.timeline,
         )
         if self.gone:
             attempts.cancel()
         return attempts
 
     def _note_time(self) -> None:
-        exchange = self.exchange
-        exchange.last_at = self.upstream.clock()
-        if not exchange.first_at:
-            exchange.first_at = exchange.last_at
+        exchange, now = self.exchange, self.upstream.clock()
+        if exchange.first_at:
+            exchange.gaps.append(now - exchange.last_at)
+        else:
+            exchange.first_at = now
+        exchange.last_at = now
 
-    def _timed(self, used: TokenUsage) -> TokenUsage:
-        """With the times as they look from here: the upstream's own queue is a part of its prefill."""
+    def _with_times(self, used: TokenUsage) -> TokenUsage:
+        """Fill in the times as seen from here: prefill includes the upstream's own queue."""
         exchange, attempts = self.exchange, self._running()
         if attempts is not None and attempts.sent is not None and exchange.first_at:
             used.queue_s = attempts.queued_s

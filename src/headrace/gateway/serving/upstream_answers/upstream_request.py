@@ -29,10 +29,14 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "tools": "sent",
     "choosing": "sent; with none, no tools are sent",
     "only_tool": "sent",
+    "allowed_tools": "done here: only these tools are sent",
     "parallel_calls": "sent if the upstream takes it, and done here: further calls are dropped",
     "grammar": "sent, as response_format or as the upstream's own parameter",
     "grammar_of": "done here: names the parameter in errors",
     "template": "sent",
+    "template_hints": "wish; dropped if the upstream takes neither the parameter nor chat_template_kwargs",
+    "show_reasoning": "done here: the reasoning is left out of the answer",
+    "prediction": "done here: it does not change an answer, and upstreams draft by themselves",
     "think": "wish; if it cannot be sent, unwanted reasoning is dropped",
     "max_tokens": "sent, limited to the room in the context if the prompt's tokens are known",
     "min_tokens": "sent",
@@ -46,6 +50,7 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "echo": "sent if the upstream takes it; else done here, without log-probabilities",
     "stream": "done here: the upstream always streams if it can, so that it can be cancelled and timed",
     "include_usage": "done here: usage is always requested",
+    "continuous_usage": "done here: by the tokens that came so far",
     "deadline_s": "done here: the answer is cut",
     "surface": "done here: it decides the deadline",
     "profile": "done here: it selected the variant",
@@ -90,7 +95,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> bool:
-        """Whether the answer needs no change."""
+        """True if the answer needs no change."""
         return not (self.hide_reasoning or self.one_call or self.echo)
 
 
@@ -107,27 +112,27 @@ def build_upstream_request(
 
     `prompt_tokens`: of the longest prompt, if known. `secret`: the key for deriving the tenants' cache salts.
     """
-    asked = exchange.asked
-    chat = asked.messages is not None
+    text_request = exchange.text_request
+    chat = text_request.messages is not None
     if not (takes.chat if chat else takes.completions):
         raise _unsupported("messages" if chat else "prompt", f"'{exchange.served.name}' does not serve this endpoint")
     body: dict[str, Any] = {"model": model}
     echo: tuple[str, ...] = ()
-    if asked.messages is not None:
-        body["messages"] = [_message(message, takes) for message in asked.messages]
-        _add_tools(body, asked, takes)
-        _add_template(body, asked, takes)
-        if asked.echo or asked.prompt_logprobs is not None:
+    if text_request.messages is not None:
+        body["messages"] = [_message(message, takes) for message in text_request.messages]
+        _add_tools(body, text_request, takes)
+        _add_template(body, text_request, takes)
+        if text_request.echo or text_request.prompt_logprobs is not None:
             raise _unsupported("echo", "a chat has no prompt text to echo")
     else:
-        echo = _add_prompts(body, asked, takes)
-        if asked.template:
+        echo = _add_prompts(body, text_request, takes)
+        if text_request.template:
             raise _unsupported("chat_template_kwargs", "prompts use no chat template")
-        if asked.tools:
+        if text_request.tools:
             raise _unsupported("tools", "use /v1/chat/completions")
-    _add_grammar(body, asked, config, takes, chat=chat)
-    _add_sampling(body, asked, config, takes)
-    _add_logprobs(body, asked, config, takes, chat=chat)
+    _add_grammar(body, text_request, config, takes, chat=chat)
+    _add_sampling(body, text_request, config, takes)
+    _add_logprobs(body, text_request, config, takes, chat=chat)
     _add_lengths(body, exchange, config, takes, chat=chat, prompt_tokens=prompt_tokens)
     _add_caller_settings(body, exchange, config, takes, secret)
     if takes.stream:
@@ -137,15 +142,15 @@ def build_upstream_request(
     return UpstreamRequest(
         path="/chat/completions" if chat else "/completions",
         body=_encoded(body),
-        choices=asked.n * len(asked.prompts or ("",)),
+        choices=text_request.n * len(text_request.prompts or ("",)),
         chat=chat,
-        hide_reasoning=asked.think is False and takes.thinking == "none",
-        one_call=bool(asked.tools) and not asked.parallel_calls,
-        named=asked.only_tool is not None,
+        hide_reasoning=text_request.think is False and takes.thinking == "none",
+        one_call=bool(text_request.tools) and not text_request.parallel_calls,
+        named=text_request.only_tool is not None,
         echo=echo,
         echoed="echo" in body,
-        logprobs=asked.sampling.logprobs,
-        stop=asked.stop,
+        logprobs=text_request.sampling.logprobs,
+        stop=text_request.stop,
     )
 
 
@@ -191,38 +196,42 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def _add_prompts(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> tuple[str, ...]:
+def _add_prompts(body: dict[str, Any], text_request: TextRequest, takes: UpstreamFeatures) -> tuple[str, ...]:
     """Add the prompts. Return their texts if this server must put them before the answers."""
-    prompts = asked.prompts or []
+    prompts = text_request.prompts or []
     if not takes.token_prompts and any(not isinstance(prompt, str) for prompt in prompts):
         raise _unsupported("prompt", "the upstream of this model takes text only, not token ids")
     if len(prompts) > 1 and not takes.n:
         raise _unsupported("prompt", "the upstream of this model takes one prompt per request")
     body["prompt"] = prompts[0] if len(prompts) == 1 else prompts
-    if not asked.echo:
-        if asked.prompt_logprobs is not None:
+    if not text_request.echo:
+        if text_request.prompt_logprobs is not None:
             raise _unsupported("echo", "the prompt's log-probabilities require it")
         return ()
     if takes.echo:
         body["echo"] = True
         return ()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if asked.prompt_logprobs is not None or asked.sampling.logprobs is not None or len(texts) < len(prompts):
+    if (
+        text_request.prompt_logprobs is not None
+        or text_request.sampling.logprobs is not None
+        or len(texts) < len(prompts)
+    ):
         raise _not_taken("echo")
     return tuple(texts)
 
 
-def _add_tools(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> None:
-    if not asked.tools or asked.choosing == "none":
+def _add_tools(body: dict[str, Any], text_request: TextRequest, takes: UpstreamFeatures) -> None:
+    if not text_request.tools or text_request.choosing == "none":
         return
     if not takes.tools:
         raise _not_taken("tools")
-    body["tools"] = [_tool(tool) for tool in asked.tools]
-    if asked.only_tool is not None:
-        body["tool_choice"] = {"type": "function", "function": {"name": asked.only_tool}}
+    body["tools"] = [_tool(tool) for tool in text_request.callable_tools]
+    if text_request.only_tool is not None:
+        body["tool_choice"] = {"type": "function", "function": {"name": text_request.only_tool}}
     else:
-        body["tool_choice"] = asked.choosing
-    if not asked.parallel_calls and takes.parallel_tool_calls:
+        body["tool_choice"] = text_request.choosing
+    if not text_request.parallel_calls and takes.parallel_tool_calls:
         body["parallel_tool_calls"] = False
 
 
@@ -239,17 +248,22 @@ def _tool(tool: Tool) -> dict[str, Any]:
 _NO_SCHEMA: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 
-def _add_template(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatures) -> None:
-    settings = dict(asked.template)
-    if takes.thinking == "effort" and "reasoning_effort" in settings:
-        body["reasoning_effort"] = settings.pop("reasoning_effort")
+def _add_template(body: dict[str, Any], text_request: TextRequest, takes: UpstreamFeatures) -> None:
+    settings = dict(text_request.template)
+    hints = {name: value for name, value in text_request.template_hints.items() if name not in settings}
+    if takes.thinking == "effort":
+        for values in (hints, settings):
+            if "reasoning_effort" in values:
+                body["reasoning_effort"] = values.pop("reasoning_effort")
     if settings and not takes.template:
         raise _not_taken("chat_template_kwargs")
-    if asked.think is not None:
+    if takes.template:
+        settings |= hints
+    if text_request.think is not None:
         if takes.thinking == "template":
-            settings.setdefault("enable_thinking", asked.think)
+            settings.setdefault("enable_thinking", text_request.think)
         elif takes.thinking == "effort":
-            body.setdefault("reasoning_effort", "medium" if asked.think else "none")
+            body.setdefault("reasoning_effort", "medium" if text_request.think else "none")
     if settings:
         body["chat_template_kwargs"] = settings
 
@@ -258,24 +272,24 @@ def _add_template(body: dict[str, Any], asked: TextRequest, takes: UpstreamFeatu
 
 
 def _add_grammar(
-    body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+    body: dict[str, Any], text_request: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
 ) -> None:
-    grammar = asked.grammar
+    grammar = text_request.grammar
     if grammar is None:
         return
     if grammar.kind not in (takes.grammars or ()):
-        raise _not_taken(asked.grammar_of)
+        raise _not_taken(text_request.grammar_of)
     if grammar.kind == "json_object":
         body["response_format"] = {"type": "json_object"}
     elif grammar.kind == "json_schema":
         schema = {"name": "answer", "schema": msgspec.Raw(grammar.text.encode(errors="replace")), "strict": True}
-        _check_json(grammar, asked.grammar_of)
+        _check_json(grammar, text_request.grammar_of)
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if config.kind == "headrace" and not chat:
             del body["response_format"]
             body["guided_json"] = grammar.text
     else:
-        _add_server_grammar(body, grammar, config, asked.grammar_of)
+        _add_server_grammar(body, grammar, config, text_request.grammar_of)
 
 
 def _add_server_grammar(body: dict[str, Any], grammar: Grammar, config: UpstreamConfig, parameter: str) -> None:
@@ -304,8 +318,10 @@ def _check_json(grammar: Grammar, parameter: str) -> object:
 # Sampling and lengths
 
 
-def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures) -> None:
-    sampling = asked.sampling
+def _add_sampling(
+    body: dict[str, Any], text_request: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures
+) -> None:
+    sampling = text_request.sampling
     body["temperature"] = sampling.temperature
     if sampling.top_p != 1.0 or takes.defaults:
         body["top_p"] = sampling.top_p
@@ -330,10 +346,10 @@ def _add_sampling(body: dict[str, Any], asked: TextRequest, config: UpstreamConf
         }
     if takes.seed:
         body["seed"] = fold_seed(sampling.seed)
-    if asked.n > 1:
+    if text_request.n > 1:
         if not takes.n:
             raise _not_taken("n")
-        body["n"] = asked.n
+        body["n"] = text_request.n
 
 
 def fold_seed(seed: int) -> int:
@@ -342,9 +358,9 @@ def fold_seed(seed: int) -> int:
 
 
 def _add_logprobs(
-    body: dict[str, Any], asked: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
+    body: dict[str, Any], text_request: TextRequest, config: UpstreamConfig, takes: UpstreamFeatures, *, chat: bool
 ) -> None:
-    logprobs = asked.sampling.logprobs
+    logprobs = text_request.sampling.logprobs
     if logprobs is None:
         return
     if not takes.logprobs:
@@ -366,25 +382,25 @@ def _add_lengths(
     chat: bool,
     prompt_tokens: int | None,
 ) -> None:
-    asked = exchange.asked
-    most = asked.max_tokens if asked.max_tokens is not None else exchange.served.max_tokens
+    text_request = exchange.text_request
+    most = text_request.max_tokens if text_request.max_tokens is not None else exchange.served.max_tokens
     if most is not None and prompt_tokens is not None and config.context is not None:
         most = max(1, min(most, config.context - prompt_tokens))
     if most is not None:
         body["max_completion_tokens" if chat and takes.max_completion_tokens else "max_tokens"] = most
-    if asked.min_tokens:
+    if text_request.min_tokens:
         if not takes.min_tokens:
             raise _not_taken("min_tokens")
-        body["min_tokens"] = asked.min_tokens if most is None else min(asked.min_tokens, most)
-    if asked.stop:
-        if len(asked.stop) > (takes.stops or 0):
+        body["min_tokens"] = text_request.min_tokens if most is None else min(text_request.min_tokens, most)
+    if text_request.stop:
+        if len(text_request.stop) > (takes.stops or 0):
             raise _unsupported("stop", f"the upstream of this model takes at most {takes.stops} strings")
-        body["stop"] = list(asked.stop)
-    if asked.stop_ids:
+        body["stop"] = list(text_request.stop)
+    if text_request.stop_ids:
         if not takes.stop_token_ids:
             raise _not_taken("stop_token_ids")
-        body["stop_token_ids"] = sorted(asked.stop_ids)
-    if asked.ignore_eos:
+        body["stop_token_ids"] = sorted(text_request.stop_ids)
+    if text_request.ignore_eos:
         if not takes.ignore_eos:
             raise _not_taken("ignore_eos")
         body["ignore_eos"] = True
@@ -396,19 +412,19 @@ def _add_lengths(
 def _add_caller_settings(
     body: dict[str, Any], exchange: Exchange, config: UpstreamConfig, takes: UpstreamFeatures, secret: str
 ) -> None:
-    asked, tenant = exchange.asked, exchange.caller.tenant
-    if asked.cache != "on" and not takes.bypass:
+    text_request, tenant = exchange.text_request, exchange.caller.tenant
+    if text_request.cache != "on" and not takes.bypass:
         raise _not_taken("cache")
     if takes.salt:
         # A random salt matches no cache entry, and no other request can match what it leaves.
-        body["cache_salt"] = _salt(tenant, secret) if asked.cache == "on" else secrets.token_urlsafe(32)
-    elif asked.cache != "on":
+        body["cache_salt"] = _salt(tenant, secret) if text_request.cache == "on" else secrets.token_urlsafe(32)
+    elif text_request.cache != "on":
         body |= {"cache_prompt": False} if config.kind == "llama.cpp" else {"cache": "off"}
-    if asked.priority and takes.priority:
+    if text_request.priority and takes.priority:
         # By default, vLLM and SGLang run the smallest value first.
-        body["priority"] = asked.priority if config.kind == "headrace" else -asked.priority
-    if asked.user is not None and takes.user:
-        body["user"] = asked.user
+        body["priority"] = text_request.priority if config.kind == "headrace" else -text_request.priority
+    if text_request.user is not None and takes.user:
+        body["user"] = text_request.user
 
 
 def _salt(tenant: str, secret: str) -> str:

@@ -15,26 +15,26 @@ from headrace.gateway.requests.text_request import TextRequest, TokenUsage
 from headrace.gateway.serving.upstream_answers.upstream_chunks import ReportedUsage
 from headrace.models.text.tokenizer import Tokenizer
 
-UsageSource = Literal["told", "counted", "estimated"]
+UsageSource = Literal["told", "counted", "estimated"]  # logged as `usage_from`; told: reported by the upstream
 
-LONG_TEXT: Final = 16 * 1024  # bytes that take a thread of their own to be cut into tokens
-BYTES_PER_TOKEN: Final = 4  # of text, about; English and code in today's vocabularies
-_MESSAGE_TOKENS: Final = 4  # that a template puts around each message, about
-# A count that is told may be off by this much before it counts as wrong: servers put several tokens into a chunk, tell
-# tokens that have no text, and count their templates.
+LONG_TEXT: Final = 16 * 1024  # bytes; longer texts are tokenised on a thread
+BYTES_PER_TOKEN: Final = 4  # roughly, for English and code in current vocabularies
+_MESSAGE_TOKENS: Final = 4  # roughly what a template adds to each message
+# How far a reported count may be off before it counts as wrong: servers put several tokens into a chunk, report tokens
+# without text, and count their templates.
 _LEAST_SHARE: Final = 0.5
 _SLACK: Final = 16
 _MOST_PER_BYTE: Final = 2
-_PROMPT_SLACK: Final = 2048  # tokens of a template and of tools, as a server may render them
+_PROMPT_SLACK: Final = 2048  # tokens that a server may add for its template and for tools
 
 
 class ReceivedOutput(msgspec.Struct, frozen=True):
-    """What came of one choice."""
+    """The output received for one choice."""
 
-    chunks: int  # with some output in them; most servers put one token into each
-    tokens: int  # with log-probabilities; 0 where there were none
-    text: str  # everything that was written, reasoning and calls too
-    reasoned: bool  # the reasoning came too
+    chunks: int  # chunks with output; most servers put one token into each
+    tokens: int  # tokens with log-probabilities; 0 if there were none
+    text: str  # all output, including reasoning and tool calls
+    reasoned: bool  # the upstream sent its reasoning
 
     @property
     def bytes(self) -> int:
@@ -42,16 +42,16 @@ class ReceivedOutput(msgspec.Struct, frozen=True):
 
 
 class AnswerUsage(msgspec.Struct):
-    """Of a whole answer."""
+    """The usage of a whole answer."""
 
-    usages: list[TokenUsage]  # of the choices, in order
+    usages: list[TokenUsage]  # one for each choice, in order
     source: UsageSource
-    wrong: bool  # something was told that cannot be
+    wrong: bool  # the upstream reported an impossible count
 
 
 def measure_answer(
-    came: Sequence[ReceivedOutput],
-    told: ReportedUsage | None,
+    outputs: Sequence[ReceivedOutput],
+    reported: ReportedUsage | None,
     *,
     n: int,
     prompt_tokens: int,
@@ -59,34 +59,37 @@ def measure_answer(
     tokenizer: Tokenizer | None,
     echoed: bool = False,
 ) -> AnswerUsage:
-    """`prompt_tokens`: as counted or estimated before. `n`: choices of each prompt. `echoed`: what came has the prompts
-    in it."""
-    before = prompt_tokens * n // max(len(came), 1) if echoed else 0  # of each choice
-    outputs = [max(0, _output(each, tokenizer) - before) for each in came]
-    here: UsageSource = "estimated" if tokenizer is None else "counted"
-    source: UsageSource = here
+    """Return the usage of an answer: the reported one if it is plausible, else counted or estimated.
+
+    `prompt_tokens`: as counted or estimated before. `n`: choices for each prompt. `echoed`: the output repeats the
+    prompts.
+    """
+    echo = prompt_tokens * n // max(len(outputs), 1) if echoed else 0  # prompt tokens in each choice
+    counts = [max(0, _count_output(output, tokenizer) - echo) for output in outputs]
+    own: UsageSource = "estimated" if tokenizer is None else "counted"
+    source: UsageSource = own
     wrong = False
-    total = sum(outputs)
+    total = sum(counts)
     prompt, cached, reasoning = prompt_tokens, 0, 0
-    if told is not None and told.completion_tokens is not None:
-        reasoning = _within(_reasoning(told), told.completion_tokens)
-        hidden = 0 if any(each.reasoned for each in came) else reasoning
-        shown = told.completion_tokens - hidden
-        if shown >= 0 and (echoed or _output_can_be(shown, came, total, exact=tokenizer is not None)):
-            total, source = told.completion_tokens, "told"
+    if reported is not None and reported.completion_tokens is not None:
+        reasoning = _clamp(_reasoning(reported), reported.completion_tokens)
+        hidden = 0 if any(output.reasoned for output in outputs) else reasoning
+        shown = reported.completion_tokens - hidden
+        if shown >= 0 and (echoed or _is_plausible_output(shown, outputs, total, exact=tokenizer is not None)):
+            total, source = reported.completion_tokens, "told"
         else:
             wrong, reasoning = True, 0
-    if told is not None and told.prompt_tokens is not None:
-        if is_plausible_prompt(told.prompt_tokens, prompt_bytes):
-            prompt = told.prompt_tokens
-            cached = _within(_cached(told), prompt)
+    if reported is not None and reported.prompt_tokens is not None:
+        if is_plausible_prompt(reported.prompt_tokens, prompt_bytes):
+            prompt = reported.prompt_tokens
+            cached = _clamp(_cached(reported), prompt)
         else:
-            wrong, source = True, here
-    shares = _shared(total, outputs)
-    reasonings = _shared(reasoning, shares) if reasoning else [0] * len(came)
+            wrong, source = True, own
+    shares = _split(total, counts)
+    reasonings = _split(reasoning, shares) if reasoning else [0] * len(outputs)
     usages = [
         TokenUsage(
-            # The first prompt's choices have all of it: nobody tells how long each of several was.
+            # The first prompt's choices carry the whole sum, because upstreams do not report each prompt's length.
             prompt_tokens=prompt if place < n else 0,
             cached_tokens=cached if place < n else 0,
             output_tokens=share,
@@ -97,54 +100,52 @@ def measure_answer(
     return AnswerUsage(usages, source, wrong)
 
 
-def _output(came: ReceivedOutput, tokenizer: Tokenizer | None) -> int:
-    if came.tokens:
-        return came.tokens
+def _count_output(output: ReceivedOutput, tokenizer: Tokenizer | None) -> int:
+    if output.tokens:
+        return output.tokens
     if tokenizer is None:
-        return max(came.chunks, -(-came.bytes // BYTES_PER_TOKEN))
-    return count_text_tokens(came.text, tokenizer) or came.chunks
+        return max(output.chunks, -(-output.bytes // BYTES_PER_TOKEN))
+    return count_text_tokens(output.text, tokenizer) or output.chunks
 
 
 def count_text_tokens(text: str, tokenizer: Tokenizer) -> int:
-    """0 where the tokenizer cannot say."""
+    """Return the number of tokens; 0 if the tokenizer fails."""
     try:
         return len(tokenizer.encode(text, False))
     except HeadraceError:
         return 0
 
 
-def _output_can_be(told: int, came: Sequence[ReceivedOutput], here: int, *, exact: bool) -> bool:
-    """Whether so many tokens can have been what came."""
+def _is_plausible_output(reported: int, outputs: Sequence[ReceivedOutput], counted: int, *, exact: bool) -> bool:
     if exact:
-        return _LEAST_SHARE * here - _SLACK <= told <= here / _LEAST_SHARE + 4 * _SLACK
-    chunks, length = sum(each.chunks for each in came), sum(each.bytes for each in came)
-    return _LEAST_SHARE * chunks - _SLACK <= told <= _MOST_PER_BYTE * (length + chunks) + 4 * _SLACK
+        return _LEAST_SHARE * counted - _SLACK <= reported <= counted / _LEAST_SHARE + 4 * _SLACK
+    chunks, length = sum(output.chunks for output in outputs), sum(output.bytes for output in outputs)
+    return _LEAST_SHARE * chunks - _SLACK <= reported <= _MOST_PER_BYTE * (length + chunks) + 4 * _SLACK
 
 
-def is_plausible_prompt(told: int, length: int) -> bool:
-    """Whether so many tokens can be a prompt of so many bytes: they are rarely shorter than a byte, and it has one at
-    least."""
-    return (told > 0 or length == 0) and told <= _MOST_PER_BYTE * length + _PROMPT_SLACK
+def is_plausible_prompt(reported: int, length: int) -> bool:
+    """Return whether a prompt of `length` bytes can have so many tokens."""
+    return (reported > 0 or length == 0) and reported <= _MOST_PER_BYTE * length + _PROMPT_SLACK
 
 
-def _within(value: int | None, most: int) -> int:
+def _clamp(value: int | None, most: int) -> int:
     return max(0, min(value or 0, most))
 
 
-def _reasoning(told: ReportedUsage) -> int | None:
-    details = told.completion_tokens_details
+def _reasoning(reported: ReportedUsage) -> int | None:
+    details = reported.completion_tokens_details
     return None if details is None else details.reasoning_tokens
 
 
-def _cached(told: ReportedUsage) -> int | None:
-    details = told.prompt_tokens_details
+def _cached(reported: ReportedUsage) -> int | None:
+    details = reported.prompt_tokens_details
     if details is not None and details.cached_tokens is not None:
         return details.cached_tokens
-    return told.prompt_cache_hit_tokens
+    return reported.prompt_cache_hit_tokens
 
 
-def _shared(total: int, weights: Sequence[int]) -> list[int]:
-    """A sum in shares like the weights; they add up to it."""
+def _split(total: int, weights: Sequence[int]) -> list[int]:
+    """Split `total` into whole shares in proportion to `weights`."""
     whole = sum(weights)
     if whole == 0:
         weights, whole = [1] * len(weights), len(weights)
@@ -157,47 +158,47 @@ def _shared(total: int, weights: Sequence[int]) -> list[int]:
 # Prompts
 
 
-def prompt_text(asked: TextRequest) -> str:
-    """All that a prompt is made of, for a length."""
-    if asked.messages is None:
-        return "".join(prompt for prompt in asked.prompts or () if isinstance(prompt, str))
-    texts = [message.get("content") or "" for message in asked.messages]
-    for message in asked.messages:
+def prompt_text(request: TextRequest) -> str:
+    """Join all texts that the prompt is rendered from, to measure its length."""
+    if request.messages is None:
+        return "".join(prompt for prompt in request.prompts or () if isinstance(prompt, str))
+    texts = [message.get("content") or "" for message in request.messages]
+    for message in request.messages:
         for call in message.get("tool_calls") or ():
             texts.append(str(call["function"]["name"]) + str(call["function"]["arguments"]))
-    for tool in asked.tools if asked.choosing != "none" else ():
+    for tool in request.tools if request.choosing != "none" else ():
         texts.append(f"{tool.name}{tool.description or ''}{dict(tool.parameters or {})}")
     return "".join(texts)
 
 
-def prompt_bytes(asked: TextRequest) -> int:
-    """Of all prompts together; token ids count as so many as a token has on average."""
-    ids = sum(bytes_of_tokens(prompt) for prompt in asked.prompts or () if not isinstance(prompt, str))
-    return len(prompt_text(asked).encode(errors="replace")) + ids
+def prompt_bytes(request: TextRequest) -> int:
+    """Return the bytes of all prompts; a token id counts as an average token."""
+    ids = sum(bytes_of_tokens(prompt) for prompt in request.prompts or () if not isinstance(prompt, str))
+    return len(prompt_text(request).encode(errors="replace")) + ids
 
 
 def bytes_of_tokens(tokens: Sequence[int]) -> int:
-    """About."""
+    """Estimate the bytes of some token ids."""
     return len(tokens) * BYTES_PER_TOKEN
 
 
 def estimate_prompt_tokens(length: int, messages: int) -> int:
-    """Tokens of so many bytes, about."""
+    """Estimate the tokens of a prompt from its bytes."""
     return max(1, -(-length // BYTES_PER_TOKEN) + _MESSAGE_TOKENS * messages)
 
 
-def count_prompts(asked: TextRequest, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of each prompt. HeadraceError where the tokenizer cannot say."""
-    if asked.messages is None:
-        prompts = asked.prompts or ()
+def count_prompts(request: TextRequest, tokenizer: Tokenizer) -> list[int]:
+    """Count the tokens of each prompt. Raises HeadraceError if the tokenizer fails."""
+    if request.messages is None:
+        prompts = request.prompts or ()
         return [len(tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
     if tokenizer.template is None:
-        return [estimate_prompt_tokens(prompt_bytes(asked), len(asked.messages))]
+        return [estimate_prompt_tokens(prompt_bytes(request), len(request.messages))]
     tools: list[Mapping[str, Any]] | None = None
-    if asked.tools and asked.choosing != "none":
+    if request.tools and request.choosing != "none":
         tools = [
             {"type": "function", "function": {"name": tool.name, "parameters": dict(tool.parameters or {})}}
-            for tool in asked.tools
+            for tool in request.tools
         ]
-    text = tokenizer.apply_template(asked.messages, tools=tools, **asked.template)
+    text = tokenizer.apply_template(request.messages, tools=tools, **request.template_values)
     return [len(tokenizer.encode(text, False))]

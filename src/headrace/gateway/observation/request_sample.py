@@ -1,0 +1,72 @@
+"""Turns a finished exchange into the sample that latencies, costs and objectives are counted from."""
+
+from __future__ import annotations
+
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.ledger.prices import PriceBook, microseconds
+from headrace.gateway.requests.text_request import TokenUsage
+from headrace.gateway.serving.exchange import Exchange
+from headrace.observe import metrics
+from headrace.observe.latency.latency_book import RequestSample, Slice, length_bucket
+from headrace.observe.traces.timeline import Timeline, seconds_by_stage
+
+_STAGES = ("queue", "prefill", "decode", "post", "hop")
+
+
+def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> RequestSample:
+    usage, timeline = exchange.usage, exchange.timeline
+    by_stage = seconds_by_stage(timeline, exchange.generation_times)
+    seconds = {"e2e": timeline.ended - timeline.began} if error is None else {}
+    if exchange.first_at:
+        seconds["ttft"] = exchange.first_at - timeline.began
+    if usage.output_tokens > 1 and exchange.last_at > exchange.first_at:
+        seconds["tpot"] = (exchange.last_at - exchange.first_at) / (usage.output_tokens - 1)
+    for name in _STAGES:
+        if name in by_stage:
+            seconds[name] = by_stage[name]
+    for part in timeline.parts:
+        if part.name == "tokenise":
+            seconds["tokenise"] = seconds.get("tokenise", 0.0) + part.ended - part.began
+    sample = RequestSample(
+        slice=Slice(
+            exchange.served.name,
+            exchange.surface or "-",
+            metrics.tenant_label(exchange.caller.tenant),
+            exchange.endpoint or "-",
+            length_bucket(exchange.prompt_tokens),
+            exchange.route,
+        ),
+        seconds=seconds,
+        gaps=exchange.gaps,
+        stages=by_stage,
+        failed=error is not None and error.status >= 500,
+    )
+    _add_usage(sample, exchange, prices)
+    return sample
+
+
+def _add_usage(sample: RequestSample, exchange: Exchange, prices: PriceBook) -> None:
+    usage, price = exchange.usage, prices.of(exchange.served.name)
+    if exchange.answered_by:
+        saved = exchange.saved or TokenUsage()
+        sample.cache, sample.saved_s = exchange.answered_by, saved.prefill_s + saved.decode_s
+        if not price.free:
+            counts = (saved.prompt_tokens, saved.cached_tokens, saved.output_tokens, microseconds(sample.saved_s))
+            sample.micros = price.hit_micros(*counts)
+            sample.saved_micros = price.micros(*counts) - sample.micros
+        return
+    sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.output_tokens
+    sample.cached_tokens, sample.drafted, sample.accepted = usage.cached_tokens, usage.drafted, usage.accepted
+    sample.machine_s = usage.prefill_s + usage.decode_s
+    if not price.free:
+        counts = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, microseconds(sample.machine_s))
+        sample.micros = price.micros(*counts)
+
+
+def plain_sample(endpoint: str, tenant: str, timeline: Timeline, error: ApiError | None) -> RequestSample:
+    """Return the sample of a request that asked for no text: embeddings, rerank, a rejected body."""
+    return RequestSample(
+        slice=Slice("-", "-", metrics.tenant_label(tenant), endpoint, "-", "direct"),
+        seconds={"e2e": timeline.ended - timeline.began},
+        failed=error is not None and error.status >= 500,
+    )
