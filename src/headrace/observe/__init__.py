@@ -1,1 +1,1 @@
-"""Observability: metrics. Any layer may import it; it imports none of them."""
+"""Observability: metrics and logs. Any layer may import it; it imports none of them."""

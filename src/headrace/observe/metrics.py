@@ -6,11 +6,12 @@ create new series.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric as MetricFamily
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
@@ -19,6 +20,12 @@ registry: Final = CollectorRegistry()
 
 http_requests: Final = Counter(
     "headrace_http_requests", "HTTP requests, by route and status.", ("route", "status"), registry=registry
+)
+ignored_parameters: Final = Counter(
+    "headrace_ignored_parameters",
+    "Requests with a parameter that was ignored, by name; other: names that Headrace does not know.",
+    ("parameter",),
+    registry=registry,
 )
 answers: Final = Counter(
     "headrace_answers",
@@ -33,9 +40,28 @@ tokens: Final = Counter(
     registry=registry,
 )
 running: Final = Gauge("headrace_requests_running", "Generation requests in progress.", registry=registry)
+background_responses: Final = Gauge(
+    "headrace_background_responses", "Background responses that wait or run.", registry=registry
+)
+processes_replaced: Final = Counter(
+    "headrace_processes_replaced",
+    "Front processes that ended and were replaced, by cause: signal, exit.",
+    ("why",),
+    registry=registry,
+)
 connections: Final = Gauge("headrace_connections", "Open connections.", registry=registry)
 cut: Final = Counter(
     "headrace_connections_cut", "Connections closed by the server, by reason.", ("why",), registry=registry
+)
+bodies_refused: Final = Counter(
+    "headrace_bodies_refused",
+    "Request bodies rejected by a limit: values, fields, a parameter's name (its items), key_bytes, bytes, wait.",
+    ("what",),
+    registry=registry,
+)
+body_bytes: Final = Gauge("headrace_body_bytes", "Bytes of large request bodies in memory.", registry=registry)
+bodies_paced: Final = Counter(
+    "headrace_bodies_paced", "Times that reading a body waited for its key's pace.", registry=registry
 )
 ttft: Final = Histogram(
     "headrace_time_to_first_token_seconds",
@@ -68,7 +94,10 @@ limits: Final = Counter(
 ledger: Final = Counter(
     "headrace_ledger", "Events of the ledger; see docs/explanation/ledger.md.", ("event",), registry=registry
 )
-alerts: Final = Counter("headrace_alerts", "Budget alerts: sent, failed.", ("outcome",), registry=registry)
+slo_alerts: Final = Counter(
+    "headrace_slo_alerts", "Alerts of objectives: page, ticket, resolved.", ("slo", "state"), registry=registry
+)
+alerts: Final = Counter("headrace_alerts", "Alerts to webhooks: sent, failed.", ("outcome",), registry=registry)
 caches: Final = Counter(
     "headrace_cache",
     "Requests by what a cache of answers did; see docs/how-to/cache-answers.md.",
@@ -109,6 +138,9 @@ answered_by: Final = Counter(
 upstreams: Final = Gauge(
     "headrace_upstream", "An upstream's state, and its counters since the start.", ("model", "what"), registry=registry
 )
+traces: Final = Counter(
+    "headrace_traces", "Traces by what the collector did: sent, rejected.", ("outcome",), registry=registry
+)
 dropped: Final = Counter("headrace_dropped", "Work dropped because a buffer was full.", ("what",), registry=registry)
 
 # An engine's gauges: the path in its statistics, and the help text.
@@ -125,8 +157,24 @@ _ENGINE: Final = {
     "blocks_used": (("blocks", "used"), "KV blocks in use."),
     "blocks_cached": (("blocks", "cached"), "KV blocks that hold cached prefixes."),
     "blocks_free": (("blocks", "free"), "Free KV blocks."),
+    "blocks_unfilled_tokens": (("blocks", "unfilled"), "Tokens reserved in KV blocks and not used yet."),
     "evictions": (("blocks", "evictions"), "Cached KV blocks evicted since the start."),
 }
+_core_seconds: Final = Gauge(
+    "headrace_engine_core_seconds",
+    "Seconds of computation by stage of the core, read every 64 steps.",
+    ("model", "replica", "stage"),
+    registry=registry,
+)
+# What vLLM calls the same.
+_vllm_running: Final = Gauge("vllm:num_requests_running", "As in vLLM.", ("model_name", "engine"), registry=registry)
+_vllm_waiting: Final = Gauge("vllm:num_requests_waiting", "As in vLLM.", ("model_name", "engine"), registry=registry)
+_vllm_kv: Final = Gauge(
+    "vllm:kv_cache_usage_perc",
+    "As in vLLM: 1 means that all KV blocks are used.",
+    ("model_name", "engine"),
+    registry=registry,
+)
 _engines: Final = {
     name: Gauge(f"headrace_engine_{name}", about, ("model", "replica"), registry=registry)
     for name, (_, about) in _ENGINE.items()
@@ -175,6 +223,14 @@ def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
             value = value.get(key, {})
         if isinstance(value, int | float):
             _engines[name].labels(model, str(replica)).set(value)
+    labels = (model, str(replica))
+    scheduler, blocks = statistics.get("scheduler", {}), statistics.get("blocks", {})
+    _vllm_running.labels(*labels).set(scheduler.get("running", 0))
+    _vllm_waiting.labels(*labels).set(scheduler.get("waiting", 0))
+    if blocks.get("total"):
+        _vllm_kv.labels(*labels).set(blocks.get("used", 0) / blocks["total"])
+    for stage, seconds in statistics.get("core", {}).items():
+        _core_seconds.labels(*labels, stage).set(seconds)
 
 
 def upstream(model: str, state: Mapping[str, Any]) -> None:
@@ -189,3 +245,45 @@ def upstream(model: str, state: Mapping[str, Any]) -> None:
 
 def exposition() -> bytes:
     return generate_latest(registry)
+
+
+Sample = tuple[str, dict[str, str], float]
+Family = tuple[str, str, str, list[Sample]]  # name, type, help text, samples
+
+
+def families() -> list[Family]:
+    """Return all metrics of this process, to be added up with those of others."""
+    return [
+        (each.name, each.type, each.documentation, [(one.name, dict(one.labels), one.value) for one in each.samples])
+        for each in registry.collect()
+    ]
+
+
+class _Sums:
+    """A registry of the sums of several processes' metrics."""
+
+    def __init__(self, processes: Iterable[Iterable[Family]]) -> None:
+        self._families: dict[str, tuple[str, str]] = {}
+        self._values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for each in processes:
+            for name, kind, about, samples in each:
+                self._families.setdefault(name, (kind, about))
+                values = self._values.setdefault(name, {})
+                for sample, labels, value in samples:
+                    key = sample, tuple(labels.items())
+                    if sample.endswith("_created"):
+                        values[key] = min(values.get(key, value), value)
+                    else:
+                        values[key] = values.get(key, 0.0) + value
+
+    def collect(self) -> Iterator[Any]:
+        for name, (kind, about) in self._families.items():
+            family = MetricFamily(name, about, kind)
+            for (sample, labels), value in self._values[name].items():
+                family.add_sample(sample, dict(labels), value)
+            yield family
+
+
+def exposition_of(processes: Iterable[Iterable[Family]]) -> bytes:
+    """Return the sums of the metrics of several processes."""
+    return generate_latest(_Sums(processes))  # pyright: ignore[reportArgumentType] - it only collects
